@@ -1,0 +1,111 @@
+"""Cluster: the hosts of a job, their workers and their links, measured or written by hand.
+
+A link's cost is the alpha-beta model: a message of ``n`` bytes takes ``latency + n / rate``. Every host
+has one link with two directions (``up`` and ``down``) that all of its workers share; workers of one host
+talk over memory.
+Rates are goodput, payload bits a second, not the nominal rate of the wire.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headway import files
+from headway.errors import ClusterError
+
+FORMAT: Literal[1] = 1
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Latency = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Host(BaseModel):
+    """One machine: its workers and the goodput of its link in each direction."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=200)
+    workers: int = Field(ge=1, le=4096)
+    up_gbps: Rate
+    down_gbps: Rate
+
+
+class AlgorithmCost(BaseModel):
+    """What one collective algorithm costs beyond its messages: launching, waking and joining its workers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    overhead_us: Latency
+
+
+class Cluster(BaseModel):
+    """Hosts in rank order: the first ``hosts[0].workers`` ranks live on the first host, and so on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = FORMAT
+    hosts: tuple[Host, ...] = Field(min_length=1)
+    latency_us: Latency = 100.0
+    local_gbps: Rate = 20.0
+    local_latency_us: Latency = 30.0
+    algorithms: dict[str, AlgorithmCost] = {}
+    source: str = "written by hand"
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Cluster:
+        if len({host.name for host in self.hosts}) != len(self.hosts):
+            raise ValueError("host names repeat; every host needs a name of its own")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers over all hosts."""
+        return sum(host.workers for host in self.hosts)
+
+    @property
+    def host_of_rank(self) -> tuple[int, ...]:
+        """For each rank, the index of its host."""
+        return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.workers))
+
+    def overhead_us(self, algorithm: str) -> float:
+        """The measured overhead of ``algorithm``, or 0 where nobody measured it."""
+        cost = self.algorithms.get(algorithm)
+        return cost.overhead_us if cost else 0.0
+
+    def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
+        """The same cluster with every link rate and latency multiplied."""
+        hosts = tuple(
+            host.model_copy(
+                update={"up_gbps": host.up_gbps * bandwidth, "down_gbps": host.down_gbps * bandwidth}
+            )
+            for host in self.hosts
+        )
+        return self.model_copy(update={"hosts": hosts, "latency_us": self.latency_us * latency})
+
+    def resized(self, world_size: int) -> Cluster:
+        """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used."""
+        hosts: list[Host] = []
+        missing = world_size
+        while missing > 0:
+            like = self.hosts[len(hosts) % len(self.hosts)]
+            workers = min(like.workers, missing)
+            first_round = len(hosts) < len(self.hosts)
+            name = like.name if first_round else f"{like.name}+{len(hosts) // len(self.hosts)}"
+            hosts.append(like.model_copy(update={"name": name, "workers": workers}))
+            missing -= workers
+        return self.model_copy(update={"hosts": tuple(hosts)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster file. Raises ClusterError where it is missing, damaged or does not validate."""
+        what = f"cluster file {path}"
+        return files.parse_yaml(
+            files.read_text(Path(path), ClusterError, "cluster file"), cls, ClusterError, what
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster as YAML, whole or not at all."""
+        files.write_text(Path(path), files.dump_yaml(self.model_dump(mode="json")), ClusterError)

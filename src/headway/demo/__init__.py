@@ -1,0 +1,1 @@
+"""The whole loop on this machine, with models and data that every machine has."""

@@ -1,0 +1,1 @@
+"""Where the step time went, and who is to blame."""

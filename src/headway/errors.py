@@ -1,0 +1,77 @@
+"""The errors Headway raises.
+
+    HeadwayError                  anything Headway reports on purpose
+    ├── UserError (ValueError)    the input is at fault; the command line exits with 2
+    │   ├── UnitError             a rate, size, duration or factor that cannot be read
+    │   ├── TraceError            a trace that is missing, damaged, foreign or incomplete
+    │   ├── PlanError             a plan that is damaged or does not fit the job
+    │   ├── ClusterError          a cluster that is damaged or does not fit the job
+    │   ├── LabError              a lab that cannot be built as asked
+    │   ├── LaunchError           a command that could not be recorded or run
+    │   └── UnsupportedError      a use that would be wrong under this strategy, and is refused
+    └── CommunicationError        a peer failed or fell silent while training
+    HeadwayWarning                something was ignored or assumed
+
+Every message says what is wrong, what was got, what was expected and how to mend it, on one line.
+"""
+
+from __future__ import annotations
+
+
+class HeadwayError(Exception):
+    """Base of everything Headway raises on purpose."""
+
+
+class UserError(HeadwayError, ValueError):
+    """The input is at fault. ``str()`` is one line: what, got, expected, how to mend it."""
+
+    def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
+        parts = [what]
+        if got is not None:
+            parts.append(f"got {_one_line(str(got))}")
+        if expected:
+            parts.append(f"expected {expected}")
+        message = "; ".join(parts)
+        super().__init__(_one_line(f"{message}. {fix}" if fix else message, limit=1000))
+
+
+class UnitError(UserError):
+    """A rate, size, duration or factor cannot be read."""
+
+
+class TraceError(UserError):
+    """A trace is missing, damaged, foreign or incomplete."""
+
+
+class PlanError(UserError):
+    """A plan is damaged or does not fit the job."""
+
+
+class ClusterError(UserError):
+    """A cluster is damaged or does not fit the job."""
+
+
+class LabError(UserError):
+    """A lab cannot be built as asked."""
+
+
+class LaunchError(UserError):
+    """A command could not be recorded or run."""
+
+
+class UnsupportedError(UserError):
+    """A use that would train wrongly under this strategy."""
+
+
+class CommunicationError(HeadwayError, RuntimeError):
+    """A peer failed or fell silent while training."""
+
+
+class HeadwayWarning(UserWarning):
+    """Something was ignored or assumed."""
+
+
+def _one_line(text: str, limit: int = 300) -> str:
+    """Fold ``text`` into one printable line, so that foreign text cannot forge output."""
+    folded = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return folded if len(folded) <= limit else folded[: limit - 1] + "…"

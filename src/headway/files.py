@@ -1,0 +1,131 @@
+"""Files in and out: bounded reads, writes that are whole or absent, YAML held against a schema."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from headway.errors import UserError
+from headway.version import __version__
+
+MAX_TEXT_BYTES = 64 * 2**20
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_text(path: Path, error: type[UserError], what: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Read a text file of at most ``limit_bytes``; raises ``error`` where that cannot be done."""
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > limit_bytes:
+            raise error(
+                f"{what} {path} is too large", got=f"{size_bytes} bytes", expected=f"at most {limit_bytes}"
+            )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"{what} not found", got=path, expected="a file that exists") from None
+    except UnicodeDecodeError:
+        raise error(f"{what} is not text", got=path, expected="UTF-8") from None
+    except OSError as failure:
+        raise error(f"{what} {path} cannot be read", got=failure.strerror) from None
+
+
+def write_text(path: Path, text: str, error: type[UserError] = UserError) -> None:
+    """Write beside, then rename, so that a reader sees the old file or the whole new one."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as failure:
+        raise error(
+            f"{path} cannot be written", got=failure.strerror, fix="Check the folder and its rights."
+        ) from None
+
+
+@contextmanager
+def folder_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[Path]:
+    """Yield a folder beside ``path`` that takes its name only when the block ends well."""
+    check_absent(path, error)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as failure:
+        raise error(
+            f"{path} cannot be written", got=failure.strerror, fix="Check the folder and its rights."
+        ) from None
+    try:
+        yield beside
+        beside.chmod(0o755)
+        beside.replace(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def check_absent(path: Path, error: type[UserError] = UserError) -> None:
+    """Refuse to write where something stands already: an earlier recording is worth keeping."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise error(
+            "the output exists already", got=path, expected="a new name", fix="Choose another, or remove it."
+        )
+
+
+def parse_yaml(text: str, model: type[_Model], error: type[UserError], what: str) -> _Model:
+    """Validate YAML ``text`` as ``model``; the first complaint becomes one line of ``error``."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as failure:
+        mark = getattr(failure, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise error(f"{what} is not valid YAML{where}", expected="a YAML mapping") from None
+    return validate(data, model, error, what)
+
+
+def validate(data: object, model: type[_Model], error: type[UserError], what: str) -> _Model:
+    """Validate plain ``data`` as ``model``; the first complaint becomes one line of ``error``."""
+    if not isinstance(data, dict):
+        raise error(f"{what} is not a mapping", got=type(data).__name__, expected="keys and values")
+    try:
+        return model.model_validate(data)
+    except ValidationError as failure:
+        raise _first_complaint(failure, error, what) from None
+
+
+def _first_complaint(failure: ValidationError, error: type[UserError], what: str) -> UserError:
+    complaint = failure.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in complaint["loc"]) or "the document"
+    if complaint["type"] == "extra_forbidden":
+        return error(f"{what}: unknown key {where}", fix="Remove it, or check its spelling.")
+    if complaint["type"] == "missing":
+        return error(f"{what}: {where} is missing", fix="Add it.")
+    return error(f"{what}: {where}: {complaint['msg']}", got=repr(complaint["input"]))
+
+
+def dump_yaml(data: dict[str, Any]) -> str:
+    """Write plain data as YAML in the order given."""
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+
+
+def document(kind: str, **fields: Any) -> dict[str, Any]:
+    """Head a ``--json`` document with Headway's version and the document's kind."""
+    return {"headway": __version__, "kind": kind, **fields}
+
+
+def dump_json(data: object) -> str:
+    """Write JSON that any reader takes: no NaN, no infinity."""
+    return json.dumps(data, allow_nan=False, ensure_ascii=False, indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""The dataflow graph of a step over all workers."""

@@ -1,0 +1,1 @@
+"""Getting into other people's programs: launchers and trainers."""

@@ -1,0 +1,1 @@
+"""A cluster on one machine: shaped links, slow workers, failures."""

@@ -1,0 +1,83 @@
+"""ModelSpec: what communication decisions need to know of a model, without the model itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cached_property
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+class ParameterSpec(BaseModel):
+    """One trainable parameter. ``name`` is relative to the wrapped module; ``module`` owns it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    module: str
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the parameter, and of its gradient."""
+        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
+
+
+class ModelSpec(BaseModel):
+    """A model's trainable parameters, in registration order, and what a recording learned about their use.
+
+    ``forward_order`` names modules in the order in which a forward first needs their parameters;
+    ``ready_order`` names parameters in the order in which a backward finishes their gradients.
+    Both are empty where nothing was recorded.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parameters: tuple[ParameterSpec, ...]
+    forward_order: tuple[str, ...] = ()
+    ready_order: tuple[str, ...] = ()
+    buffer_bytes: int = Field(default=0, ge=0)
+    activation_bytes: int = Field(default=0, ge=0)
+    optimizer_state_bytes: int = Field(default=0, ge=0)
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterSpec]:
+        """Parameters by name."""
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all parameters, which one synchronisation of gradients moves."""
+        return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of names, shapes and dtypes: equal for two processes that train the same model."""
+        digest = hashlib.sha256()
+        for parameter in self.parameters:
+            digest.update(f"{parameter.name}|{parameter.shape}|{parameter.dtype}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def ready_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Parameters in the order in which gradients become ready; reversed registration where unknown."""
+        known = [self.by_name[name] for name in self.ready_order if name in self.by_name]
+        seen = {parameter.name for parameter in known}
+        return (*known, *(p for p in reversed(self.parameters) if p.name not in seen))
+
+    def forward_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Parameters in the order in which forward needs them; registration order where unknown."""
+        rank = {module: index for index, module in enumerate(self.forward_order)}
+        return tuple(sorted(self.parameters, key=lambda p: rank.get(p.module, len(rank))))

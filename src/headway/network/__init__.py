@@ -1,0 +1,1 @@
+"""Layer 5: over what. Measuring the links of a job."""

@@ -1,0 +1,1 @@
+"""The simulator over the dataflow graph."""

@@ -1,0 +1,1 @@
+"""Drawing: HTML pages from computed values. Nothing here computes."""

@@ -1,0 +1,1 @@
+"""Layer 2: when. Buckets, partitions, priorities and order."""

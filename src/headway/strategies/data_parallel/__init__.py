@@ -1,0 +1,1 @@
+"""Data parallelism: every worker holds the whole model and sees its own part of the batch."""

@@ -1,0 +1,1 @@
+"""Stock DistributedDataParallel with a chosen bucket size."""

@@ -1,0 +1,49 @@
+"""Policy of DistributedDataParallel: torch's own assignment of gradients to buckets."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from headway.model import ModelSpec
+from headway.scheduling.buckets import BucketSchedule, make_buckets
+from headway.strategies.base import Strategy
+
+DEFAULT_CAP_MB = 25
+DEFAULT_FIRST_BUCKET_BYTES = 2**20
+
+
+class DistributedDataParallelStrategy(Strategy):
+    """Stock DDP with one all-reduce a bucket. ``bucket_cap_mb`` of None leaves torch's default in place."""
+
+    name: ClassVar[str] = "ddp"
+
+    bucket_cap_mb: float | None = Field(default=None, gt=0, le=1e6)
+
+    def decide(self, model: ModelSpec) -> BucketSchedule:
+        """Assign buckets as DDP does from its second iteration on, when it knows the order of readiness.
+
+        torch uses a smaller first bucket (1 MiB) only while ``bucket_cap_mb`` is left at its default.
+        """
+        from headway import torch_private  # torch takes seconds to import, and most commands do without
+
+        parameters = model.ready_parameters()
+        groups = torch_private.ddp_bucket_assignment(
+            [(p.shape, p.dtype) for p in parameters], self.size_limits_bytes()
+        )
+        return BucketSchedule(make_buckets([[parameters[i] for i in group] for group in groups]))
+
+    def size_limits_bytes(self) -> list[int]:
+        """The size limits DDP hands to its bucketing: the first bucket's, then everybody else's."""
+        if self.bucket_cap_mb is None:
+            return [DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP_MB * 2**20]
+        return [int(self.bucket_cap_mb * 2**20)]
+
+    def describe(self) -> str:
+        """Say the strategy in a few words."""
+        return (
+            "DDP, default buckets"
+            if self.bucket_cap_mb is None
+            else f"DDP, bucket_cap_mb={self.bucket_cap_mb:g}"
+        )

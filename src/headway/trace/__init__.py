@@ -1,0 +1,1 @@
+"""Recording a job, aligning clocks, and the trace on disk."""

@@ -1,0 +1,116 @@
+"""Events: what one rank did, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Texts = npt.NDArray[np.object_]
+
+
+class Kind:
+    """The kinds of events. Each is a span on one stream of one rank unless said otherwise."""
+
+    STEP = "step"  # from the end of one optimizer step to the end of the next
+    INPUT = "input"  # waiting for the data loader
+    FORWARD_PASS = "forward_pass"  # the whole forward of the wrapped model
+    FORWARD = "forward"  # one module's forward; a module inside another lies inside its span
+    BACKWARD_PASS = "backward_pass"  # the whole backward, until its caller goes on
+    BACKWARD = "backward"  # one module's share of the backward; shares do not overlap
+    GRADIENT_READY = "gradient_ready"  # an instant: a parameter's gradient is complete on this rank
+    WAIT = "wait"  # computation waits for communication
+    OPTIMIZER = "optimizer"  # the optimizer's step
+    UPDATE = "update"  # a deferred update of one bucket
+    COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was asked for
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class Stream:
+    """The streams of a rank: what can go on at the same time."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+
+
+class Event(NamedTuple):
+    """One event. Times are nanoseconds on rank 0's clock; -1 stands for what does not apply."""
+
+    kind: str
+    name: str
+    stream: str
+    step: int
+    start_ns: int
+    duration_ns: int
+    enqueue_ns: int = -1  # communication: when the collective was asked for
+    group: str = ""  # communication: the process group's name
+    sequence: int = -1  # communication: the how-manieth of its group, equal on all members
+    size_bytes: int = -1
+    bucket: int = -1  # the bucket of gradients that a collective carries
+    peer: int = -1
+    algorithm: str = ""
+
+    @property
+    def end_ns(self) -> int:
+        """When the event ended."""
+        return self.start_ns + self.duration_ns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """Events of one rank as columns of one length, ordered by start."""
+
+    kind: Texts
+    name: Texts
+    stream: Texts
+    step: Ints
+    start_ns: Ints
+    duration_ns: Ints
+    enqueue_ns: Ints
+    group: Texts
+    sequence: Ints
+    size_bytes: Ints
+    bucket: Ints
+    peer: Ints
+    algorithm: Texts
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def __iter__(self) -> Iterator[Event]:
+        columns = (getattr(self, field).tolist() for field in Event._fields)
+        return (Event(*row) for row in zip(*columns, strict=True))
+
+    @property
+    def end_ns(self) -> Ints:
+        """When each event ended."""
+        ends: Ints = self.start_ns + self.duration_ns
+        return ends
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Events:
+        """The events that ``mask`` (bool, one an event) picks."""
+        return Events(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
+
+    def of_kind(self, *kinds: str) -> Events:
+        """The events of these kinds."""
+        return self.where(np.isin(self.kind.astype(str), kinds) if len(self) else np.zeros(0, dtype=bool))
+
+    def of_step(self, step: int) -> Events:
+        """The events of one step."""
+        return self.where(self.step == step)
+
+    @classmethod
+    def from_rows(cls, rows: list[Event]) -> Events:
+        """Columns from rows, ordered by start; spans that start together keep their order."""
+        ordered = sorted(rows, key=lambda event: event.start_ns)
+        columns: dict[str, Any] = {}
+        for index, name in enumerate(Event._fields):
+            values = [row[index] for row in ordered]
+            text = name in ("kind", "name", "stream", "group", "algorithm")
+            columns[name] = np.array(values, dtype=object if text else np.int64)
+        return cls(**columns)

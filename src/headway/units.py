@@ -1,0 +1,74 @@
+"""Rates, sizes, durations and factors as people write them, and back.
+
+Rates are bits a second with decimal prefixes, as network people write them (``400mbit``, ``10 Gbit/s``).
+Sizes are bytes (``25MB`` is 25·10⁶, ``1MiB`` is 2²⁰).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from headway.errors import UnitError
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
+
+_GBPS = {"bit": 1e-9, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
+_RATE_UNITS = {f"{unit}{suffix}": scale for unit, scale in _GBPS.items() for suffix in ("", "/s", "ps")}
+_RATE_UNITS |= {"bps": 1e-9, "kbps": 1e-6, "mbps": 1e-3, "gbps": 1.0, "tbps": 1e3}
+_BYTE_UNITS = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+}  # fmt: skip
+_SECOND_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+RATE_FORM = "a rate such as 400mbit or 10gbit"
+SIZE_FORM = "a size such as 25MB or 1MiB"
+DURATION_FORM = "a duration such as 200ms or 5s"
+FACTOR_FORM = "a factor such as 2x or 0.5x"
+
+
+def _parse(text: object, units: dict[str, float], what: str, form: str, *, zero: bool = False) -> float:
+    match = _NUMBER.fullmatch(text) if isinstance(text, str) and len(text) <= 64 else None
+    scale = units.get(match.group(2).lower()) if match else None
+    if match is None or scale is None:
+        raise UnitError(f"{what} cannot be read", got=repr(text), expected=form)
+    value = float(match.group(1)) * scale
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise UnitError(f"{what} is out of range", got=repr(text), expected=f"{form}, more than 0")
+    return value
+
+
+def parse_rate_gbps(text: object, what: str = "rate") -> float:
+    """Read a link rate, in Gbit/s. Raises UnitError for 0, a bare number or an unknown unit."""
+    return _parse(text, _RATE_UNITS, what, RATE_FORM)
+
+
+def parse_bytes(text: object, what: str = "size") -> int:
+    """Read a size, in bytes. Raises UnitError for 0, a bare number or an unknown unit."""
+    return round(_parse(text, dict(_BYTE_UNITS), what, SIZE_FORM))
+
+
+def parse_duration_s(text: object, what: str = "duration", *, zero: bool = False) -> float:
+    """Read a duration, in seconds. Raises UnitError for an unknown unit, and for 0 unless ``zero``."""
+    return _parse(text, _SECOND_UNITS, what, DURATION_FORM, zero=zero)
+
+
+def parse_factor(text: object, what: str = "factor") -> float:
+    """Read a factor such as ``2x``. Raises UnitError for 0 and for other forms."""
+    return _parse(text, {"x": 1.0, "": 1.0}, what, FACTOR_FORM)
+
+
+def format_rate(gbps: float) -> str:
+    """Write a rate in the unit people would use: ``400 Mbit/s``."""
+    for scale, unit in ((1.0, "Gbit/s"), (1e-3, "Mbit/s"), (1e-6, "kbit/s")):
+        if gbps >= scale:
+            return f"{gbps / scale:.3g} {unit}" if gbps / scale < 1000 else f"{gbps / scale:.0f} {unit}"
+    return f"{gbps * 1e9:.3g} bit/s"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Write a size with decimal prefixes: ``8.4 MB``."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes:.0f} B"
