@@ -1,0 +1,114 @@
+"""Communication seen from all ranks at once: which events are one collective, and who came to it last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.trace.events import Event, Kind
+from headway.trace.format import Trace
+
+Ints = npt.NDArray[np.int64]
+Texts = npt.NDArray[np.object_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Communications:
+    """Every rank's communication events as columns, one row an event.
+
+    Rows of one ``instance`` are the members' views of one collective (or of one message). ``arrival_ns`` is when
+    its last member asked for it, at most this row's end; ``last_rank`` is that member. A rank that did
+    not record the collective cannot be waited for. A send never waits for its receiver.
+    """
+
+    rank: Ints
+    kind: Texts
+    name: Texts
+    group: Texts
+    step: Ints
+    bucket: Ints
+    size_bytes: Ints
+    peer: Ints
+    enqueue_ns: Ints
+    start_ns: Ints
+    end_ns: Ints
+    instance: Ints
+    arrival_ns: Ints
+    last_rank: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def where(self, mask: npt.NDArray[np.bool_] | Ints) -> Communications:
+        """The rows that ``mask`` (or an array of indices) picks."""
+        return Communications(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
+
+    def of_rank(self, rank: int) -> Communications:
+        """One rank's rows."""
+        return self.where(self.rank == rank)
+
+
+def match(trace: Trace) -> Communications:
+    """Match communication events across ranks: collectives by group, name and sequence; messages by order."""
+    rows: list[tuple[int, Event]] = []
+    for member, events in sorted(trace.events.items()):
+        rows.extend((member, event) for event in events.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE))
+    instance = _instances(rows)
+    rank = _ints([one for one, _ in rows])
+    start = _ints([event.start_ns for _, event in rows])
+    end = _ints([event.end_ns for _, event in rows])
+    enqueue = _ints([event.enqueue_ns for _, event in rows])
+    enqueue = np.where(enqueue >= 0, np.minimum(enqueue, end), start)
+    kind = _texts([event.kind for _, event in rows])
+
+    order = np.lexsort((enqueue, instance))  # the last row of each instance is its last arriver
+    last = order[np.flatnonzero(np.diff(instance[order], append=-1) != 0)] if rows else order
+    sends = kind == Kind.SEND
+    return Communications(
+        rank=rank,
+        kind=kind,
+        name=_texts([event.name for _, event in rows]),
+        group=_texts([event.group for _, event in rows]),
+        step=_ints([event.step for _, event in rows]),
+        bucket=_ints([event.bucket for _, event in rows]),
+        size_bytes=np.maximum(_ints([event.size_bytes for _, event in rows]), 0),
+        peer=_ints([event.peer for _, event in rows]),
+        enqueue_ns=enqueue,
+        start_ns=np.maximum(start, enqueue),
+        end_ns=end,
+        instance=instance,
+        arrival_ns=np.where(sends, enqueue, np.minimum(enqueue[last][instance], end)),
+        last_rank=np.where(sends, rank, rank[last][instance]),
+    )
+
+
+def _instances(rows: list[tuple[int, Event]]) -> Ints:
+    """Number the instances from 0. The how-manieth of equal keys on one rank tells repeats apart."""
+    numbers: dict[tuple[object, ...], int] = {}
+    seen: dict[tuple[object, ...], int] = {}
+    found = np.zeros(len(rows), dtype=np.int64)
+    for row, (rank, event) in enumerate(rows):
+        key: tuple[object, ...]
+        if event.kind != Kind.COLLECTIVE:
+            ends = (rank, event.peer) if event.kind == Kind.SEND else (event.peer, rank)
+            key = ("message", event.group, *ends)
+        elif event.sequence >= 0:
+            key = (event.group, event.name, event.sequence)
+        else:
+            key = ("alone", row)
+        repeat = seen.get((rank, event.kind, key), 0)
+        seen[rank, event.kind, key] = repeat + 1
+        found[row] = numbers.setdefault((*key, repeat), len(numbers))
+    return found
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _texts(values: list[str]) -> Texts:
+    texts = np.empty(len(values), dtype=object)
+    texts[:] = values
+    return texts

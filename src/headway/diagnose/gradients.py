@@ -1,0 +1,98 @@
+"""Why communication is exposed: what the gradients' buckets look like, and when they set out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.diagnose import intervals
+from headway.diagnose.communication import Communications
+from headway.diagnose.timeline import RankTime
+from headway.trace.events import Events, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationShape:
+    """How one step communicates, averaged over ranks and steps."""
+
+    collectives: float  # a step and rank
+    mean_bytes: float
+    buckets: int
+    gradient_bytes: int  # the sum of the buckets' sizes
+    largest_bytes: int
+    largest_ready: float  # how much of backward was computed when the largest bucket set out, from 0 to 1
+    first_ready: float  # the same for the first bucket
+    busy_ms: float  # communication with all members there, a step
+    backward_ms: float
+    blocking_ms: float  # exposed communication that carries no bucket of gradients, a step
+    blocking_name: str
+    blocking_count: float  # a step
+
+
+def communication_shape(
+    times: dict[int, RankTime], rows: Communications, events: dict[int, Events]
+) -> CommunicationShape:
+    """Measure how the steps communicate."""
+    steps = sum(len(time.step_start_ns) for time in times.values())
+    within = np.zeros(len(rows), dtype=bool)
+    ready = np.full(len(rows), np.nan)
+    for rank, time in times.items():
+        own = np.flatnonzero(rows.rank == rank)
+        windows = intervals.union(time.step_start_ns, time.step_end_ns)
+        within[own] = intervals.inside(windows, rows.end_ns[own] - 1)
+        ready[own] = _computed_share(time, events[rank], rows.enqueue_ns[own])
+    counted = within & (rows.kind == Kind.COLLECTIVE) & (rows.size_bytes > 0)
+    carrying = counted & (rows.bucket >= 0)
+    sizes: dict[int, int] = {}
+    for bucket, size in zip(rows.bucket[carrying].tolist(), rows.size_bytes[carrying].tolist(), strict=True):
+        sizes[bucket] = max(sizes.get(bucket, 0), size)
+    largest = max(sizes, key=lambda bucket: sizes[bucket], default=-1)
+    blocking_ms, blocking_rows = _blocking(times, rows, steps)
+    names = rows.name[blocking_rows].tolist()
+    return CommunicationShape(
+        collectives=float(counted.sum()) / steps,
+        mean_bytes=float(rows.size_bytes[counted].mean()) if counted.any() else 0.0,
+        buckets=len(sizes),
+        gradient_bytes=sum(sizes.values()),
+        largest_bytes=sizes.get(largest, 0),
+        largest_ready=_mean(ready[carrying & (rows.bucket == largest)]),
+        first_ready=min((_mean(ready[carrying & (rows.bucket == bucket)]) for bucket in sizes), default=0.0),
+        busy_ms=sum(int(time.per_step(time.communicating).sum()) for time in times.values()) / steps / 1e6,
+        backward_ms=sum(int(time.per_step(time.backward).sum()) for time in times.values()) / steps / 1e6,
+        blocking_ms=blocking_ms,
+        blocking_name=max(set(names), key=names.count) if names else "",
+        blocking_count=len(names) / steps,
+    )
+
+
+def _computed_share(time: RankTime, events: Events, moments: intervals.Ints) -> np.ndarray:
+    """How much of its backward pass this rank had computed at each moment; NaN outside of every pass."""
+    passes = events.of_kind(Kind.BACKWARD_PASS)
+    shares = np.full(len(moments), np.nan)
+    if not len(passes):
+        return shares
+    index = np.searchsorted(passes.start_ns, moments, side="right") - 1
+    inside = (index >= 0) & (moments <= passes.end_ns[np.maximum(index, 0)])
+    chosen = index[inside]
+    done = intervals.length_within(time.backward, passes.start_ns[chosen], moments[inside])
+    whole = intervals.length_within(time.backward, passes.start_ns[chosen], passes.end_ns[chosen])
+    shares[inside] = done / np.maximum(whole, 1)
+    return shares
+
+
+def _blocking(times: dict[int, RankTime], rows: Communications, steps: int) -> tuple[float, intervals.Ints]:
+    """The exposed time of collectives outside the gradients, a step, in ms; and which of them blocked."""
+    total, found = 0, []
+    for rank, time in times.items():
+        own = np.flatnonzero((rows.rank == rank) & (rows.bucket < 0))
+        spans = intervals.union(rows.arrival_ns[own], rows.end_ns[own])
+        total += int(time.per_step(intervals.intersect(time.exposed, spans)).sum())
+        waited = intervals.length_within(time.exposed, rows.arrival_ns[own], rows.end_ns[own])
+        found.append(own[waited > 0])
+    return total / steps / 1e6, np.concatenate(found)
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 1.0
