@@ -1,0 +1,146 @@
+"""``headway lab``: a cluster on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway import files
+from headway.cli.command import trailing_command
+from headway.errors import LabError
+from headway.lab import state
+from headway.lab.flags import EVENT_FORM, override, parse_event, parse_pairs
+from headway.lab.launch import DEFAULT_GRACE_S, MODES, Mode, run
+from headway.lab.spec import LabSpec, load_spec
+from headway.units import parse_duration_s
+
+
+@click.group()
+def lab() -> None:
+    """A cluster on this machine: shaped links, slow workers, failures."""
+
+
+@lab.command("run")
+@click.argument("spec", required=False, type=click.Path(path_type=Path))
+@click.option("--hosts", type=int, help="Number of hosts.")
+@click.option("--workers-per-host", type=int, help="Ranks on each host.")
+@click.option("--rate", metavar="RATE", help="Every link's rate, both directions, such as 400mbit.")
+@click.option("--up", metavar="RATE", help="Every link's rate out of the host.")
+@click.option("--down", metavar="RATE", help="Every link's rate into the host.")
+@click.option("--slow", metavar="RANK=SHARE", multiple=True, help="Let a rank run that share of the time.")
+@click.option("--pace", metavar="RANK=FACTOR", multiple=True, help="Factor for a rank's paced device.")
+@click.option("--at", "events", metavar='"TIME EVENT"', multiple=True, help=f"A change: {EVENT_FORM}.")
+@click.option(
+    "--mode", type=click.Choice(MODES), default="auto", show_default=True, help="How to isolate hosts."
+)
+@click.option(
+    "--grace",
+    metavar="TIME",
+    default=f"{DEFAULT_GRACE_S:g}s",
+    show_default=True,
+    help="How long the others may go on when a rank fails, and may take to end when asked to.",
+)
+@click.option("--timeout", metavar="TIME", help="End the ranks after this long, with status 124.")
+@click.option("--no-prefix", is_flag=True, help="Do not print [rank N] before lines.")
+@click.pass_context
+def run_command(ctx: click.Context, /, spec: Path | None, **flags: Any) -> None:
+    """Run a command's ranks in a lab: headway lab run [SPEC] [flags] -- CMD.
+
+    SPEC is a lab file (YAML). Flags override it, or describe the lab without it. The exit status is that of
+    the rank that failed first, or 0.
+    """
+    command = trailing_command(ctx)
+    wanted = _spec(load_spec(spec) if spec else None, flags)
+    status = run(
+        wanted,
+        command,
+        mode=cast(Mode, flags["mode"]),
+        grace_s=parse_duration_s(flags["grace"], "grace", zero=True),
+        timeout_s=parse_duration_s(flags["timeout"], "timeout") if flags["timeout"] else None,
+        prefix=not flags["no_prefix"],
+    )
+    ctx.exit(status)
+
+
+def _spec(base: LabSpec | None, flags: dict[str, Any]) -> LabSpec:
+    if base is None and flags["hosts"] is None:
+        raise LabError(
+            "no lab is described",
+            expected="a lab file, or --hosts",
+            fix="For example: --hosts 2 --rate 400mbit",
+        )
+    plain = ("hosts", "workers_per_host", "rate", "up", "down")
+    return override(
+        base,
+        **{name: flags[name] for name in plain},
+        slow=parse_pairs(flags["slow"], "--slow"),
+        pace=parse_pairs(flags["pace"], "--pace"),
+        timeline=[parse_event(text) for text in flags["events"]],
+    )
+
+
+@lab.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_command(as_json: bool) -> None:
+    """Show the labs that run, and what killed ones left."""
+    found = state.labs()
+    if as_json:
+        rows = [_row(lab) for lab in found]
+        sys.stdout.write(files.dump_json(files.document("lab_list", labs=rows)))
+        return
+    if not found:
+        click.echo("no labs", err=True)
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("lab", "state", "mode", "hosts", "workers", "launcher", "started", "command"):
+        table.add_column(heading)
+    for lab in found:
+        row = _row(lab)
+        row["command"] = " ".join(row["command"])
+        cells = ("id", "state", "mode", "hosts", "workers", "launcher", "started", "command")
+        table.add_row(*(Text(_printable(str(row[cell]))) for cell in cells))
+    Console().print(table)
+
+
+def _row(lab: state.Lab) -> dict[str, Any]:
+    record = lab.record
+    return {
+        "id": record.id,
+        "state": lab.state,
+        "mode": record.mode,
+        "hosts": record.hosts,
+        "workers": record.workers,
+        "launcher": record.launcher.pid,
+        "started": record.started,
+        "command": list(record.command),
+        "pids": list(lab.pids),
+    }
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+@lab.command("clean")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def clean_command(as_json: bool) -> None:
+    """Remove what labs left whose launcher was killed. Running labs are not touched."""
+    cleaned, stuck = state.clean()
+    if as_json:
+        rows = [_row(lab) for lab in cleaned]
+        sys.stdout.write(files.dump_json(files.document("lab_clean", labs=rows)))
+    else:
+        for lab in cleaned:
+            click.echo(f"cleaned {lab.record.id}: {len(lab.pids)} processes ended")
+        if not cleaned and not stuck:
+            click.echo("nothing to clean", err=True)
+    if stuck:
+        raise LabError(
+            "processes would not end", got=", ".join(f"{lab.record.id}: {lab.pids}" for lab in stuck)
+        )
