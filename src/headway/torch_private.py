@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
-from torch.distributed.distributed_c10d import _compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _get_default_store,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 def ddp_bucket_assignment(
@@ -15,7 +26,163 @@ def ddp_bucket_assignment(
     if not shapes:
         return []
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in shapes]
-    assigned, _ = _compute_bucket_assignment_by_size(
+    assigned, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
         tensors, limits_bytes, [False] * len(tensors), list(range(len(tensors)))
     )
     return [list(group) for group in assigned]
+
+
+class KernelOverlay:
+    """Python kernels laid over an operator library's own, each called with the original first."""
+
+    def __init__(self, namespace: str, dispatch_key: str) -> None:
+        self._namespace = namespace
+        self._key = dispatch_key
+        self._library = torch.library.Library(namespace, "IMPL")
+
+    def put(self, operation: str, kernel: Callable[..., Any]) -> None:
+        """Have ``operation`` call ``kernel(original, *args)``."""
+        original = torch.library.get_kernel(f"{self._namespace}::{operation}", self._key)
+
+        def overlaid(keyset: Any, *args: Any) -> Any:
+            return kernel(lambda *passed: original.call_boxed(keyset, *passed), *args)
+
+        with _override_unwarned():
+            self._library.impl(operation, overlaid, self._key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """Put the original kernels back in force."""
+        self._library._destroy()
+
+
+@contextmanager
+def _override_unwarned() -> Iterator[None]:
+    """Overriding a kernel warns once from C++; the override is meant and is taken back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def process_group_name(boxed: Any) -> str:
+    """The name of a process group as operators are handed it."""
+    name: str = dist.ProcessGroup.unbox(boxed).group_name
+    return name
+
+
+def when_work_completes(boxed: Any, callback: Callable[[], None]) -> None:
+    """Call ``callback`` when a boxed work is done, on whichever thread completes it."""
+    dist.Work.unbox(boxed).get_future().then(lambda _: callback())
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """From inside a backward: call ``callback`` when its graph is done, before later-queued callbacks."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def data_loader_iterator() -> type:
+    """The base class of the data loader's iterators, whose ``__next__`` is the wait for input."""
+    return _BaseDataLoaderIter
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group."""
+    store: dist.Store = _get_default_store()
+    return store
+
+
+def ddp_buckets(ddp: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
+    """DDP's buckets in force, as positions among its parameters that take gradients; empty where unknown."""
+    text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return [[int(index) for index in bucket.split()] for bucket in str(text).split(",") if bucket.strip()]
+
+
+def ddp_bucket_cap_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> float | None:
+    """The ``bucket_cap_mb`` a DDP was built with; None where the default is in force."""
+    if getattr(ddp, "bucket_bytes_cap_default", False):
+        return None
+    return float(ddp.bucket_bytes_cap) / 2**20
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that is running ends. What it raises leaves ``backward()``."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def inside_backward() -> bool:
+    """Whether this thread is computing a node of a backward pass.
+
+    In an end-of-backward callback this is true exactly where that backward was nested in another one, as
+    reentrant activation checkpointing nests them.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of ``tensor``, plus a constant for the asking."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def without_subclass_dispatch() -> AbstractContextManager[Any]:
+    """A context in which tensor subclasses' ``__torch_function__`` is not called."""
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
+
+
+@contextmanager
+def without_user_modes() -> Iterator[None]:
+    """A context in which work of our own is invisible to function modes, dispatch modes and autocast.
+
+    Inference mode and recording of gradients are off in it too.
+    """
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def unhooked_step(optimizer_type: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The ``step`` of an optimizer class without the step hooks that torch wraps around it."""
+    step = optimizer_type.step
+    return cast("Callable[..., Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of ``group`` for tensors on the CPU, or None where it cannot be learned."""
+    try:
+        return cast("timedelta", group._get_backend(torch.device("cpu")).options._timeout)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Close the connections of ``group``, so that peers waiting on this rank fail rather than wait."""
+    with suppress(RuntimeError, AttributeError):
+        group.abort()
+
+
+def before_group_shutdown(callback: Callable[[dist.ProcessGroup], None]) -> None:
+    """Call ``callback`` with every process group just before it is shut down, from now on.
+
+    ``destroy_process_group`` shuts groups down through this method however a script imported it.
+    """
+    shutdown = dist.ProcessGroup.shutdown
+
+    @functools.wraps(shutdown)
+    def shutdown_after_callback(self: dist.ProcessGroup) -> None:
+        callback(self)
+        shutdown(self)
+
+    dist.ProcessGroup.shutdown = shutdown_after_callback  # type: ignore[method-assign]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of ``module`` itself run through torch.compile."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+        return True
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)

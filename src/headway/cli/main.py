@@ -1,0 +1,79 @@
+"""The ``headway`` command: finds the subcommand, and turns errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from headway.errors import HeadwayError, UserError
+from headway.version import __version__
+
+# Subcommands are imported when called, so that none pays for another's libraries.
+COMMANDS = {
+    "demo": "the whole loop on this machine in a few minutes",
+    "record": "run an unmodified torchrun command and record it",
+    "diagnose": "where the time went, and who is to blame",
+    "replay": "simulate the recorded step, as it was or under what-ifs",
+    "optimize": "search for the best plan and write it",
+    "run": "run an unmodified torchrun command under a plan",
+    "probe": "measure latency and rate of the links of a job",
+    "lab": "a cluster on this machine",
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"headway.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="headway")
+def cli() -> None:
+    """See, predict and choose the communication of distributed training."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exit status: 0 done, 2 bad usage or bad input, 1 our own fault."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit status."""
+    own, command = arguments, ()
+    if "--" in arguments:
+        cut = arguments.index("--")
+        own, command = arguments[:cut], tuple(arguments[cut + 1 :])
+    try:
+        with cli.make_context("headway", own) as context:
+            context.meta["headway.command"] = command
+            result = cli.invoke(context)
+            return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as failure:
+        print(f"headway: {failure.format_message()} See headway --help.", file=sys.stderr)
+        return failure.exit_code
+    except UserError as failure:
+        print(f"headway: {failure}", file=sys.stderr)
+        return 2
+    except HeadwayError as failure:
+        print(f"headway: {failure}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        print("headway: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1

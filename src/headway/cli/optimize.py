@@ -1,0 +1,90 @@
+"""``headway optimize``: search for the best plan and write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from headway.cli import output
+
+if TYPE_CHECKING:
+    from headway.optimize.search import SearchResult
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("-o", "--output", "plan_path", type=click.Path(path_type=Path), default=Path("plan.yaml"),
+              show_default=True, help="The plan file to write.")  # fmt: skip
+@click.option(
+    "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
+)
+@click.option("--strategy", "only", type=click.Choice(["any", "ddp", "decoupled"]), default="any", show_default=True,
+              help="Write the best plan of this strategy.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str, as_json: bool) -> None:
+    """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
+    from headway.cluster import Cluster
+    from headway.trace.format import load_trace
+
+    cluster = Cluster.load(cluster_path) if cluster_path else None
+    loaded = load_trace(trace)
+
+    from headway.optimize.search import plan_of, search
+    from headway.replay.replayer import Replayer
+    from headway.strategies.registry import STRATEGIES
+
+    with output.progress("searching") as advance:
+        replayer = Replayer(loaded, cluster)
+        found = search(replayer, advance)
+    best = found.best(STRATEGIES.get(only))
+    plan_of(best, replayer, found.baseline_ms).save(plan_path)
+    if as_json:
+        output.print_document(
+            "optimization",
+            {
+                "baseline_ms": found.baseline_ms,
+                "recorded_ms": found.recorded_ms,
+                "plans": [
+                    {
+                        "name": candidate.name,
+                        "predicted_ms": candidate.predicted_ms,
+                        "uncertainty_ms": candidate.uncertainty_ms,
+                        "changes": list(candidate.changes),
+                    }
+                    for candidate in found.candidates
+                ],
+                "bound_ms": found.bound_ms,
+                "searched": len(found.candidates),
+                "elapsed_s": found.elapsed_s,
+                "plan": str(plan_path),
+            },
+        )
+        return
+    console = output.console()
+    console.print(
+        f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ms a step, "
+        f"{found.baseline_ms / best.predicted_ms:.2f} times as quick as now; written to {plan_path}."
+    )
+    console.print(plans_table(found))
+    console.print(
+        f"{len(found.candidates)} plans replayed in {found.elapsed_s:.1f} s. Links: {replayer.cluster.source}."
+    )
+
+
+def plans_table(found: SearchResult) -> Table:
+    """The ranked candidates, with the bound that no plan can beat."""
+    table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "changes")
+    for candidate in found.candidates:
+        table.add_row(
+            candidate.name,
+            f"{candidate.predicted_ms:.1f}",
+            f"{candidate.uncertainty_ms:.1f}",
+            f"{found.baseline_ms / candidate.predicted_ms:.2f}x",
+            f"{candidate.predicted_ms / found.bound_ms:.2f}",
+            "; ".join(candidate.changes),
+        )
+    table.caption = f"recorded {found.recorded_ms:.1f} ms, replayed {found.baseline_ms:.1f} ms, bound {found.bound_ms:.1f} ms"
+    return table

@@ -1,0 +1,40 @@
+"""What commands share: consoles, progress on stderr, and the one JSON document on stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from headway import files
+
+
+def console() -> Console:
+    """Where answers go. Markup in foreign text is never interpreted."""
+    return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def error_console() -> Console:
+    """Where progress and words beside the answer go."""
+    return Console(stderr=True, markup=False, highlight=False)
+
+
+def print_document(kind: str, fields: dict[str, Any]) -> None:
+    """Print one JSON document on stdout."""
+    sys.stdout.write(files.dump_json(files.document(kind, **fields)))
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Any]:
+    """A progress bar on stderr, on terminals only. Yields a function to call with (done, total)."""
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(),
+        console=error_console(), transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(description, total=total)
+        yield lambda done, of: bar.update(task, completed=done, total=of)

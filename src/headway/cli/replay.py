@@ -1,0 +1,91 @@
+"""``headway replay``: simulate the recorded step, as it was or under what-ifs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from headway.cli import output
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--what-if", "what_ifs", multiple=True, metavar="K=V",
+              help="bandwidth=2x, latency=0.5x, compute=0.5x (its time) or workers=8; may be repeated.")  # fmt: skip
+@click.option(
+    "--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan's strategy."
+)
+@click.option(
+    "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def replay(
+    trace: Path, what_ifs: tuple[str, ...], plan_path: Path | None, cluster_path: Path | None, as_json: bool
+) -> None:
+    """Replay the steps of TRACE: first as recorded, then as asked."""
+    from headway.cluster import Cluster
+    from headway.plan import Plan
+    from headway.replay.what_if import WhatIf
+    from headway.trace.format import load_trace
+
+    what_if = WhatIf.parse(what_ifs)
+    plan = Plan.load(plan_path) if plan_path else None
+    cluster = Cluster.load(cluster_path) if cluster_path else None
+    loaded = load_trace(trace)
+
+    from headway.diagnose.diagnosis import diagnose
+    from headway.replay.as_trace import replayed_trace
+    from headway.replay.replayer import Replayer
+
+    with output.progress("replaying"):
+        replayer = Replayer(loaded, cluster)
+        if plan is not None:
+            plan.check(loaded.model, loaded.world_size)
+        base = replayer.replay()
+        asked = plan is not None or what_if != WhatIf()
+        result = replayer.replay(plan.strategy if plan else None, what_if) if asked else base
+        breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
+    recorded_ms = replayer.recorded_step_ms
+    error = base.step_ms / recorded_ms - 1
+    if as_json:
+        output.print_document(
+            "replay",
+            {
+                "step_ms": result.step_ms,
+                "breakdown_ms": breakdown_ms,
+                "peak_bytes": {rank: result.peak_bytes for rank in breakdown_ms},
+                "operations": result.operations,
+                "elapsed_s": result.elapsed_s,
+                "recorded_step_ms": recorded_ms,
+                "reproduced_step_ms": base.step_ms,
+                "error": error,
+                "what_if": what_if.describe(),
+            },
+        )
+        return
+    console = output.console()
+    said = ", ".join(filter(None, [what_if.describe(), plan.strategy.describe() if plan else ""]))
+    if asked:
+        console.print(
+            f"{result.step_ms:.1f} ms a step with {said}: "
+            f"{base.step_ms / result.step_ms:.2f} times as quick as the recorded job replayed ({base.step_ms:.1f} ms)."
+        )
+    else:
+        console.print(
+            f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
+        )
+    console.print(_table(breakdown_ms))
+    console.print(
+        f"links: {replayer.cluster.source}. {result.operations} operations in {result.elapsed_s:.2f} s. "
+        f"Reproduces the recorded step with an error of {error:+.1%}."
+    )
+
+
+def _table(breakdown_ms: dict[str, dict[str, float]]) -> Table:
+    parts = list(next(iter(breakdown_ms.values())))
+    table = Table("rank", *(part.replace("_", " ") for part in parts), title="ms a step")
+    for rank, values in breakdown_ms.items():
+        table.add_row(rank, *(f"{values[part]:.1f}" for part in parts))
+    return table

@@ -1,0 +1,33 @@
+"""What a training script writes down of itself: the loss and the wall-clock end of every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class StepLog:
+    """Rank 0's losses and step ends, independent of any recording. Nothing is written where ``path`` is None."""
+
+    path: Path | None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+
+    def step(self, loss: torch.Tensor) -> None:
+        """Note a step; the loss is read only when the log is written."""
+        self.losses.append(loss.detach())
+        self.ends_s.append(time.perf_counter())
+
+    def write(self) -> None:
+        """Write the log, on rank 0."""
+        if self.path is not None and os.environ.get("RANK", "0") == "0":
+            data = {"losses": [float(loss) for loss in self.losses], "ends_s": self.ends_s}
+            beside = self.path.with_suffix(".writing")
+            beside.write_text(json.dumps(data))
+            beside.replace(self.path)

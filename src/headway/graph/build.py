@@ -1,0 +1,200 @@
+"""Building the global graph: timelines of all ranks, with a strategy laid over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headway.cluster import Cluster
+from headway.collectives import program
+from headway.collectives.dataflow import Links, ProgramOf, expand
+from headway.graph.dataflow import Dataflow, DataflowBuilder
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.model import ModelSpec
+from headway.scheduling.buckets import BucketSchedule
+
+PROGRAMS: dict[str, ProgramOf] = {
+    "all_reduce": program.ring_all_reduce,
+    "reduce_scatter": program.ring_reduce_scatter,
+    "all_gather": program.ring_all_gather,
+}
+
+
+@dataclass(slots=True)
+class Walk:
+    """One rank's walk along its timeline: ``tail`` is the last operation of its main thread."""
+
+    rank: int
+    step: int = 0
+    tail: int = -1
+    pending: list[int] = field(default_factory=list)  # ends that the main thread waits for next
+    wait_name: str = ""
+
+
+@dataclass(slots=True)
+class Stretch:
+    """What an operation of a main thread stands for. ``waited_for`` are the collectives it waited for."""
+
+    rank: int
+    step: int
+    part: str
+    operation: int
+    bucket: int = -1
+    wait_name: str = ""
+    waited_for: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class PlacedCollective:
+    """A collective in the graph: one begin and one end a rank (operations)."""
+
+    name: str
+    algorithm: str
+    step: int
+    bucket: int
+    size_bytes: int
+    begins: list[int]
+    ends: list[int]
+
+
+class StrategyDataflow(Protocol):
+    """What a strategy adds to the graph: its reactions to the points of every rank's timeline."""
+
+    def use(self, walk: Walk, module: str) -> None:
+        """Forward is about to need the parameters of ``module``."""
+
+    def ready(self, walk: Walk, parameter: str) -> None:
+        """The gradient of ``parameter`` is complete on this rank."""
+
+    def backward_end(self, walk: Walk) -> None:
+        """The computation of a synchronising backward is done."""
+
+    def optimizer(self, walk: Walk, duration_ns: int) -> None:
+        """The optimizer steps, which takes ``duration_ns`` for all parameters."""
+
+    def finalize(self, walk: Walk, duration_ns: int) -> None:
+        """What the recorded strategy did after its gradients had arrived."""
+
+
+class GraphBuilder:
+    """The graph under construction, as strategies see it."""
+
+    def __init__(self, cluster: Cluster, model: ModelSpec, schedule: BucketSchedule) -> None:
+        self.cluster = cluster
+        self.model = model
+        self.schedule = schedule
+        self.world_size = cluster.world_size
+        self.stretches: list[Stretch] = []
+        self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
+        self.collectives: list[PlacedCollective] = []
+        self._links = Links(cluster)
+        self._operations = DataflowBuilder(self._links.resources)
+        self._placed: dict[tuple[str, int, int], int] = {}
+        self._overhead_of: list[float] = []
+
+    def compute(self, walk: Walk, part: str, duration_ns: int, bucket: int = -1) -> None:
+        """Add a stretch of computation to a main thread, after what it has to wait for."""
+        after = [walk.tail] if walk.tail >= 0 else []
+        waits = tuple(walk.pending)
+        after += [self.collectives[number].ends[walk.rank] for number in waits]
+        walk.tail = self._operations.operation(duration_ns, after=after)
+        self.stretches.append(Stretch(walk.rank, walk.step, part, walk.tail, bucket, walk.wait_name, waits))
+        walk.pending.clear()
+        walk.wait_name = ""
+
+    def wait(self, walk: Walk, name: str, collective: int) -> None:
+        """Have the main thread's next stretch wait for a collective."""
+        if collective not in walk.pending:
+            walk.pending.append(collective)
+        walk.wait_name = name
+
+    def launch(
+        self,
+        walk: Walk,
+        name: str,
+        key: int,
+        size_bytes: int,
+        *,
+        bucket: int,
+        algorithm: str,
+        after: Sequence[int] = (),
+    ) -> int:
+        """Have this rank ask for a collective, matched over ranks by (name, step, key). Returns its number.
+
+        On this rank it begins after everything on its main thread so far and after the collectives ``after``.
+        """
+        place = (name, walk.step, key)
+        number = self._placed.get(place, -1)
+        if number < 0:
+            number = self._placed[place] = len(self.collectives)
+            begins = [self._operations.operation() for _ in range(self.world_size)]
+            ends = [self._operations.operation() for _ in range(self.world_size)]
+            self.collectives.append(
+                PlacedCollective(name, algorithm, walk.step, bucket, size_bytes, begins, ends)
+            )
+        begin = self.collectives[number].begins[walk.rank]
+        if walk.tail >= 0:
+            self._operations.edge(walk.tail, begin)
+        for earlier in after:
+            self._operations.edge(self.collectives[earlier].ends[walk.rank], begin)
+        return number
+
+    def boundary(self, walk: Walk) -> None:
+        """Mark the end of this rank's step."""
+        self.boundaries.setdefault(walk.step, [-1] * self.world_size)[walk.rank] = walk.tail
+
+    def close(self) -> Dataflow:
+        """Expand every collective into its transfers and close the graph."""
+        for collective in self.collectives:
+            overhead_ns = round(self.cluster.overhead_us(collective.algorithm) * 1e3)
+            expand(
+                self._operations,
+                self._links,
+                PROGRAMS.get(collective.name, program.ring_all_reduce),
+                collective.size_bytes,
+                collective.begins,
+                collective.ends,
+                overhead_ns,
+            )
+        return self._operations.close()
+
+
+def walk_timelines(
+    graph: GraphBuilder, strategy: StrategyDataflow, ranks: Sequence[Sequence[Timeline]]
+) -> None:
+    """Lay ``strategy`` over the timelines of every rank (``ranks[rank][position]``)."""
+    for rank, timelines in enumerate(ranks):
+        walk = Walk(rank)
+        for position, timeline in enumerate(timelines):
+            walk.step = position
+            _walk_step(graph, strategy, walk, timeline.items)
+            graph.boundary(walk)
+
+
+def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, items: Sequence[Item]) -> None:
+    blocking = 0
+    optimizer_ns = sum(item.duration_ns for item in items if item.kind == Part.OPTIMIZER)
+    for item in items:
+        match item.kind:
+            case Point.USE:
+                strategy.use(walk, item.name)
+            case Point.READY:
+                strategy.ready(walk, item.name)
+            case Point.BACKWARD_END:
+                strategy.backward_end(walk)
+            case Point.BLOCKING:
+                number = graph.launch(
+                    walk, item.name, blocking, item.size_bytes, bucket=-1, algorithm="gloo_all_reduce"
+                )
+                graph.wait(walk, item.name, number)
+                blocking += 1
+            case Point.STEP:
+                strategy.optimizer(walk, optimizer_ns)
+                optimizer_ns = 0
+            case Part.FINALIZE:
+                strategy.finalize(walk, item.duration_ns)
+            case Part.OPTIMIZER:
+                pass  # played at the STEP point, where and when the strategy wants it
+            case _:
+                graph.compute(walk, item.kind, item.duration_ns)

@@ -1,0 +1,180 @@
+"""Timelines: what one rank's main thread does in a step once every wait for communication is taken out.
+
+A timeline is what stays when the communication plan changes: stretches of computation, and between them the
+points at which a strategy acts. Replay lays a strategy over it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headway.trace.events import Event, Events, Kind
+from headway.trace.format import Trace
+
+
+class Part:
+    """What a stretch of computation is part of."""
+
+    INPUT = "input"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FINALIZE = "finalize"  # after the wait for gradients: DDP copies buckets back
+    OPTIMIZER = "optimizer"
+    REST = "rest"
+
+
+class Point:
+    """Where a strategy acts."""
+
+    USE = "use"  # forward is about to need the parameters of the module ``name``
+    READY = "ready"  # the gradient of the parameter ``name`` is complete on this rank
+    BACKWARD_END = "backward_end"  # the computation of a backward that synchronises is done
+    BLOCKING = "blocking"  # a collective that the main thread waits for, not of gradients
+    STEP = "step"  # the optimizer is about to step
+
+
+class Item(NamedTuple):
+    """A stretch of computation (``duration_ns`` of part ``kind``) or a point (of no duration)."""
+
+    kind: str
+    name: str = ""
+    duration_ns: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One rank's step without its waits, in order."""
+
+    rank: int
+    step: int
+    items: tuple[Item, ...]
+
+    def scaled(self, compute: float) -> Timeline:
+        """The same step with computation taking ``compute`` times as long; input waits stay."""
+        items = tuple(
+            item if item.kind == Part.INPUT else item._replace(duration_ns=round(item.duration_ns * compute))
+            for item in self.items
+        )
+        return Timeline(self.rank, self.step, items)
+
+
+def timelines_of(trace: Trace) -> dict[int, tuple[Timeline, ...]]:
+    """Every rank's recorded steps as timelines."""
+    forward_order = frozenset(trace.model.forward_order)
+    return {
+        rank: tuple(_timeline(rank, step, events.of_step(step), forward_order) for step in trace.steps)
+        for rank, events in trace.events.items()
+    }
+
+
+class _Cut(NamedTuple):
+    time_ns: int
+    order: int
+    item: Item | None
+
+
+def _timeline(rank: int, step: int, events: Events, owners: frozenset[str]) -> Timeline:
+    rows = list(events)
+    window = next(row for row in rows if row.kind == Kind.STEP)
+    waits = _merged([row for row in rows if row.kind == Kind.WAIT])
+    parts = _parts(rows)
+    cuts = _points(rows, owners)
+    for start_ns, end_ns in [
+        *waits,
+        *((start, end) for start, end, _ in parts),
+        (window.start_ns, window.end_ns),
+    ]:
+        cuts += [_Cut(start_ns, 1, None), _Cut(end_ns, 1, None)]
+    items: list[Item] = []
+    now_ns = window.start_ns
+    for cut in sorted(cuts, key=lambda cut: (cut.time_ns, cut.order)):
+        time_ns = min(max(cut.time_ns, window.start_ns), window.end_ns)
+        if time_ns > now_ns:
+            if not _inside(now_ns, waits):
+                items.append(Item(_part_at(now_ns, parts), "", time_ns - now_ns))
+            now_ns = time_ns
+        if cut.item is not None:
+            items.append(cut.item)
+    return Timeline(rank, step, tuple(_joined(items)))
+
+
+def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
+    passes = [row for row in rows if row.kind == Kind.BACKWARD_PASS]
+    launches_ns = [row.enqueue_ns for row in rows if row.kind == Kind.COLLECTIVE and row.bucket >= 0]
+    # Backward passes that synchronise nothing (no_sync) add to gradients that are not ready yet.
+    synchronising = [p for p in passes if any(p.start_ns <= ns <= p.end_ns for ns in launches_ns)] or passes[
+        -1:
+    ]
+    shares = [row for row in rows if row.kind == Kind.BACKWARD]
+    sizes = {row.name: row.size_bytes for row in rows if row.kind == Kind.COLLECTIVE and row.bucket < 0}
+    cuts = []
+    for row in rows:
+        if row.kind == Kind.FORWARD and row.name in owners:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.USE, row.name)))
+        elif row.kind == Kind.GRADIENT_READY and any(
+            p.start_ns <= row.start_ns <= p.end_ns for p in synchronising
+        ):
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.READY, row.name)))
+        elif row.kind == Kind.OPTIMIZER:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
+        elif row.kind == Kind.WAIT and row.name in sizes:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, sizes[row.name])))
+    for one in synchronising:
+        ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
+        cuts.append(_Cut(max(ends, default=one.end_ns), 3, Item(Point.BACKWARD_END)))
+    return cuts
+
+
+def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
+    """Intervals with their part; of overlapping ones the later in the list wins."""
+    shares_end_ns = max((row.end_ns for row in rows if row.kind == Kind.BACKWARD), default=0)
+    parts = []
+    for row in rows:
+        if row.kind == Kind.FORWARD_PASS:
+            parts.append((row.start_ns, row.end_ns, Part.FORWARD))
+        elif row.kind == Kind.BACKWARD_PASS:
+            parts.append((row.start_ns, row.end_ns, Part.BACKWARD))
+            if row.start_ns <= shares_end_ns < row.end_ns:
+                parts.append((shares_end_ns, row.end_ns, Part.FINALIZE))
+        elif row.kind == Kind.INPUT:
+            parts.append((row.start_ns, row.end_ns, Part.INPUT))
+    # A deferred update runs under the next forward, and is the optimizer's work all the same.
+    return parts + [
+        (r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in (Kind.OPTIMIZER, Kind.UPDATE)
+    ]
+
+
+def _part_at(time_ns: int, parts: Sequence[tuple[int, int, str]]) -> str:
+    found = Part.REST
+    for start_ns, end_ns, part in parts:
+        if start_ns <= time_ns < end_ns:
+            found = part
+    return found
+
+
+def _merged(rows: Sequence[Event]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for row in sorted(rows, key=lambda row: row.start_ns):
+        if merged and row.start_ns <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], row.end_ns))
+        elif row.duration_ns > 0:
+            merged.append((row.start_ns, row.end_ns))
+    return merged
+
+
+def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:
+    return any(start_ns <= time_ns < end_ns for start_ns, end_ns in intervals)
+
+
+def _joined(items: Sequence[Item]) -> list[Item]:
+    """Join neighbouring stretches of one part."""
+    joined: list[Item] = []
+    for item in items:
+        if item.duration_ns and joined and joined[-1].duration_ns and joined[-1].kind == item.kind:
+            joined[-1] = item._replace(duration_ns=joined[-1].duration_ns + item.duration_ns)
+        else:
+            joined.append(item)
+    return joined

@@ -1,0 +1,109 @@
+"""Fitting a cluster from a trace: link goodput and a collective's overhead from the all-reduces it recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.errors import TraceError
+from headway.trace.events import Event, Kind
+from headway.trace.format import Trace
+
+VOLUME_FACTOR = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0}
+ALGORITHM = {"gloo": "gloo_all_reduce", "ring": "ring"}
+DEFAULT_LATENCY_US = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class BusyPeriod:
+    """A time during which gradients were under way without a pause."""
+
+    count: int
+    wire_bytes: float  # what each rank sent to its neighbour in the ring
+    duration_ns: int
+
+
+def cluster_from_trace(trace: Trace) -> Cluster:
+    """Fit the links of the job that was recorded: one rate for all hosts, and the collective's overhead.
+
+    Least squares of busy time against the number of collectives and the bytes sent, over the periods in which
+    gradients were under way. Raises TraceError where the trace holds no collective of gradients.
+    """
+    periods, algorithm = busy_periods(trace)
+    if trace.world_size == 1 or not periods:
+        if trace.world_size > 1:
+            raise TraceError(
+                "the trace holds no collective of gradients, so link rates cannot be fitted",
+                fix="Measure the links with headway probe and pass --cluster.",
+            )
+        return _cluster(trace, 100.0, {}, "one rank: no link")
+    overhead_ns, ns_per_byte = _fit(periods)
+    costs = {algorithm: AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3))}
+    return _cluster(trace, 8.0 / ns_per_byte, costs, "fitted from a trace")
+
+
+def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], str]:
+    """The periods of each recorded step in which a collective of gradients, asked for by all, was under way."""
+    members: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
+    algorithm = "gloo_all_reduce"
+    for events in trace.events.values():
+        for row in events.of_kind(Kind.COLLECTIVE):
+            if row.bucket >= 0 and row.name in VOLUME_FACTOR:
+                members[row.name, row.group, row.sequence].append(row)
+                algorithm = ALGORITHM.get(row.algorithm, algorithm)
+    share = (trace.world_size - 1) / trace.world_size
+    spans = []
+    for (name, _, _), rows in members.items():
+        if len(rows) == trace.world_size:
+            begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
+            spans.append((begin_ns, end_ns, VOLUME_FACTOR[name] * share * rows[0].size_bytes))
+    periods: list[BusyPeriod] = []
+    open_until_ns = begin_ns = count = 0
+    wire_bytes = 0.0
+    for start_ns, end_ns, size in sorted(spans):
+        if start_ns > open_until_ns and count:
+            periods.append(BusyPeriod(count, wire_bytes, open_until_ns - begin_ns))
+            count, wire_bytes = 0, 0.0
+        if count == 0:
+            begin_ns = start_ns
+        count, wire_bytes, open_until_ns = count + 1, wire_bytes + size, max(open_until_ns, end_ns)
+    if count:
+        periods.append(BusyPeriod(count, wire_bytes, open_until_ns - begin_ns))
+    return periods, algorithm
+
+
+def _fit(periods: list[BusyPeriod]) -> tuple[float, float]:
+    """Overhead (ns a collective, >= 0) and cost (ns a byte, > 0) that explain the busy periods best."""
+    counts = np.array([period.count for period in periods], dtype=float)
+    sizes = np.array([period.wire_bytes for period in periods])
+    durations = np.array([period.duration_ns for period in periods], dtype=float)
+    only_bytes = float(np.median(durations / np.maximum(sizes, 1.0)))
+    spread = float(np.ptp(sizes / counts)) / max(1.0, float(np.max(sizes / counts)))
+    if len(periods) < 4 or spread < 0.05:  # one size only: rate and overhead cannot be told apart
+        return 0.0, only_bytes
+    (overhead_ns, ns_per_byte), *_ = np.linalg.lstsq(np.stack([counts, sizes], axis=1), durations, rcond=None)
+    if overhead_ns < 0 or ns_per_byte <= 0:
+        return 0.0, float(sizes @ durations / (sizes @ sizes))
+    return float(overhead_ns), float(ns_per_byte)
+
+
+def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source: str) -> Cluster:
+    workers: dict[str, int] = {}
+    for rank in sorted(trace.hosts):
+        host = trace.hosts[rank]
+        workers[host] = workers.get(host, 0) + 1
+    rate = max(gbps, 1e-6)
+    hosts = tuple(
+        Host(name=name, workers=count, up_gbps=rate, down_gbps=rate) for name, count in workers.items()
+    )
+    on_one_host = len(hosts) == 1
+    return Cluster(
+        hosts=hosts,
+        latency_us=DEFAULT_LATENCY_US,
+        local_gbps=rate if on_one_host else 20.0,
+        algorithms=costs,
+        source=source,
+    )

@@ -1,0 +1,112 @@
+"""The search over plans: every candidate is replayed, and the quickest wins."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.model import ModelSpec
+from headway.optimize.bounds import step_bound
+from headway.plan import Plan, PlannedModel, Prediction
+from headway.replay.replayer import Replayer
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+
+DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+DECOUPLED_CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan with what replay expects of it."""
+
+    name: str
+    strategy: Strategy
+    predicted_ms: float
+    uncertainty_ms: float
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Candidates best first, what the recorded job is predicted to take, and the bound no plan can beat."""
+
+    baseline_ms: float
+    recorded_ms: float
+    candidates: tuple[Candidate, ...]
+    bound_ms: float
+    elapsed_s: float
+
+    def best(self, strategy: type[Strategy] | None = None) -> Candidate:
+        """The quickest candidate, of ``strategy`` only where given."""
+        return next(c for c in self.candidates if strategy is None or isinstance(c.strategy, strategy))
+
+
+def candidate_strategies(model: ModelSpec) -> Iterator[Strategy]:
+    """Strategies worth a replay: each decides on other buckets than those before it."""
+    seen: set[tuple[str, tuple[tuple[str, ...], ...]]] = set()
+    options: list[Strategy] = [DistributedDataParallelStrategy()]
+    options += [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in DDP_CAPS_MB]
+    options += [DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(model) for cap in DECOUPLED_CAPS_BYTES]
+    for strategy in options:
+        decided = (strategy.name, tuple(bucket.parameters for bucket in strategy.decide(model).buckets))
+        if decided not in seen:
+            seen.add(decided)
+            yield strategy
+
+
+def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
+    """Replay every candidate. ``progress`` is told how many of how many are done."""
+    begun = time.perf_counter()
+    baseline = replayer.replay()
+    spread_ms = _standard_error_ms(replayer.recorded_step_times_ms)
+    error = abs(baseline.step_ms - replayer.recorded_step_ms) / replayer.recorded_step_ms
+    strategies = list(candidate_strategies(replayer.trace.model))
+    candidates = []
+    for number, strategy in enumerate(strategies, start=1):
+        result = replayer.replay(strategy)
+        uncertainty_ms = math.hypot(2 * spread_ms, error * result.step_ms)
+        changes = _changes(replayer.recorded_strategy, strategy, replayer.trace.model)
+        candidates.append(Candidate(strategy.describe(), strategy, result.step_ms, uncertainty_ms, changes))
+        if progress:
+            progress(number, len(strategies))
+    bound = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
+    return SearchResult(
+        baseline_ms=baseline.step_ms,
+        recorded_ms=replayer.recorded_step_ms,
+        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.predicted_ms)),
+        bound_ms=bound.decoupled_ms,
+        elapsed_s=time.perf_counter() - begun,
+    )
+
+
+def plan_of(candidate: Candidate, replayer: Replayer, baseline_ms: float) -> Plan:
+    """The plan file's value for a candidate."""
+    return Plan(
+        strategy=candidate.strategy,
+        world_size=replayer.trace.world_size,
+        model=PlannedModel.of(replayer.trace.model),
+        prediction=Prediction(
+            step_ms=candidate.predicted_ms, baseline_ms=baseline_ms, uncertainty_ms=candidate.uncertainty_ms
+        ),
+        cluster=replayer.cluster,
+    )
+
+
+def _standard_error_ms(times_ms: tuple[float, ...]) -> float:
+    return float(np.std(times_ms, ddof=1) / math.sqrt(len(times_ms))) if len(times_ms) > 1 else 0.0
+
+
+def _changes(before: Strategy, after: Strategy, model: ModelSpec) -> tuple[str, ...]:
+    changes = []
+    if before.name != after.name:
+        changes.append(f"{after.name} instead of {before.name}")
+    had, has = (len(strategy.decide(model).buckets) for strategy in (before, after))
+    if had != has:
+        changes.append(f"{has} buckets instead of {had}")
+    return tuple(changes) or ("none",)

@@ -1,0 +1,143 @@
+"""Replay: the recorded steps again, on a given cluster, under a given strategy."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from headway.cluster import Cluster
+from headway.errors import TraceError, UserError
+from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.timeline import Timeline, timelines_of
+from headway.network.fit import cluster_from_trace
+from headway.replay.engine import Schedule, play
+from headway.replay.memory import peak_bytes
+from headway.replay.what_if import WhatIf
+from headway.strategies.base import Strategy
+from headway.strategies.loading import driver
+from headway.strategies.registry import STRATEGIES
+from headway.trace.events import Kind
+from headway.trace.format import Trace
+
+MAX_OPERATIONS = 20_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayResult:
+    """One replay: the graph as built, when its operations ran, and the step time that follows.
+
+    ``step_ms`` is the mean over the replayed steps and ranks; ``step_times_ms`` holds each step's mean.
+    """
+
+    step_ms: float
+    step_times_ms: tuple[float, ...]
+    operations: int
+    elapsed_s: float
+    peak_bytes: int
+    graph: GraphBuilder
+    schedule: Schedule
+
+
+class Replayer:
+    """Replays one trace, many times if asked: what does not change is computed once.
+
+    ``cluster`` of None fits the links from the trace itself. Raises TraceError where the trace lacks the
+    parameter map or the collectives that a replay needs.
+    """
+
+    def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
+        if not trace.model.parameters:
+            raise TraceError(
+                "the trace names no parameters, so no plan can be laid over it",
+                fix="Record a job that constructs DistributedDataParallel.",
+            )
+        self.trace = trace
+        self.cluster = cluster or cluster_from_trace(trace)
+        if self.cluster.world_size != trace.world_size:
+            raise UserError(
+                "the cluster is for another world size",
+                got=f"{self.cluster.world_size} workers",
+                expected=f"the trace's {trace.world_size}",
+                fix="To change the number of workers, use --what-if workers=N.",
+            )
+        self.timelines = timelines_of(trace)
+
+    @cached_property
+    def recorded_strategy(self) -> Strategy:
+        """The strategy that was in force when the trace was recorded."""
+        for name, options in self.trace.manifest.ranks[0].strategy.items():
+            if name in STRATEGIES:
+                return STRATEGIES[name].model_validate(options)
+        raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
+
+    @cached_property
+    def recorded_step_times_ms(self) -> tuple[float, ...]:
+        """For each recorded step, its mean length over ranks."""
+        lengths = [events.of_kind(Kind.STEP).duration_ns / 1e6 for events in self.trace.events.values()]
+        count = min(len(each) for each in lengths)
+        return tuple(np.mean([each[:count] for each in lengths], axis=0).tolist())
+
+    @property
+    def recorded_step_ms(self) -> float:
+        """The mean recorded step, over steps and ranks."""
+        return float(np.mean(self.recorded_step_times_ms))
+
+    def replay(self, strategy: Strategy | None = None, what_if: WhatIf = WhatIf()) -> ReplayResult:  # noqa: B008
+        """Replay every recorded step under ``strategy`` (the recorded one by default) and ``what_if``.
+
+        The first step is played once before, so that what a strategy carries over from step to step is under way.
+        """
+        begun = time.perf_counter()
+        strategy = strategy or self.recorded_strategy
+        cluster = what_if.apply(self.cluster)
+        model = self.trace.model
+        schedule = strategy.decide(model)
+        graph = GraphBuilder(cluster, model, schedule)
+        ranks = self._ranks(cluster.world_size, what_if.compute)
+        _check_size(ranks, cluster.world_size, len(schedule.buckets))
+        walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
+        dataflow = graph.close()
+        played = play(dataflow)
+        times_ms = _step_times_ms(graph, played)
+        return ReplayResult(
+            step_ms=float(np.mean(times_ms)),
+            step_times_ms=tuple(times_ms),
+            operations=len(dataflow),
+            elapsed_s=time.perf_counter() - begun,
+            peak_bytes=peak_bytes(model, schedule),
+            graph=graph,
+            schedule=played,
+        )
+
+    def _ranks(self, world_size: int, compute: float) -> list[list[Timeline]]:
+        """One list of timelines a rank; ranks that were not recorded repeat the recorded ones in turn."""
+        recorded = sorted(self.timelines)
+        ranks = []
+        for rank in range(world_size):
+            timelines = self.timelines[recorded[rank % len(recorded)]]
+            if compute != 1.0:
+                timelines = tuple(timeline.scaled(compute) for timeline in timelines)
+            ranks.append([timelines[0], *timelines])
+        return ranks
+
+
+def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
+    ends = np.array([schedule.end_ns[graph.boundaries[step]] for step in sorted(graph.boundaries)])
+    lengths: list[float] = (np.diff(ends, axis=0).mean(axis=1) / 1e6).tolist()
+    return lengths
+
+
+def _check_size(ranks: list[list[Timeline]], world_size: int, buckets: int) -> None:
+    steps = len(ranks[0])
+    items = sum(len(timeline.items) for timelines in ranks for timeline in timelines)
+    operations = items + steps * buckets * world_size * (4 * world_size + 4)
+    if operations > MAX_OPERATIONS:
+        raise UserError(
+            "the replay would be too large",
+            got=f"about {operations:.1e} operations",
+            expected=f"at most {MAX_OPERATIONS:.0e}",
+            fix="Replay fewer workers, or record fewer steps.",
+        )

@@ -1,0 +1,89 @@
+"""What the decoupled all-reduce adds to the graph: reduce-scatters under backward, gathers under forward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from headway.graph.build import GraphBuilder, Walk
+from headway.graph.timeline import Part
+
+ALGORITHM = "ring"
+
+
+class Dataflow:
+    """The runtime's reactions. One communication thread a rank serves its jobs in order, one at a time."""
+
+    def __init__(self, graph: GraphBuilder) -> None:
+        self._graph = graph
+        self._bucket_of = graph.schedule.bucket_of
+        self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))
+        self._buckets_of_module: dict[str, list[int]] = defaultdict(list)
+        for parameter in graph.model.parameters:
+            index = self._bucket_of.get(parameter.name)
+            if index is not None and index not in self._buckets_of_module[parameter.module]:
+                self._buckets_of_module[parameter.module].append(index)
+        self._missing = {bucket.index: len(bucket.parameters) for bucket in graph.schedule.buckets}
+        self._counts: dict[int, dict[int, int]] = {}
+        self._next: dict[int, int] = defaultdict(int)
+        self._passes: dict[int, int] = defaultdict(int)
+        self._last_job: dict[int, list[int]] = defaultdict(list)
+        self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> collective
+        self._update_ns: dict[int, int] = defaultdict(int)
+
+    def use(self, walk: Walk, module: str) -> None:
+        """Forward needs a module: wait for its buckets' gathers, and update their parameters."""
+        for index in self._buckets_of_module.get(module, ()):
+            self._materialise(walk, index)
+
+    def _materialise(self, walk: Walk, index: int) -> None:
+        gather = self._gathers[walk.rank].pop(index, None)
+        if gather is None:
+            return
+        share = self._graph.schedule.buckets[index].size_bytes / self._total_bytes
+        self._graph.wait(walk, "parameters", gather)
+        self._graph.compute(walk, Part.OPTIMIZER, round(self._update_ns[walk.rank] * share), bucket=index)
+
+    def ready(self, walk: Walk, parameter: str) -> None:
+        """Count down the parameter's bucket; reduce-scatter what is full, in order."""
+        bucket_index = self._bucket_of.get(parameter)
+        if bucket_index is None:
+            return
+        missing = self._counts.setdefault(walk.rank, dict(self._missing))
+        missing[bucket_index] -= 1
+        buckets = self._graph.schedule.buckets
+        while self._next[walk.rank] < len(buckets) and missing[self._next[walk.rank]] <= 0:
+            self._job(walk, "reduce_scatter", self._next[walk.rank])
+            self._next[walk.rank] += 1
+
+    def _job(self, walk: Walk, name: str, index: int) -> int:
+        bucket = self._graph.schedule.buckets[index]
+        key = self._passes[walk.rank] * len(self._missing) + index
+        number = self._graph.launch(
+            walk,
+            name,
+            key,
+            bucket.size_bytes,
+            bucket=index,
+            algorithm=ALGORITHM,
+            after=self._last_job[walk.rank],
+        )
+        self._last_job[walk.rank] = [number]
+        return number
+
+    def backward_end(self, walk: Walk) -> None:
+        """Nobody waits here."""
+        self._counts[walk.rank] = dict(self._missing)
+        self._next[walk.rank] = 0
+        self._passes[walk.rank] += 1
+
+    def finalize(self, walk: Walk, duration_ns: int) -> None:
+        """There is nothing to copy back: the deferred update reads the bucket."""
+
+    def optimizer(self, walk: Walk, duration_ns: int) -> None:
+        """Ask for every gather in the order of the next forward, and go on; updates wait for their use."""
+        for index in range(len(self._missing)):
+            self._materialise(walk, index)
+        self._graph.compute(walk, Part.OPTIMIZER, 0)
+        self._update_ns[walk.rank] = duration_ns
+        for index in self._graph.schedule.gather_order:
+            self._gathers[walk.rank][index] = self._job(walk, "all_gather", index)

@@ -1,0 +1,14 @@
+"""Finding a strategy's drivers: ``runtime`` and ``dataflow`` stand beside its ``policy``."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from headway.strategies.base import Strategy
+
+
+def driver(strategy: Strategy, name: str) -> ModuleType:
+    """The module ``name`` ("runtime" or "dataflow") of a strategy's folder."""
+    folder = type(strategy).__module__.rpartition(".")[0]
+    return importlib.import_module(f"{folder}.{name}")

@@ -1,0 +1,111 @@
+"""Collectives as they pass: every c10d operation of this process, whoever calls it.
+
+The operations of ``torch.distributed`` go through the dispatcher, DDP's from C++ too. A kernel laid over theirs
+sees group, tensors and order, calls the original and takes the end from the work's future. Nothing about the
+operation changes: neither arithmetic nor group nor order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway import torch_private
+
+
+@dataclass(slots=True)
+class ObservedCollective:
+    """One collective of this rank; ``end_ns`` is 0 until its work completes."""
+
+    name: str
+    group: str
+    sequence: int
+    size_bytes: int
+    step: int
+    enqueue_ns: int
+    asynchronous: bool
+    phase: str
+    end_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """Where a c10d operation keeps what is needed: positions among its arguments."""
+
+    name: str
+    payload: int  # the tensor (or list) whose size is the whole tensor's
+    group: int
+    asynchronous: int
+
+
+OPERATIONS = {
+    "allreduce_": _Operation("all_reduce", 0, 1, 4),
+    "broadcast_": _Operation("broadcast", 0, 1, 4),
+    "allgather_": _Operation("all_gather", 0, 2, 3),
+    "_allgather_base_": _Operation("all_gather", 0, 2, 3),
+    "reduce_scatter_": _Operation("reduce_scatter", 1, 2, 4),
+    "_reduce_scatter_base_": _Operation("reduce_scatter", 1, 2, 4),
+    "alltoall_base_": _Operation("all_to_all", 0, 2, 5),
+    "reduce_": _Operation("reduce", 0, 1, 5),
+    "barrier": _Operation("barrier", 0, 1, 3),
+}
+
+
+class CollectiveTap:
+    """Observes the collectives of this process while attached.
+
+    ``position`` tells the current step and phase; it is asked on the thread that issues the collective.
+    """
+
+    def __init__(self, position: Callable[[], tuple[int, str]]) -> None:
+        self.observed: list[ObservedCollective] = []
+        self._position = position
+        self._sequences: dict[str, int] = defaultdict(int)
+        self._main_thread = threading.get_ident()
+        self._overlay: torch_private.KernelOverlay | None = None
+
+    def attach(self) -> None:
+        """Lay the observing kernels over the c10d operations."""
+        assert self._overlay is None
+        self._overlay = torch_private.KernelOverlay("c10d", "CPU")
+        for operation_name, operation in OPERATIONS.items():
+            self._overlay.put(operation_name, self._observer(operation))
+
+    def detach(self) -> None:
+        """Take the observing kernels off again."""
+        if self._overlay is not None:
+            self._overlay.remove()
+            self._overlay = None
+
+    def _observer(self, operation: _Operation) -> Callable[..., Any]:
+        def observe(original: Callable[..., Any], *args: Any) -> Any:
+            group = torch_private.process_group_name(args[operation.group])
+            sequence = self._sequences[group]
+            self._sequences[group] = sequence + 1
+            step, phase = self._position()
+            if threading.get_ident() != self._main_thread:
+                phase = "thread"
+            asynchronous = len(args) <= operation.asynchronous or bool(args[operation.asynchronous])
+            size_bytes = 0 if operation.name == "barrier" else _size_bytes(args[operation.payload])
+            seen = ObservedCollective(
+                operation.name, group, sequence, size_bytes, step, time.monotonic_ns(), asynchronous, phase
+            )
+            result = original(*args)
+            work = result[1] if isinstance(result, tuple) else result
+            torch_private.when_work_completes(work, lambda: setattr(seen, "end_ns", time.monotonic_ns()))
+            self.observed.append(seen)
+            return result
+
+        return observe
+
+
+def _size_bytes(payload: Any) -> int:
+    if isinstance(payload, torch.Tensor):
+        return payload.numel() * payload.element_size()
+    return sum(_size_bytes(part) for part in payload)

@@ -1,0 +1,136 @@
+"""From observations to events: when collectives really started, and when computation waited."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from headway.trace.events import Event, Kind, Stream
+from headway.trace.format import ClockFit
+from headway.trace.record.clock import align_ns
+from headway.trace.record.collectives import ObservedCollective
+
+# ProcessGroupGloo serves its queue with two threads, in order. It does not say when one takes a collective up.
+GLOO_THREADS = 2
+
+
+@dataclass(slots=True)
+class StrategySpan:
+    """What a strategy's runtime reports of itself; ``kind`` is collective, wait or update."""
+
+    kind: str
+    name: str
+    bucket: int
+    start_ns: int
+    end_ns: int
+    size_bytes: int = -1
+    enqueue_ns: int = -1
+    sequence: int = -1
+    step: int = 0
+
+
+def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
+    """Collective events. Buckets number the all-reduces that a backward issues, in each step anew."""
+    rows: list[Event] = []
+    bucket_count: dict[int, int] = defaultdict(int)
+    free_ns: dict[str, list[int]] = defaultdict(lambda: [0] * GLOO_THREADS)
+    for seen in observed:
+        if seen.end_ns == 0:
+            continue
+        bucket = -1
+        if seen.phase == "backward" and seen.name == "all_reduce":
+            bucket = bucket_count[seen.step]
+            bucket_count[seen.step] += 1
+        start_ns = max(seen.enqueue_ns, heapq.heappop(free_ns[seen.group]))
+        start_ns = min(start_ns, seen.end_ns)
+        heapq.heappush(free_ns[seen.group], seen.end_ns)
+        rows.append(
+            Event(
+                Kind.COLLECTIVE,
+                seen.name,
+                Stream.COMMUNICATION,
+                seen.step,
+                start_ns,
+                seen.end_ns - start_ns,
+                enqueue_ns=seen.enqueue_ns,
+                group=seen.group,
+                sequence=seen.sequence,
+                size_bytes=seen.size_bytes,
+                bucket=bucket,
+                algorithm="gloo",
+            )
+        )
+    rows += [
+        Event(
+            Kind.COLLECTIVE,
+            span.name,
+            Stream.COMMUNICATION,
+            span.step,
+            span.start_ns,
+            span.end_ns - span.start_ns,
+            enqueue_ns=span.enqueue_ns,
+            group="decoupled",
+            sequence=span.sequence,
+            size_bytes=span.size_bytes,
+            bucket=span.bucket,
+            algorithm="ring",
+        )
+        for span in spans
+        if span.kind == Kind.COLLECTIVE
+    ]
+    return rows
+
+
+def wait_rows(
+    rows: Iterable[Event],
+    observed: Iterable[ObservedCollective],
+    compute_ends_ns: Mapping[int, int],
+    spans: Iterable[StrategySpan],
+) -> list[Event]:
+    """When the main thread was blocked: on gradients after a backward, on its own collectives, on a strategy."""
+    waits = []
+    bucket_ends: dict[int, list[int]] = defaultdict(list)
+    blocking = {
+        (c.group, c.sequence)
+        for c in observed
+        if c.phase == "enter" or (not c.asynchronous and c.phase == "")
+    }
+    passes: list[Event] = []
+    for row in rows:
+        if row.kind == Kind.COLLECTIVE and row.bucket >= 0 and row.algorithm == "gloo":
+            bucket_ends[row.step].append(row.end_ns)
+        elif row.kind == Kind.COLLECTIVE and (row.group, row.sequence) in blocking:
+            waits.append(_span(Kind.WAIT, row.name, row.step, row.enqueue_ns, row.end_ns))
+        elif row.kind == Kind.BACKWARD_PASS:
+            passes.append(row)
+    for row in passes:
+        compute_end_ns = compute_ends_ns.get(row.end_ns, row.end_ns)
+        ends = [end_ns for end_ns in bucket_ends[row.step] if compute_end_ns < end_ns]
+        if ends:
+            end_ns = min(max(ends), row.end_ns)
+            waits.append(_span(Kind.WAIT, "gradients", row.step, compute_end_ns, end_ns))
+    waits += [
+        _span(span.kind, span.name, span.step, span.start_ns, span.end_ns)._replace(bucket=span.bucket)
+        for span in spans
+        if span.kind != Kind.COLLECTIVE
+    ]
+    return waits
+
+
+def aligned_rows(rows: Iterable[Event], clock: ClockFit) -> list[Event]:
+    """The same events on rank 0's clock."""
+    aligned = []
+    for row in rows:
+        start_ns = align_ns(row.start_ns, clock)
+        enqueue_ns = align_ns(row.enqueue_ns, clock) if row.enqueue_ns >= 0 else -1
+        end_ns = align_ns(row.end_ns, clock)
+        aligned.append(
+            row._replace(start_ns=start_ns, duration_ns=max(0, end_ns - start_ns), enqueue_ns=enqueue_ns)
+        )
+    return aligned
+
+
+def _span(kind: str, name: str, step: int, start_ns: int, end_ns: int) -> Event:
+    return Event(kind, name, Stream.COMPUTE, step, start_ns, max(0, end_ns - start_ns))

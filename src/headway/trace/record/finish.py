@@ -1,0 +1,75 @@
+"""From the rank files of a recording to a trace, or to one line that says why there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+from headway.errors import LaunchError, TraceError
+from headway.trace.format import assemble
+
+WAIT_FOR_RANKS_S = 60.0
+
+
+def finish_recording(
+    staging: Path, out: Path, world_size: int | None, *, wait_s: float = WAIT_FOR_RANKS_S
+) -> None:
+    """Assemble ``staging`` into a trace at ``out``.
+
+    ``world_size`` of None takes it from the files. Waits up to ``wait_s`` for ranks that run elsewhere.
+    Raises LaunchError where the job gave nothing to record; ``staging`` is removed in every case.
+    """
+    try:
+        deadline = time.monotonic() + wait_s
+        while True:
+            recorded, idle = _present(staging)
+            expected = world_size or _stated_world_size(staging)
+            if expected is not None and len(recorded) + len(idle) >= expected:
+                break
+            if expected is None or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if not recorded:
+            raise _why_nothing(idle)
+        assemble(staging)
+        staging.replace(out)
+    except OSError as failure:
+        raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _present(staging: Path) -> tuple[list[Path], list[dict[str, object]]]:
+    recorded = sorted(staging.glob("rank-*.parquet"))
+    idle = [json.loads(path.read_text()) for path in sorted(staging.glob("status-*.json"))]
+    return recorded, idle
+
+
+def _stated_world_size(staging: Path) -> int | None:
+    for path in staging.glob("status-*.json"):
+        return int(json.loads(path.read_text())["world_size"])
+    for path in staging.glob("rank-*.parquet"):
+        import pyarrow.parquet as pq
+
+        metadata = pq.read_schema(path).metadata or {}
+        return int(json.loads(metadata[b"rank"])["world_size"])
+    return None
+
+
+def _why_nothing(idle: list[dict[str, object]]) -> LaunchError:
+    if not idle:
+        return LaunchError(
+            "nothing was recorded",
+            got="a command none of whose ranks initialised a process group",
+            expected="torchrun, or one process a rank with RANK set, that calls init_process_group",
+            fix="Check that the command starts ranks and that their Python can import headway.",
+        )
+    steps = idle[0]["steps"]
+    return LaunchError(
+        "nothing was recorded",
+        got=f"{steps} optimizer steps",
+        expected="more steps than the warm-up that --steps A:B leaves out",
+        fix="Let the script step longer, or record earlier with --steps 1:4.",
+    )

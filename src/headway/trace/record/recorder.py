@@ -1,0 +1,278 @@
+"""Recorder: observes one rank from ``init_process_group`` to the last step asked for, then writes its file."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from headway import files, torch_private
+from headway.errors import UnsupportedError
+from headway.model import ModelSpec
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.trace.events import Event, Kind, Stream
+from headway.trace.format import ClockFit, RankInfo, write_rank
+from headway.trace.record import clock
+from headway.trace.record.collectives import CollectiveTap
+from headway.trace.record.derive import StrategySpan, aligned_rows, collective_rows, wait_rows
+from headway.trace.record.modules import ModuleWatch, count_activation_bytes
+
+CLOCK_KEY = "headway/clock"
+LAST_ROUNDS_TIMEOUT_S = 20.0
+MAX_ROWS = 5_000_000
+
+
+class RecordOptions(BaseModel):
+    """What to record: optimizer steps ``first_step`` to ``last_step - 1``, and where rank files go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path
+    first_step: int = Field(default=5, ge=1)
+    last_step: int = Field(default=25, ge=2)
+    optimizer_steps_only: bool = False
+
+
+class Recorder:
+    """One rank's recorder. ``attach`` once the default process group stands; the rest happens by itself.
+
+    The steps before ``first_step`` warm up (DDP rebuilds its buckets after the first). When the last step asked
+    for has ended every hook is removed, clocks are compared once more and the rank's file is written.
+    """
+
+    def __init__(self, options: RecordOptions) -> None:
+        self.options = options
+        self.step = 0
+        self.finished = False
+        self._rows: list[Event] = []
+        self._spans: list[StrategySpan] = []
+        self._watch = ModuleWatch(lambda: self.step, lambda: self._recording, self._rows)
+        self._tap = CollectiveTap(lambda: (self.step, self._watch.phase))
+        self._handles: list[Any] = []
+        self._model: nn.Module | None = None
+        self._root: nn.Module | None = None
+        self._clock_server: clock.ClockServer | None = None
+        self._clock_address: tuple[str, int] | None = None
+        self._trips_before: list[clock.RoundTrip] = []
+        self._step_clock: torch.optim.Optimizer | None = None
+        self._boundary_ns = 0
+        self._optimizer_start_ns = 0
+        self._stop_counting: Any = None
+        self._original_next: Any = None
+
+    @property
+    def _recording(self) -> bool:
+        wanted = self.options.first_step <= self.step < self.options.last_step
+        return wanted and not self.finished and len(self._rows) < MAX_ROWS
+
+    # Attaching
+
+    def attach(self) -> None:
+        """Start observing this rank. Needs the default process group."""
+        self._compare_clocks_first()
+        self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
+        self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        if not self.options.optimizer_steps_only:
+            self._tap.attach()
+            self._watch_input()
+        atexit.register(self.finish)
+
+    def watch(self, model: nn.Module, root: nn.Module) -> None:
+        """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded."""
+        if self._model is not None or self.finished:
+            return
+        if any(parameter.device.type != "cpu" for parameter in root.parameters()):
+            raise UnsupportedError(
+                "recording reads host clocks, which do not time work on a device",
+                got="parameters that are not on the CPU",
+                expected="a job on CPU and Gloo",
+            )
+        self._model, self._root = model, root
+        if not self.options.optimizer_steps_only:
+            self._watch.attach(model, root)
+        self._stop_counting = count_activation_bytes(root)
+
+    def span(self, span: StrategySpan) -> None:
+        """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
+        if self._recording:
+            span.step = self.step
+            self._spans.append(span)
+
+    def _watch_input(self) -> None:
+        iterator = torch_private.data_loader_iterator()
+        original = self._original_next = iterator.__next__  # type: ignore[attr-defined]
+        recorder = self
+
+        def timed_next(loader: Any) -> Any:
+            if not recorder._recording:
+                return original(loader)
+            start_ns = time.monotonic_ns()
+            batch = original(loader)
+            recorder._put(Kind.INPUT, "data loader", start_ns, time.monotonic_ns())
+            return batch
+
+        iterator.__next__ = timed_next  # type: ignore[attr-defined]
+
+    def _compare_clocks_first(self) -> None:
+        store = torch_private.default_store()
+        if dist.get_rank() == 0:
+            self._clock_server = clock.ClockServer()
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            port = int(os.environ.get("MASTER_PORT", "1") or 1)
+            address = [clock.own_address_towards(host, port), self._clock_server.port]
+            store.set(CLOCK_KEY, json.dumps(address))
+        else:
+            host, port = json.loads(store.get(CLOCK_KEY))
+            self._clock_address = (host, port)
+            self._trips_before = clock.measure_round_trips(self._clock_address, last=False)
+
+    # Steps
+
+    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._step_clock is None:
+            self._step_clock = optimizer
+        self._optimizer_start_ns = time.monotonic_ns()
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        now_ns = time.monotonic_ns()
+        if self._recording:
+            self._put(Kind.OPTIMIZER, type(optimizer).__name__, self._optimizer_start_ns, now_ns)
+        if optimizer is not self._step_clock:
+            return
+        if self._stop_counting is not None:
+            self._watch.activation_bytes = self._stop_counting()
+            self._stop_counting = None
+        if self._recording:
+            self._put(Kind.STEP, f"step {self.step}", self._boundary_ns, now_ns)
+        self.step += 1
+        self._boundary_ns = now_ns
+        if self.step >= self.options.last_step:
+            self.finish()
+
+    def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
+        self._rows.append(Event(kind, name, Stream.COMPUTE, self.step, start_ns, end_ns - start_ns))
+
+    # Finishing
+
+    def detach(self) -> None:
+        """Remove every hook; the job goes on as if it had never been observed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watch.detach()
+        self._tap.detach()
+        if self._original_next is not None:
+            torch_private.data_loader_iterator().__next__ = self._original_next  # type: ignore[attr-defined]
+            self._original_next = None
+
+    def finish(self) -> None:
+        """Stop, compare clocks once more and write this rank's file, or its status where no step was whole."""
+        if self.finished:
+            return
+        self.finished = True
+        self.detach()
+        atexit.unregister(self.finish)
+        if any(row.kind == Kind.STEP for row in self._rows):
+            self._write()
+        else:
+            self._write_status()
+
+    def _write(self) -> None:
+        rank, world_size = dist_place()
+        fit = self._compare_clocks_last(rank, world_size)
+        events = self._rows + collective_rows(self._tap.observed, self._spans)
+        events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
+        last = self.options.last_step
+        kept = [row for row in events if self.options.first_step <= row.step < last]
+        buckets, strategy = self._strategy_in_force()
+        info = RankInfo(
+            rank=rank,
+            host=os.environ.get("HEADWAY_HOST") or socket.gethostname(),
+            pid=os.getpid(),
+            world_size=world_size,
+            backend=dist.get_backend() if dist.is_initialized() else "gloo",
+            torch=str(torch.__version__),
+            clock=fit,
+            strategy=strategy,
+            buckets=buckets,
+        )
+        write_rank(self.options.folder, info, self._model_spec(), aligned_rows(kept, fit))
+
+    def _write_status(self) -> None:
+        rank, world_size = dist_place()
+        status = {
+            "rank": rank,
+            "world_size": world_size,
+            "steps": self.step,
+            "model": self._model is not None,
+        }
+        files.write_text(self.options.folder / f"status-{rank:05d}.json", json.dumps(status))
+
+    def _compare_clocks_last(self, rank: int, world_size: int) -> ClockFit:
+        if rank == 0:
+            if self._clock_server is not None:
+                self._clock_server.wait_for_last_rounds(world_size - 1, LAST_ROUNDS_TIMEOUT_S)
+                self._clock_server.close()
+            return ClockFit()
+        assert self._clock_address is not None
+        after = clock.measure_round_trips(self._clock_address, last=True)
+        return clock.fit_clock(self._trips_before, after)
+
+    def _model_spec(self) -> ModelSpec:
+        if self._root is None:
+            return ModelSpec(parameters=())
+        spec = model_spec(self._root)
+        state_bytes = 0
+        if self._step_clock is not None:
+            state_bytes = sum(
+                value.numel() * value.element_size()
+                for state in self._step_clock.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            )
+        return spec.model_copy(
+            update={
+                "forward_order": tuple(self._watch.forward_order),
+                "ready_order": _last_order(self._rows),
+                "activation_bytes": self._watch.activation_bytes,
+                "optimizer_state_bytes": state_bytes,
+            }
+        )
+
+    def _strategy_in_force(self) -> tuple[tuple[tuple[str, ...], ...], dict[str, Any]]:
+        if self._model is None:
+            return (), {}
+        schedule = getattr(self._model, "schedule", None)
+        if schedule is not None:
+            buckets = tuple(bucket.parameters for bucket in schedule.buckets)
+            return buckets, {"decoupled": {"buckets": buckets, "gather_order": schedule.gather_order}}
+        assert isinstance(self._model, nn.parallel.DistributedDataParallel)
+        names = [name for name, p in self._model.module.named_parameters() if p.requires_grad]
+        buckets = tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(self._model))
+        return buckets, {"ddp": {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(self._model)}}
+
+
+def dist_place() -> tuple[int, int]:
+    """This process's rank and world size, from torch or, after its group is gone, from the environment."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _last_order(rows: list[Event]) -> tuple[str, ...]:
+    """Parameters in the order in which the last recorded step's last backward finished them."""
+    ready = [row for row in rows if row.kind == Kind.GRADIENT_READY]
+    if not ready:
+        return ()
+    order = [row.name for row in ready if row.step == ready[-1].step]
+    return tuple(reversed(dict.fromkeys(reversed(order))))
