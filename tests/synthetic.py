@@ -129,7 +129,15 @@ class _Run:
         began = dict(self.now)
         for rank in self.rows:
             self._span(rank, step, Kind.INPUT, "", self._took(rank, step, "input", job.input_ms))
-            self._pass(rank, step, Kind.FORWARD_PASS, Kind.FORWARD, "forward", job.forward_ms, job.modules)
+            self._pass(
+                rank,
+                step,
+                inner=Kind.FORWARD,
+                outer=Kind.FORWARD_PASS,
+                part="forward",
+                usual_ms=job.forward_ms,
+                modules=job.modules,
+            )
         if job.blocking_loss:
             ends = self._all_reduce(step, dict(self.now), 4, bucket=-1)
             for rank, end in ends.items():
@@ -139,12 +147,10 @@ class _Run:
             self._pass(
                 rank,
                 step,
-                Kind.BACKWARD,
-                Kind.BACKWARD,
-                "backward",
-                job.backward_ms,
-                job.modules[::-1],
-                whole=False,
+                inner=Kind.BACKWARD,
+                part="backward",
+                usual_ms=job.backward_ms,
+                modules=job.modules[::-1],
             )
         computed = dict(self.now)
         ends = dict(self.now)
@@ -178,18 +184,18 @@ class _Run:
         self,
         rank: int,
         step: int,
-        outer: str,
+        *,
         inner: str,
+        outer: str = "",
         part: str,
         usual_ms: float,
         modules: tuple[str, ...],
-        whole: bool = True,
     ) -> None:
         began = self.now[rank]
         took_ms = self._took(rank, step, part, usual_ms) / len(modules)
         for module in modules:
             self._span(rank, step, inner, module, took_ms)
-        if whole:
+        if outer:
             self.rows[rank].append(Event(outer, "", Stream.COMPUTE, step, began, self.now[rank] - began))
 
     def _all_reduce(
