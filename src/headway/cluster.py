@@ -34,11 +34,16 @@ class Host(BaseModel):
 
 
 class AlgorithmCost(BaseModel):
-    """What one collective algorithm costs beyond its messages: launching, waking and joining its workers."""
+    """What one collective algorithm costs beyond the ideal of its messages.
+
+    ``overhead_us`` is paid once a collective (launching, waking and joining its workers); ``byte_factor`` is how many
+    times the ideal its bytes take.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    overhead_us: Latency
+    overhead_us: Latency = 0.0
+    byte_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
 
 
 class Cluster(BaseModel):
@@ -70,10 +75,9 @@ class Cluster(BaseModel):
         """For each rank, the index of its host."""
         return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.workers))
 
-    def overhead_us(self, algorithm: str) -> float:
-        """The measured overhead of ``algorithm``, or 0 where nobody measured it."""
-        cost = self.algorithms.get(algorithm)
-        return cost.overhead_us if cost else 0.0
+    def cost_of(self, algorithm: str) -> AlgorithmCost:
+        """The measured cost of ``algorithm``, or the ideal where nobody measured it."""
+        return self.algorithms.get(algorithm, AlgorithmCost())
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
         """The same cluster with every link rate and latency multiplied."""

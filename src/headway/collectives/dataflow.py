@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headway.cluster import Cluster
+from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ChunkProgram, chunk_bounds
 from headway.graph.dataflow import NO_RESOURCE, DataflowBuilder
 
@@ -51,7 +51,7 @@ def expand(
     size_bytes: int,
     begins: Sequence[int],
     ends: Sequence[int],
-    overhead_ns: int = 0,
+    cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
 ) -> None:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
@@ -60,8 +60,8 @@ def expand(
     """
     world_size = len(begins)
     programs = [program_of(rank, world_size) for rank in range(world_size)]
-    ready = [builder.operation(overhead_ns, after=[begin]) for begin in begins]
-    bounds = chunk_bounds(size_bytes, programs[0].chunks)
+    ready = [builder.operation(round(cost.overhead_us * 1e3), after=[begin]) for begin in begins]
+    bounds = chunk_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks)
     for number in range(len(programs[0].rounds)):
         arrivals: dict[int, int] = {}
         for rank, program in enumerate(programs):

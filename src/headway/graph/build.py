@@ -91,7 +91,6 @@ class GraphBuilder:
         self._links = Links(cluster)
         self._operations = DataflowBuilder(self._links.resources)
         self._placed: dict[tuple[str, int, int], int] = {}
-        self._overhead_of: list[float] = []
 
     def compute(self, walk: Walk, part: str, duration_ns: int, bucket: int = -1) -> None:
         """Add a stretch of computation to a main thread, after what it has to wait for."""
@@ -147,7 +146,6 @@ class GraphBuilder:
     def close(self) -> Dataflow:
         """Expand every collective into its transfers and close the graph."""
         for collective in self.collectives:
-            overhead_ns = round(self.cluster.overhead_us(collective.algorithm) * 1e3)
             expand(
                 self._operations,
                 self._links,
@@ -155,7 +153,7 @@ class GraphBuilder:
                 collective.size_bytes,
                 collective.begins,
                 collective.ends,
-                overhead_ns,
+                self.cluster.cost_of(collective.algorithm),
             )
         return self._operations.close()
 
