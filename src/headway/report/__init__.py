@@ -1,1 +1,1 @@
-"""Drawing: HTML pages from computed values. Nothing here computes."""
+"""Drawing: HTML pages and text from computed values. Nothing here computes."""

@@ -1,0 +1,78 @@
+"""``headway diagnose``: where the time of a recorded job went, and who is to blame."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from headway import files
+
+PATIENCE_S = 2.0  # what takes longer says so
+
+
+@click.command("diagnose")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page to look at to this file."
+)
+@click.option(
+    "--cluster",
+    "cluster_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Hold links against the rates in this cluster file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def diagnose(folder: Path, html: Path | None, cluster_file: Path | None, as_json: bool) -> None:
+    """Say where the time of the recorded job in DIR went, and who is to blame."""
+    from headway.cluster import Cluster
+    from headway.diagnose import diagnose as diagnose_trace
+    from headway.report.text import print_diagnosis
+    from headway.trace.format import load_trace
+
+    words = Console(stderr=True)
+    if html is not None:
+        from headway.report.timeline import require_bokeh
+
+        require_bokeh()  # before the work, not after it
+    cluster = Cluster.load(cluster_file) if cluster_file else None
+    with _patience(words, "Reading the trace"):
+        trace = load_trace(folder)
+    with _patience(words, "Diagnosing"):
+        found = diagnose_trace(trace, cluster)
+    if as_json:
+        click.echo(files.dump_json(found.to_document()), nl=False)
+    else:
+        print_diagnosis(found, Console())
+    if html is not None:
+        from headway.report.page import write_html
+
+        with _patience(words, "Drawing"):
+            write_html(trace, found, html)
+        words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _patience(console: Console, doing: str) -> Iterator[None]:
+    """Say on ``console`` what is being done once it has taken two seconds."""
+    status = console.status(f"{doing} …")
+
+    def show() -> None:
+        if console.is_terminal:
+            status.start()
+        else:
+            console.print(f"{doing} …")
+
+    timer = threading.Timer(PATIENCE_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()

@@ -1,0 +1,85 @@
+"""The text report for terminals: the verdict on its first line, then tables."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.diagnose import Diagnosis
+from headway.diagnose.breakdown import PARTS
+from headway.report.palette import short_label
+from headway.units import format_rate
+
+MAX_RANKS = 32
+MAX_PATH = 24
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print ``diagnosis``. What came from the trace is shown as plain text, never as markup."""
+    console.print(Text(diagnosis.verdict, style="bold"), soft_wrap=True)
+    for note in diagnosis.notes:
+        console.print(Text(f"Note: {note}", style="yellow"), soft_wrap=True)
+    console.print()
+    _print(console, _breakdown(diagnosis))
+    hidden = len(diagnosis.breakdown) - MAX_RANKS
+    if hidden > 0:
+        console.print(Text(f"and {hidden} more ranks (--json lists all)"))
+    if diagnosis.overlap_percent or diagnosis.links:
+        console.print(
+            Text(f"{diagnosis.overlap_percent:.0f} % of communication is hidden under computation.")
+        )
+    console.print()
+    if diagnosis.stragglers:
+        _print(console, _stragglers(diagnosis))
+    if diagnosis.links:
+        _print(console, _links(diagnosis))
+    _print(console, _path(diagnosis))
+
+
+def _print(console: Console, table: Table) -> None:
+    console.print(table)
+
+
+def _table(title: str, *columns: tuple[str, bool]) -> Table:
+    """A table; each column has a header, and whether it holds numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for header, number in columns:
+        table.add_column(header, justify="right" if number else "left", header_style="dim", overflow="fold")
+    return table
+
+
+def _breakdown(diagnosis: Diagnosis) -> Table:
+    title = f"Mean step, ms ({len(diagnosis.steps)} recorded)"
+    table = _table(title, ("rank", True), *((short_label(part), True) for part in PARTS), ("step", True))
+    for rank, parts in list(diagnosis.breakdown.items())[:MAX_RANKS]:
+        values = [f"{getattr(parts, part):.2f}" for part in PARTS]
+        table.add_row(str(rank), *values, f"{parts.total_ms:.2f}")
+    return table
+
+
+def _stragglers(diagnosis: Diagnosis) -> Table:
+    table = _table("Stragglers", ("rank", True), ("costs the others, ms a step", True), ("cause", False))
+    for one in diagnosis.stragglers:
+        table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(one.cause))
+    return table
+
+
+def _links(diagnosis: Diagnosis) -> Table:
+    table = _table("Links", ("from", False), ("to", False), ("goodput", True), ("utilisation", True))
+    for link in diagnosis.links[:MAX_RANKS]:
+        table.add_row(
+            Text(link.source), Text(link.target), format_rate(link.gbps), f"{100 * link.utilisation:.0f} %"
+        )
+    return table
+
+
+def _path(diagnosis: Diagnosis) -> Table:
+    title = f"Critical path of step {diagnosis.typical_step}, in the order of time"
+    table = _table(title, ("rank", True), ("what", False), ("name", False), ("ms", True))
+    for piece in diagnosis.critical_path[:MAX_PATH]:
+        table.add_row(str(piece.rank), Text(piece.kind), Text(piece.name), f"{piece.ms:.2f}")
+    left_out = diagnosis.critical_path[MAX_PATH:]
+    if left_out:
+        table.add_row("", "…", f"{len(left_out)} more pieces", f"{sum(piece.ms for piece in left_out):.2f}")
+    return table
