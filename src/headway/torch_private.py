@@ -103,11 +103,6 @@ def ddp_bucket_cap_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> float |
     return float(ddp.bucket_bytes_cap) / 2**20
 
 
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that is running ends. What it raises leaves ``backward()``."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-
 def inside_backward() -> bool:
     """Whether this thread is computing a node of a backward pass.
 
@@ -145,14 +140,14 @@ def without_user_modes() -> Iterator[None]:
 
 def unhooked_step(optimizer_type: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The ``step`` of an optimizer class without the step hooks that torch wraps around it."""
-    step = optimizer_type.step
+    step: Any = optimizer_type.step
     return cast("Callable[..., Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of ``group`` for tensors on the CPU, or None where it cannot be learned."""
     try:
-        return cast("timedelta", group._get_backend(torch.device("cpu")).options._timeout)
+        return group._get_backend(torch.device("cpu")).options._timeout
     except (RuntimeError, AttributeError):
         return None
 
@@ -186,3 +181,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
         return True
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """A context in which writing to ``tensors`` does not invalidate graphs that saved them."""
+    autograd = cast(Any, torch.autograd)
+    return cast("AbstractContextManager[Any]", autograd._unsafe_preserve_version_counter(tuple(tensors)))

@@ -1,0 +1,74 @@
+"""What makes a model unfit for the decoupled all-reduce."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headway import torch_private
+from headway.errors import UnsupportedError, UserError
+from headway.strategies.data_parallel.decoupled import deferred
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise UnsupportedError, naming the module or parameter, unless ``module`` can be trained rightly."""
+    for name, child in module.named_modules():
+        where = name or type(child).__name__
+        if isinstance(child, DistributedDataParallel):
+            raise UnsupportedError("the model is already wrapped", got=where, fix="Wrap the bare module.")
+        if torch_private.is_compiled(child):
+            raise UnsupportedError("compiled modules are not supported", got=where, fix="Use stock DDP.")
+        if isinstance(child, torch.jit.ScriptModule):
+            raise UnsupportedError("TorchScript modules are not supported", got=where, fix="Use stock DDP.")
+    if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise UnsupportedError("parameters that DDP shall ignore are not supported", fix="Use stock DDP.")
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise UserError(
+            "the model has no parameter that requires a gradient", fix="It needs no data parallelism."
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise UnsupportedError(
+                "only parameters on the CPU are supported",
+                got=f"{name} on {parameter.device}",
+                fix="Use stock DDP.",
+            )
+    for name, parameter in trainable:
+        _check_parameter(name, parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if deferred.entry_of(parameter) is not None:
+        raise UnsupportedError(
+            "a parameter is part of another wrapped model", got=name, fix="Wrap one of them."
+        )
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(
+            "subclasses of Parameter are not supported", got=f"{name}, a {type(parameter).__name__}",
+            expected="torch.nn.Parameter", fix="Use stock DDP.",
+        )  # fmt: skip
+    if parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            "a parameter's dtype or layout is not supported", got=f"{name}, {parameter.dtype}, {parameter.layout}",
+            expected="a dense tensor of a floating-point dtype", fix="Use stock DDP.",
+        )  # fmt: skip
+    if hasattr(parameter, "_in_backward_optimizers"):
+        raise UnsupportedError(
+            "an optimizer inside backward is not supported", got=name, fix="Use stock DDP."
+        )
+
+
+def trainable_now(module: nn.Module) -> frozenset[int]:
+    """The identities of all parameters of ``module`` that require a gradient, checking for compiled modules."""
+    found: set[int] = set()
+    for child in module.modules():
+        if torch_private.is_compiled(child):
+            raise UnsupportedError(
+                "compiled modules are not supported", got=type(child).__name__, fix="Use stock DDP."
+            )
+        found.update(id(p) for p in child._parameters.values() if p is not None and p.requires_grad)
+    return frozenset(found)

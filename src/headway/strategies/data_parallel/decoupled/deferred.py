@@ -1,0 +1,132 @@
+"""DeferredParameter: a parameter whose value or gradient is still on its way, and which notices being used.
+
+While something is under way the class of a parameter is changed in place, as torch itself does when it materialises
+an ``UninitializedParameter``. Every use from Python then passes ``__torch_function__``, which first brings the
+parameter up to date. When nothing is under way the parameter is an ordinary ``nn.Parameter`` again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from headway import torch_private
+
+
+class Pending(Protocol):
+    """What is under way for one parameter."""
+
+    def before_value(self) -> None:
+        """Make the parameter's value current."""
+
+    def before_gradient_read(self) -> None:
+        """Make the parameter's ``.grad`` current."""
+
+    def before_gradient_write(self) -> None:
+        """Take note that the user is about to replace ``.grad``."""
+
+
+_pending: dict[int, weakref.ref[Any]] = {}
+
+_GRADIENT: Any = torch.Tensor.grad
+_GRADIENT_READ = _GRADIENT.__get__
+_GRADIENT_CHANGES = (_GRADIENT.__set__, _GRADIENT.__delete__)
+_READ_ONLY_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_sparse",
+    "is_cpu", "is_meta", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "retains_grad", "_base",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
+    "get_device", "register_hook", "register_post_accumulate_grad_hook", "__len__",
+)  # fmt: skip
+_ABOUT_NEITHER = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _READ_ONLY_PROPERTIES if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+)
+
+
+class DeferredParameter(nn.Parameter):
+    """An ``nn.Parameter`` while its update or its reduced gradient is under way. Never constructed."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring every deferred parameter among the arguments up to date, then do ``func``."""
+        kwargs = kwargs or {}
+        if func == _GRADIENT_READ:
+            _entry(args[0]).before_gradient_read()
+        elif func in _GRADIENT_CHANGES:
+            _entry(args[0]).before_gradient_write()
+        elif func not in _ABOUT_NEITHER:
+            for parameter in _deferred_in((args, kwargs)):
+                _entry(parameter).before_value()
+        with torch_private.without_subclass_dispatch():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the current value into an ordinary parameter."""
+        if id(self) not in memo:
+            _entry(self).before_value()
+            with torch_private.without_subclass_dispatch():
+                memo[id(self)] = nn.Parameter(
+                    self.data.clone(memory_format=torch.preserve_format), self.requires_grad
+                )
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the current value as an ordinary parameter."""
+        _entry(self).before_value()
+        with torch_private.without_subclass_dispatch():
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> Any:  # type: ignore[override]
+        """Show the current value as an ordinary parameter."""
+        _entry(self).before_value()
+        with torch_private.without_subclass_dispatch():
+            return super().__repr__()  # type: ignore[no-untyped-call]
+
+
+def register(parameter: nn.Parameter, entry: Pending) -> None:
+    """Let ``entry`` answer for ``parameter`` whenever it is deferred. The caller keeps ``entry`` alive."""
+    _pending[id(parameter)] = weakref.ref(entry)
+
+
+def unregister(parameter: nn.Parameter) -> None:
+    """Forget ``parameter``."""
+    _pending.pop(id(parameter), None)
+
+
+def entry_of(parameter: torch.Tensor) -> Any | None:
+    """The entry that answers for ``parameter``, if it is registered."""
+    reference = _pending.get(id(parameter))
+    return None if reference is None else reference()
+
+
+def defer(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` notice its next use."""
+    parameter.__class__ = DeferredParameter
+
+
+def undefer(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` an ordinary one again."""
+    parameter.__class__ = nn.Parameter
+
+
+def _entry(parameter: torch.Tensor) -> Pending:
+    entry = entry_of(parameter)
+    assert entry is not None, "a deferred parameter has lost its runtime"
+    return cast(Pending, entry)
+
+
+def _deferred_in(value: Any) -> Iterator[DeferredParameter]:
+    if type(value) is DeferredParameter:
+        yield value
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _deferred_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _deferred_in(item)

@@ -1,0 +1,48 @@
+"""The hook that brings a module's own parameters up to date before its forward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.engine import Engine
+
+
+class MaterialiseHook:
+    """A forward pre-hook for one module. Copies and pickles of the module get one that does nothing.
+
+    It serves code that would not be noticed by ``DeferredParameter``, such as C++ extensions. Where gradients are not
+    recorded it brings up to date everything, since there is nothing to overlap with and fused inference kernels look at
+    several modules' parameters at once.
+    """
+
+    def __init__(self, engine: Engine | None, module: nn.Module | None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(self, module: nn.Module, _inputs: Any) -> None:
+        """Bring ``module``'s own parameters up to date."""
+        engine = None if self._engine is None else self._engine()
+        if engine is None or self._module is None or self._module() is not module or engine.idle:
+            return
+        if not torch.is_grad_enabled():
+            engine.settle_stepped()
+            return
+        for parameter in module._parameters.values():
+            if (
+                type(parameter) is deferred.DeferredParameter
+                and (slot := deferred.entry_of(parameter)) is not None
+            ):
+                slot.before_value()
+
+    def __deepcopy__(self, _memo: Any) -> MaterialiseHook:
+        """A hook for the copy: nothing is under way there."""
+        return MaterialiseHook(None, None)
+
+    def __reduce__(self) -> Any:
+        """As for a copy."""
+        return MaterialiseHook, (None, None)

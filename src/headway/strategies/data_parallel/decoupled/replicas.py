@@ -1,0 +1,60 @@
+"""Keeping replicas alike: what ranks agree on when a model is wrapped, and rank 0's tensors for everybody."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import UserError
+from headway.model import ModelSpec
+from headway.scheduling.buckets import BucketSchedule
+
+MESSAGE_BYTES = 64 * 2**20
+
+
+def check_agreement(model: ModelSpec, schedule: BucketSchedule, group: dist.ProcessGroup) -> None:
+    """Raise UserError unless every rank of ``group`` has the same parameters and the same schedule."""
+    mine = torch.tensor([_digest(model.fingerprint), _digest(repr(schedule))], dtype=torch.int64)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)
+    for index, what in enumerate(("parameters (names, shapes, dtypes)", "plan")):
+        others = [rank for rank, theirs in enumerate(everyones) if theirs[index] != everyones[0][index]]
+        if others:
+            raise UserError(
+                f"ranks do not agree on the model's {what}",
+                got=f"rank {others[0]} differs from rank 0",
+                expected="the same model and plan on every rank",
+                fix="Build the model the same way everywhere.",
+            )
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with those of rank 0 of ``group``, in as few messages as memory allows."""
+    batch: list[torch.Tensor] = []
+    size_bytes = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        size_bytes += tensor.numel() * tensor.element_size()
+        if size_bytes >= MESSAGE_BYTES:
+            _broadcast_batch(batch, group)
+            batch, size_bytes = [], 0
+    if size_bytes:
+        _broadcast_batch(batch, group)
+
+
+def _broadcast_batch(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    with torch.no_grad():
+        pieces = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        message = torch.cat(pieces)
+        dist.broadcast(message, group=group, group_src=0)
+        if dist.get_rank(group) != 0:
+            for tensor, piece in zip(tensors, message.split([p.numel() for p in pieces]), strict=True):
+                aligned = piece.clone()  # a view of another dtype must begin at a multiple of its size
+                tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

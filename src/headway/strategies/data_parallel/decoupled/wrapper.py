@@ -1,0 +1,235 @@
+"""DecoupledDataParallel: in the place of DistributedDataParallel, with the decoupled all-reduce."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headway import torch_private
+from headway.errors import UnsupportedError, UserError
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.decoupled import lifecycle, replicas
+from headway.strategies.data_parallel.decoupled.checks import check_module, trainable_now
+from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.policy import DEFAULT_CAP_BYTES, DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
+from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
+from headway.strategies.data_parallel.module_spec import model_spec
+
+
+class DecoupledDataParallel(DistributedDataParallel):
+    """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
+
+    Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
+    are cut in reverse order of registration. Parameters, gradients, optimizer state and buffers read at any time are
+    those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
+
+    Raises UnsupportedError for models and options that would train wrongly, UserError where there is no process
+    group or where ranks do not agree on the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        schedule: BucketSchedule | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        del check_reduction, batched_grad_copy  # without effect on results
+        _refuse_options(
+            device_ids=device_ids, output_device=output_device, find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph, delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce, mixed_precision=mixed_precision,
+            device_mesh=device_mesh, skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+        )  # fmt: skip
+        group = _existing_group(process_group)
+        check_module(module)
+        spec = model_spec(module)
+        if schedule is None:
+            cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
+            schedule = DecoupledStrategy(bucket_cap_bytes=cap_bytes).decide(spec)
+
+        self.module = module
+        self.process_group = group
+        self.dim = dim
+        self.device_ids = self.output_device = None
+        self.device, self.device_type = torch.device("cpu"), "cpu"
+        self.find_unused_parameters = self.static_graph = False
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.mixed_precision = None
+        self.parameters_to_ignore: set[str] = set()
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.forward_sync_buffers = broadcast_buffers is not False
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+        self.schedule = schedule
+
+        replicas.check_agreement(spec, schedule, group)
+        if init_sync:
+            replicas.broadcast(module.parameters(), group)
+            if self.forward_sync_buffers or forward_sync_buffers is not None:
+                replicas.broadcast(module.buffers(), group)
+        self._start_engine()
+
+    def _start_engine(self) -> None:
+        trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        engine = Engine(trainable, self.schedule, _group_of_our_own(self.process_group))
+        self._trainable = frozenset(id(parameter) for _, parameter in trainable)
+        lifecycle.adopt(engine, self.process_group)
+        for owner in self.module.modules():
+            engine.own_handle(owner.register_forward_pre_hook(MaterialiseHook(engine, owner), prepend=True))
+        self.__dict__["_engine"] = engine
+        weakref.finalize(self, lifecycle.abandon, engine).atexit = False
+
+    @property
+    def engine(self) -> Engine | None:
+        """What runs this model; None in copies made by deepcopy or pickle."""
+        return self.__dict__.get("_engine")
+
+    def flush(self) -> None:
+        """Finish everything under way: averages are in ``.grad`` and due updates in parameters on return.
+
+        Never needed for right results; useful before a timed section or a fork.
+        """
+        if self.engine is not None:
+            self.engine.settle_all()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, without waiting for those under way."""
+        clear_gradients(self.module.parameters(), set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, after rank 0's buffers have been broadcast as stock DDP does it."""
+        learning = torch.is_grad_enabled()
+        engine = self.engine
+        if learning:
+            if engine is None:
+                raise UnsupportedError(
+                    "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
+                )
+            engine.check_usable()
+            if trainable_now(self.module) != self._trainable:
+                raise UnsupportedError(
+                    "the set of trainable parameters changed after wrapping",
+                    fix="Freeze, unfreeze and replace parameters before wrapping, then wrap again.",
+                )
+            engine.synchronise = self.require_backward_grad_sync
+        self._broadcast_buffers()
+        output = self.module(*inputs, **kwargs)
+        self.require_forward_param_sync = learning and self.require_backward_grad_sync
+        return output
+
+    def _broadcast_buffers(self) -> None:
+        if not (self.require_forward_param_sync and self.forward_sync_buffers):
+            return
+        if self.engine is not None and self.engine.closed:
+            return
+        buffers = list(self.module.buffers())
+        with torch_private.preserved_versions(buffers):
+            replicas.broadcast(buffers, self.process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: everything but the engine and the process group."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "process_group", "_trainable")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy that can be read, evaluated and saved, and that refuses to be trained."""
+        nn.Module.__setstate__(self, state)
+        self.process_group = _existing_group(None)
+
+    # What DDP offers besides, and what is refused ---------------------------------------------------
+
+    def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refuse: uneven inputs need every collective to be shadowed."""
+        _refuse("join()", "Give every rank the same number of batches.")
+
+    def join_hook(self, **_kwargs: Any) -> NoReturn:
+        """Refuse, as ``join``."""
+        _refuse("join()", "Give every rank the same number of batches.")
+
+    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
+        """Refuse: the collective is not an all-reduce that a hook could replace."""
+        _refuse("register_comm_hook()")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        _refuse("_register_builtin_comm_hook()")
+
+    def _register_buffer_comm_hook(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        _refuse("_register_buffer_comm_hook()")
+
+    def _register_fused_optim(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        _refuse("_register_fused_optim()")
+
+    def _set_static_graph(self) -> NoReturn:
+        _refuse("static_graph=True")
+
+    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+        _refuse("_update_process_group()")
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {
+            "world_size": dist.get_world_size(self.process_group),
+            "rank": dist.get_rank(self.process_group),
+        }
+
+
+def _refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:
+    raise UnsupportedError(f"{what} is not supported by the decoupled all-reduce", fix=fix)
+
+
+def _refuse_options(**options: Any) -> None:
+    for name, value in options.items():
+        if value not in (None, False) and value != []:
+            _refuse(f"{name}={value if isinstance(value, bool | int | list) else '…'}")
+
+
+def _existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "there is no process group", expected="torch.distributed to be initialised",
+            fix="Call torch.distributed.init_process_group('gloo') first, under torchrun.",
+        )  # fmt: skip
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    if dist.get_rank(chosen) < 0:
+        raise UserError("this process is not in the process group it was given")
+    return chosen
+
+
+def _group_of_our_own(users_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A Gloo group of the same ranks: collectives of one group must be issued in one order, and ours have their own."""
+    ranks = dist.get_process_group_ranks(users_group)
+    group = dist.new_group(
+        ranks, torch_private.group_timeout(users_group), backend="gloo",
+        use_local_synchronization=users_group is not dist.group.WORLD,
+        group_desc="headway decoupled all-reduce",
+    )  # fmt: skip
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,128 @@
+"""Several real processes for a test: each runs one importable function as one rank of a Gloo group.
+
+    results = workers.run(3, "tests.behaviour.decoupled_cases:reference", timeout_s=60)
+
+The function is called as ``function(rank, world_size, *arguments)`` after ``init_process_group``; what it returns comes
+back as JSON, by rank. A rank that raises fails the test with its traceback, and a rank that outlasts the time limit
+fails it with everybody's output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """How one rank ended: its exit status, what it printed, and what its function returned."""
+
+    rank: int
+    status: int
+    output: str
+    result: Any
+
+
+def run(
+    world_size: int, function: str, *arguments: Any, timeout_s: float = 60, group_timeout_s: float = 30
+) -> list[Any]:
+    """Run ``module:function`` on ``world_size`` ranks; return what each returned. Fails where a rank did not end well."""
+    workers = launch(world_size, function, *arguments, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
+    failed = [worker for worker in workers if worker.status != 0]
+    if failed:
+        raise AssertionError(
+            "\n".join(f"rank {w.rank} of {function} ended with {w.status}:\n{w.output}" for w in failed)
+        )
+    return [worker.result for worker in workers]
+
+
+def launch(
+    world_size: int, function: str, *arguments: Any, timeout_s: float = 60, group_timeout_s: float = 30
+) -> list[Worker]:
+    """As ``run``, but for tests in which ranks are meant to die: return how each ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            _start(Path(folder), rank, world_size, function, arguments, group_timeout_s)
+            for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + timeout_s
+        overdue = False
+        for process in started:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                overdue = True
+        for process in started:
+            process.kill()
+            process.wait()
+        workers = [_ended(Path(folder), rank, process) for rank, process in enumerate(started)]
+    if overdue:
+        raise AssertionError(
+            f"{function} took longer than {timeout_s:g} s:\n"
+            + "\n".join(f"rank {w.rank} ({w.status}):\n{w.output}" for w in workers)
+        )
+    return workers
+
+
+def _start(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    function: str,
+    arguments: tuple[Any, ...],
+    group_timeout_s: float,
+) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    job = {"rank": rank, "world_size": world_size, "function": function, "arguments": arguments,
+           "folder": str(folder), "group_timeout_s": group_timeout_s}  # fmt: skip
+    with (folder / f"output-{rank}").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.workers", json.dumps(job)],
+            cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def _ended(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> Worker:
+    result = folder / f"result-{rank}"
+    return Worker(
+        rank=rank,
+        status=process.returncode,
+        output=(folder / f"output-{rank}").read_text(errors="replace")[-8000:],
+        result=json.loads(result.read_text()) if result.exists() else None,
+    )
+
+
+def _work(job: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    folder, rank, world_size = Path(job["folder"]), job["rank"], job["world_size"]
+    module, _, name = job["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=job["group_timeout_s"]),
+    )  # fmt: skip
+    result = function(rank, world_size, *job["arguments"])
+    (folder / f"result-{rank}").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(json.loads(sys.argv[1]))
