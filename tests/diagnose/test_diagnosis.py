@@ -203,6 +203,15 @@ def test_saturated_links_make_the_path() -> None:
     assert piece.ms == pytest.approx(4 * SyntheticJob().transfer_ms(10_000_000))
 
 
+def test_many_small_modules_stay_themselves_on_the_path() -> None:
+    job = SyntheticJob(modules=tuple(f"layer{number}" for number in range(2000)))
+    found = diagnose(synthetic_trace(job))
+    assert [piece.kind for piece in found.critical_path] == [
+        "input", "forward", "backward", "collective", "rest", "optimizer",
+    ]  # fmt: skip
+    assert found.critical_path[1].ms == pytest.approx(10, abs=0.1)
+
+
 def test_one_rank_has_nobody_to_wait_for() -> None:
     found = diagnose(synthetic_trace(SyntheticJob(world_size=1)))
     assert found.verdict.startswith(

@@ -56,10 +56,14 @@ def open_offline(page: Any, path: Path) -> list[str]:
             complaints.append(f"request to {url}")
             route.abort()
 
+    def refuse(dialog: Any) -> None:
+        complaints.append(f"dialog {dialog.message}")
+        dialog.dismiss()
+
     page.route("**/*", look)
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    page.on("dialog", refuse)
     page.goto(path.as_uri())
     page.wait_for_selector("#timeline canvas, #timeline .bk-Figure, #timeline > div", state="attached")
     page.wait_for_function(

@@ -172,23 +172,30 @@ class _Walk:
 
 
 def compact(pieces: list[_Found], sliver_ns: float) -> tuple[PathPiece, ...]:
-    """Merge neighbours of one rank and kind, and let slivers join the piece before them."""
-    runs: list[list[_Found]] = []
+    """Merge neighbours of one rank and kind, and let what is still a sliver join the piece before it."""
+    merged: list[list[_Found]] = []
     for piece in pieces:
         piece = piece._replace(kind=_KINDS.get(piece.kind, piece.kind))
-        same = bool(runs) and runs[-1][0].rank == piece.rank
-        if same and runs[-1][0].kind == piece.kind and _mergeable(runs[-1][0], piece):
-            runs[-1].append(piece)
-        elif same and piece.end_ns - piece.start_ns < sliver_ns:
-            runs[-1].append(piece._replace(kind="", name=""))
+        if merged and _mergeable(merged[-1][0], piece):
+            merged[-1].append(piece)
         else:
-            runs.append([piece])
+            merged.append([piece])
+    runs: list[list[_Found]] = []
+    for run in merged:
+        if runs and _mergeable(runs[-1][0], run[0]):
+            runs[-1].extend(run)
+        elif runs and runs[-1][0].rank == run[0].rank and run[-1].end_ns - run[0].start_ns < sliver_ns:
+            runs[-1].extend(piece._replace(name="") for piece in run)
+        else:
+            runs.append(run)
     return tuple(
         PathPiece(run[0].rank, run[0].kind, _name(run), run[0].start_ns, run[-1].end_ns) for run in runs
     )
 
 
 def _mergeable(a: _Found, b: _Found) -> bool:
+    if (a.rank, a.kind) != (b.rank, b.kind):
+        return False
     return a.kind not in (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE) or a.name == b.name
 
 

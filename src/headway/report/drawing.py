@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from headway.diagnose import Diagnosis
 from headway.diagnose.communication import match
-from headway.diagnose.timeline import REST, segments
+from headway.diagnose.timeline import REST, Segment, segments
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 from headway.units import format_bytes
@@ -16,6 +19,8 @@ DEFAULT_STEPS = 3
 LANES = 3  # collectives that overlap on one rank are drawn below each other, up to this many
 
 _NS_A_MS = 1e6
+_MODULE_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+_WHOLE = {Kind.FORWARD_PASS: Kind.FORWARD, Kind.BACKWARD_PASS: Kind.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,17 @@ class Drawing:
 
 
 def draw(trace: Trace, diagnosis: Diagnosis, max_boxes: int = MAX_BOXES) -> Drawing:
-    """Choose what to draw: whole steps around the typical one, as many as ``max_boxes`` allows."""
-    steps = _chosen_steps(trace, diagnosis, max_boxes)
+    """Choose what to draw: whole steps around the typical one, as many as ``max_boxes`` allows.
+
+    Where not even a few steps would fit module by module, each pass is drawn as a whole.
+    """
+    steps = _chosen_steps(trace, diagnosis, max_boxes, ())
+    coarse = len(steps) < min(DEFAULT_STEPS, len(diagnosis.steps)) or _sizes(trace, steps, ())[1] > max_boxes
+    if coarse:
+        steps = _chosen_steps(trace, diagnosis, max_boxes, _MODULE_KINDS)
     bounds = _bounds(trace, steps)
     start_ns, end_ns = min(start for start, _ in bounds.values()), max(end for _, end in bounds.values())
-    boxes = [*_compute_boxes(trace, start_ns, end_ns), *_communication_boxes(trace, start_ns, end_ns)]
+    boxes = [*_compute_boxes(trace, start_ns, end_ns, coarse), *_communication_boxes(trace, start_ns, end_ns)]
     whole = len(boxes)
     if whole > max_boxes:
         boxes = sorted(boxes, key=lambda box: box.start_ms - box.end_ms)[:max_boxes]
@@ -77,7 +88,7 @@ def draw(trace: Trace, diagnosis: Diagnosis, max_boxes: int = MAX_BOXES) -> Draw
             for piece in diagnosis.critical_path
         ),
         length_ms=_ms(end_ns, start_ns),
-        cut=_what_is_cut(steps, diagnosis, whole, len(boxes)),
+        cut=_what_is_cut(steps, diagnosis, whole, len(boxes), coarse),
     )
 
 
@@ -85,13 +96,21 @@ def _ms(moment_ns: int, origin_ns: int) -> float:
     return (moment_ns - origin_ns) / _NS_A_MS
 
 
-def _chosen_steps(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> list[int]:
-    """The typical step and its neighbours, grown on both sides while all their events fit."""
-    sizes = dict.fromkeys(diagnosis.steps, 0)
+def _sizes(trace: Trace, steps: Sequence[int], without: tuple[str, ...]) -> tuple[dict[int, int], int]:
+    """How many events each step holds over all ranks, some kinds left out; and their sum."""
+    sizes = dict.fromkeys(steps, 0)
     for events in trace.events.values():
-        for step in events.step[events.kind != Kind.GRADIENT_READY].tolist():
+        counted = ~np.isin(events.kind.astype(str), (Kind.GRADIENT_READY, *without))
+        numbers, counts = np.unique(events.step[counted], return_counts=True)
+        for step, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if step in sizes:
-                sizes[step] += 1
+                sizes[step] += count
+    return sizes, sum(sizes.values())
+
+
+def _chosen_steps(trace: Trace, diagnosis: Diagnosis, max_boxes: int, without: tuple[str, ...]) -> list[int]:
+    """The typical step and its neighbours, grown on both sides while all their events fit."""
+    sizes, _ = _sizes(trace, diagnosis.steps, without)
     steps = list(diagnosis.steps)
     low = high = steps.index(diagnosis.typical_step)
     total = sizes[steps[low]]
@@ -117,12 +136,13 @@ def _bounds(trace: Trace, steps: list[int]) -> dict[int, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def _compute_boxes(trace: Trace, start_ns: int, end_ns: int) -> list[Box]:
+def _compute_boxes(trace: Trace, start_ns: int, end_ns: int, coarse: bool) -> list[Box]:
     boxes = []
     for rank, events in sorted(trace.events.items()):
         step_rows = [(row.start_ns, row.step) for row in events.of_kind(Kind.STEP)]
         index = 0
-        for segment in segments(events, start_ns, end_ns):
+        found = segments(events, start_ns, end_ns)
+        for segment in _coarse(found) if coarse else found:
             while index + 1 < len(step_rows) and step_rows[index + 1][0] <= segment.start_ns:
                 index += 1
             if segment.kind != REST:
@@ -131,6 +151,18 @@ def _compute_boxes(trace: Trace, start_ns: int, end_ns: int) -> list[Box]:
                 times = (_ms(segment.start_ns, start_ns), _ms(segment.end_ns, start_ns))
                 boxes.append(Box(rank, False, 0, *times, segment.kind, segment.name, step, detail))
     return boxes
+
+
+def _coarse(found: list[Segment]) -> list[Segment]:
+    """Neighbouring segments of the same pass as one."""
+    merged: list[Segment] = []
+    for segment in found:
+        segment = segment._replace(kind=_WHOLE.get(segment.kind, segment.kind))
+        if merged and segment.kind in _MODULE_KINDS and merged[-1].kind == segment.kind:
+            merged[-1] = merged[-1]._replace(end_ns=segment.end_ns, name="")
+        else:
+            merged.append(segment)
+    return merged
 
 
 def _communication_boxes(trace: Trace, start_ns: int, end_ns: int) -> list[Box]:
@@ -165,13 +197,15 @@ def _communication_boxes(trace: Trace, start_ns: int, end_ns: int) -> list[Box]:
     return boxes
 
 
-def _what_is_cut(steps: list[int], diagnosis: Diagnosis, whole: int, drawn: int) -> str:
+def _what_is_cut(steps: list[int], diagnosis: Diagnosis, whole: int, drawn: int, coarse: bool) -> str:
     parts = []
     if len(steps) < len(diagnosis.steps):
         parts.append(
             f"Steps {steps[0]} to {steps[-1]} of {diagnosis.steps[0]} to {diagnosis.steps[-1]} are drawn, around the "
             "typical one, to keep this page small."
         )
+    if coarse:
+        parts.append("Passes are drawn whole, not module by module.")
     if drawn < whole:
         parts.append(f"Of {whole} events in them, the {drawn} longest are drawn.")
     return " ".join(parts)

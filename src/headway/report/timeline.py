@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FIGURE_NAME = "timeline"
 _ON_COMMUNICATION = {Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE}
 _INK, _MUTED, _RULE = "#1f2933", "#66707c", "#e3e7ec"
+_RANK_HEIGHTS = ((16, 58), (32, 36), (96, 22), (10**9, 12))  # pixels a rank for up to so many ranks
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
@@ -70,8 +71,13 @@ class _Layout:
 
     @property
     def height_px(self) -> int:
-        a_rank = 58 if len(self.ranks) <= 16 else 36
-        return 70 + a_rank * len(self.ranks)
+        ranks = len(self.ranks)
+        a_rank = next(height for most, height in _RANK_HEIGHTS if ranks <= most)
+        return 70 + a_rank * ranks
+
+    @property
+    def label_every(self) -> int:
+        return 1 + (len(self.ranks) - 1) // 96
 
 
 def _rows(drawing: Drawing, x_range: Any) -> Figure:
@@ -138,7 +144,8 @@ def _rows(drawing: Drawing, x_range: Any) -> Figure:
     _path(plot, drawing, layout)
     ticks: dict[Any, Any] = {}
     for rank in drawing.ranks:
-        ticks[layout.compute(rank)] = f"rank {rank}"
+        if layout.ranks.index(rank) % layout.label_every == 0:
+            ticks[layout.compute(rank)] = f"rank {rank}"
         if len(drawing.ranks) <= 16:
             ticks[layout.communication(rank)] = "network"
     plot.yaxis.ticker = FixedTicker(ticks=list(ticks))
