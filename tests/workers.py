@@ -37,7 +37,7 @@ class Worker:
 def run(
     world_size: int, function: str, *arguments: Any, timeout_s: float = 60, group_timeout_s: float = 30
 ) -> list[Any]:
-    """Run ``module:function`` on ``world_size`` ranks; return what each returned. Fails where a rank did not end well."""
+    """Run ``module:function`` on ``world_size`` ranks; return what each returned. Fails where one did not end well."""
     workers = launch(world_size, function, *arguments, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
     failed = [worker for worker in workers if worker.status != 0]
     if failed:
@@ -109,13 +109,14 @@ def _ended(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> Worker:
 def _work(job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     folder, rank, world_size = Path(job["folder"]), job["rank"], job["world_size"]
     module, _, name = job["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size,
+        "gloo", store=FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size,
         timeout=timedelta(seconds=job["group_timeout_s"]),
     )  # fmt: skip
     result = function(rank, world_size, *job["arguments"])

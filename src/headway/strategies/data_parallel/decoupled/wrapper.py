@@ -58,6 +58,7 @@ class DecoupledDataParallel(DistributedDataParallel):
         *,
         schedule: BucketSchedule | None = None,
     ) -> None:
+        planned = self.__dict__.pop("planned_schedule", None)  # where a plan is injected in a script
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
         _refuse_options(
@@ -70,6 +71,8 @@ class DecoupledDataParallel(DistributedDataParallel):
         group = _existing_group(process_group)
         check_module(module)
         spec = model_spec(module)
+        if schedule is None and planned is not None:
+            schedule = planned(module, group)
         if schedule is None:
             cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
             schedule = DecoupledStrategy(bucket_cap_bytes=cap_bytes).decide(spec)

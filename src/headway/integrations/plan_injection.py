@@ -1,0 +1,75 @@
+"""A plan for unmodified scripts: their own ``DistributedDataParallel(model, ...)`` gives the planned runtime.
+
+The class itself is changed rather than the name ``DistributedDataParallel``, so that it does not matter how and when a
+script imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headway.errors import UnsupportedError
+from headway.parallelize import check, runtime_of
+from headway.plan import Plan
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.module_spec import model_spec
+
+_stock_init: Callable[..., None] = DistributedDataParallel.__init__
+_plan: Plan | None = None
+
+
+def install(plan: Plan) -> None:
+    """From now on every ``DistributedDataParallel(model, ...)`` of this process follows ``plan``.
+
+    The call raises PlanError where the model or the number of workers is not the plan's.
+    """
+    global _plan  # noqa: PLW0603 - the class that is changed is the process's too
+    runtime_of(plan.strategy)  # what cannot be imported should say so now
+    _plan = plan
+    DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = _planned_init  # type: ignore[method-assign]
+
+
+def uninstall() -> None:
+    """Leave ``DistributedDataParallel`` as stock again."""
+    global _plan  # noqa: PLW0603 - as above
+    _plan = None
+    DistributedDataParallel.__init__ = _stock_init  # type: ignore[method-assign]
+    # __new__ stays: with no plan it does what object's does, and CPython does not undo its assignment cleanly.
+
+
+def _planned_new(cls: type[Any], *_args: Any, **_kwargs: Any) -> Any:
+    if _plan is None or not isinstance(_plan.strategy, DecoupledStrategy):
+        return object.__new__(cls)
+    planned_class = runtime_of(_plan.strategy).DecoupledDataParallel
+    if cls is DistributedDataParallel:
+        wrapped = object.__new__(planned_class)  # Python goes on with planned_class.__init__
+        wrapped.__dict__["planned_schedule"] = functools.partial(_schedule, _plan)
+        return wrapped
+    if not issubclass(cls, planned_class):
+        raise UnsupportedError(
+            "a subclass of DistributedDataParallel cannot follow this plan", got=cls.__qualname__,
+            fix="Use DistributedDataParallel itself, or run without the plan.",
+        )  # fmt: skip
+    return object.__new__(cls)
+
+
+def _schedule(plan: Plan, module: nn.Module, process_group: Any) -> BucketSchedule:
+    check(plan, module, process_group)
+    return plan.strategy.decide(model_spec(module))
+
+
+@functools.wraps(_stock_init)
+def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    if _plan is not None and isinstance(_plan.strategy, DistributedDataParallelStrategy):
+        check(_plan, module, kwargs.get("process_group"))
+        kwargs.update(ddp_runtime.options(_plan.strategy))
+    _stock_init(self, module, *args, **kwargs)

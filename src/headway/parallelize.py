@@ -1,0 +1,58 @@
+"""``headway.parallelize``: wrap a model as a plan says."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, cast
+
+from headway.errors import UnsupportedError, UserError
+from headway.plan import Plan
+from headway.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def parallelize(model: nn.Module, optimizer: Optimizer, plan: Plan, **ddp_options: Any) -> nn.Module:
+    """Wrap ``model`` for data-parallel training as ``plan`` says, and make ``optimizer`` ready for it.
+
+    The result takes the place of ``DistributedDataParallel(model, **ddp_options)``; the script goes on as it would with
+    that. Call it on every rank, after ``torch.distributed.init_process_group``.
+
+    Raises PlanError where the plan was made for another model or number of workers, UnsupportedError where the model,
+    the optimizer or an option would train wrongly, UserError where there is no process group.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "there is no process group", expected="torch.distributed to be initialised",
+            fix="Call torch.distributed.init_process_group first, under torchrun.",
+        )  # fmt: skip
+    if isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
+        )
+    check(plan, model, ddp_options.get("process_group"))
+    runtime = runtime_of(plan.strategy)
+    prepare = getattr(runtime, "prepare_optimizer", None)
+    if prepare is not None:
+        prepare(optimizer)
+    return cast("nn.Module", runtime.wrap(model, plan.strategy, **ddp_options))
+
+
+def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:
+    """Raise PlanError unless ``plan`` was made for ``model`` and for the size of ``process_group``."""
+    import torch.distributed as dist
+
+    from headway.strategies.data_parallel.module_spec import model_spec
+
+    plan.check(model_spec(model), dist.get_world_size(process_group))
+
+
+def runtime_of(strategy: Strategy) -> Any:
+    """The module that runs ``strategy`` live: ``runtime`` in the folder of its policy."""
+    package = type(strategy).__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.runtime")
