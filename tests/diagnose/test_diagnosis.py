@@ -161,6 +161,20 @@ def test_ranks_late_in_turns_are_not_stragglers_one_by_one() -> None:
     assert "no single rank is to blame" in found.verdict
 
 
+def test_of_two_ranks_the_one_that_is_late_far_more_is_named() -> None:
+    job = SyntheticJob(world_size=2, jitter=0.4, slow={(1, "forward"): 12.0}, steps=30)
+    found = diagnose(synthetic_trace(job))
+    assert found.stragglers[0].rank == 1
+    assert found.verdict.startswith("Rank 1 is a straggler")
+
+
+def test_a_straggler_beside_slow_links_is_mentioned() -> None:
+    job = SyntheticJob(bucket_bytes=(500_000, 12_000_000), slow={(2, "backward"): 18.0})
+    found = diagnose(synthetic_trace(job))
+    assert found.verdict.startswith("Communication is the bottleneck")
+    assert "besides, the others wait for rank 2" in found.verdict
+
+
 def test_nothing_wrong_is_said() -> None:
     found = diagnose(synthetic_trace())
     assert found.verdict == "Nothing stands out: computation is 86 % of each 35 ms step, the optimizer 6 %."

@@ -44,16 +44,16 @@ def diagnose(folder: Path, html: Path | None, cluster_file: Path | None, as_json
         trace = load_trace(folder)
     with _patience(words, "Diagnosing"):
         found = diagnose_trace(trace, cluster)
-    if as_json:
-        click.echo(files.dump_json(found.to_document()), nl=False)
-    else:
-        print_diagnosis(found, Console())
     if html is not None:
         from headway.report.page import write_html
 
         with _patience(words, "Drawing"):
             write_html(trace, found, html)
         words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        click.echo(files.dump_json(found.to_document()), nl=False)
+    else:
+        print_diagnosis(found, Console())
 
 
 @contextmanager

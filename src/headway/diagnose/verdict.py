@@ -48,7 +48,7 @@ def verdict(
     step_ms = mean.total_ms
     if step_ms <= 0:
         return "Nothing can be said: the recorded steps have no length."
-    taking_turns = not stragglers or len(stragglers) > world_size / 2
+    taking_turns = not stragglers or _alike(stragglers, world_size)
     worst_ms = 0.0 if taking_turns else stragglers[0].blame_ms
     shares = {
         "straggler": (worst_ms / step_ms, STRAGGLER_STANDS_OUT),
@@ -65,7 +65,12 @@ def verdict(
     if worst == "straggler":
         return _straggler(stragglers, step_ms)
     if worst == "communication":
-        return f"Communication is the bottleneck: {of_step} waits for {_why_exposed(mean, shape)}."
+        besides = ""
+        if worst_ms / step_ms >= STRAGGLER_STANDS_OUT:
+            besides = (
+                f"; besides, the others wait for rank {stragglers[0].rank} for {_percent(worst_ms / step_ms)}"
+            )
+        return f"Communication is the bottleneck: {of_step} waits for {_why_exposed(mean, shape)}{besides}."
     return {
         "jitter": f"Ranks wait for one another for {of_step}, for a different one each time; look for uneven inputs "
         "or noisy machines, as no single rank is to blame.",
@@ -75,6 +80,12 @@ def verdict(
         "optimizer, input nor communication; look at what the loop does between them, such as logging, copies and "
         "evaluation.",
     }[worst]
+
+
+def _alike(stragglers: tuple[Straggler, ...], world_size: int) -> bool:
+    """Whether most ranks are late now and then, none of them far more than the others."""
+    middle = stragglers[len(stragglers) // 2].blame_ms
+    return len(stragglers) > world_size / 2 and middle > 0.5 * stragglers[0].blame_ms
 
 
 def _straggler(stragglers: tuple[Straggler, ...], step_ms: float) -> str:
