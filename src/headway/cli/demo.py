@@ -1,0 +1,123 @@
+"""``headway demo``: the whole loop on this machine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from headway.cli import output
+from headway.errors import LaunchError
+
+if TYPE_CHECKING:
+    from headway.demo.loop import DemoResult
+
+STAGES_BESIDE_RUNS = 3
+PLANS = 3
+
+
+@click.command()
+@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), default=Path("headway-demo"),
+              show_default=True, help="Where to put trace, plans and report; replaces an earlier demo.")  # fmt: skip
+@click.option("--model", type=click.Choice(["gpt", "digits"]), default="gpt", show_default=True)
+@click.option("--workers", type=click.IntRange(2, 4), default=2, show_default=True)
+@click.option("--rate", default="400mbit", show_default=True, help="The rate of every worker's link.")
+@click.option(
+    "--rounds", type=click.IntRange(1, 20), default=2, show_default=True, help="Runs of every plan."
+)
+@click.option(
+    "--mode", type=click.Choice(["auto", "root", "user", "loopback"]), default="auto", show_default=True
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def demo(folder: Path, model: str, workers: int, rate: str, rounds: int, mode: str, as_json: bool) -> None:
+    """Record a small training job over a slow link, find a better plan, run it and compare."""
+    from headway.demo.loop import DemoOptions, result_document, run_demo, save_result
+
+    _make_room(folder)
+    options = DemoOptions(
+        folder=folder, model=model, workers=workers, rate=rate, rounds=rounds,
+        mode=mode,  # type: ignore[arg-type]  # click has checked the choice
+    )  # fmt: skip
+    words = output.error_console()
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=words
+    )
+    total = STAGES_BESIDE_RUNS + PLANS * rounds
+    with bar:
+        tasks: list[object] = []
+
+        def stage(what: str) -> None:
+            if tasks:
+                bar.update(bar.task_ids[-1], total=1, completed=1)
+            tasks.append(bar.add_task(f"[{len(tasks) + 1}/{total}] {what}", total=None))
+            if not words.is_terminal:
+                words.print(f"[{len(tasks)}/{total}] {what}")
+
+        result = run_demo(options, stage)
+        bar.update(bar.task_ids[-1], total=1, completed=1)
+    save_result(result, folder / "demo.json")
+    if as_json:
+        output.print_document("demo", result_document(result))
+    else:
+        _show(result)
+
+
+def _make_room(folder: Path) -> None:
+    """Replace an earlier demo's folder; refuse any other that holds something."""
+    if folder.exists() and not folder.is_dir():
+        raise LaunchError("the demo's folder is a file", got=folder, fix="Choose another with -o.")
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / "demo.json").is_file() and not (folder / ".headway-demo").is_file():
+            raise LaunchError(
+                "the demo's folder holds something else", got=folder, expected="a new or an earlier demo's folder",
+                fix="Choose another with -o.",
+            )  # fmt: skip
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".headway-demo").touch()
+    except OSError as failure:
+        raise LaunchError(
+            f"{folder} cannot be written", got=failure.strerror, fix="Choose another with -o."
+        ) from None
+
+
+def _show(result: DemoResult) -> None:
+    console = output.console()
+    speedup = result.stock.median_ms / result.chosen.median_ms
+    console.print(
+        f"{speedup:.2f} times as quick as stock DDP: {result.chosen.name}, predicted "
+        f"{result.chosen.predicted_ms:.1f} ms a step, measured {result.chosen.median_ms:.1f} ms."
+    )
+    for notice in result.notices:
+        console.print(notice)
+    console.print(result.diagnosis.verdict)
+    table = Table("plan", "predicted ms", "measured ms", "runs, ms", "error", "speedup", "ratio to bound")
+    for one in result.runs:
+        table.add_row(
+            one.name,
+            f"{one.predicted_ms:.1f}",
+            f"{one.median_ms:.1f}",
+            " ".join(f"{value:.1f}" for value in one.measured_ms),
+            f"{one.error:+.1%}",
+            f"{result.stock.median_ms / one.median_ms:.2f}x",
+            f"{one.median_ms / result.found.bound_ms:.2f}",
+        )
+    console.print(table)
+    same = (
+        "equal to the last bit"
+        if result.loss_difference == 0
+        else f"at most {result.loss_difference:.2e} apart"
+    )
+    console.print(
+        f"The recorded step is reproduced with an error of {result.reproduction_error:+.1%}; the bound of any plan is "
+        f"{result.found.bound_ms:.1f} ms. Loss curves of all plans: {same}."
+    )
+    console.print(
+        "Computation is real, one thread a worker; links are shaped by the lab and are all that is imitated."
+    )
+    console.print(str(result.report))
