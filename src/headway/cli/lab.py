@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,13 +99,14 @@ def list_command(as_json: bool) -> None:
         click.echo("no labs", err=True)
         return
     table = Table(box=None, pad_edge=False)
-    for heading in ("lab", "state", "mode", "hosts", "workers", "launcher", "started", "command"):
-        table.add_column(heading)
+    for heading in ("lab", "state", "mode", "hosts", "workers", "age"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("command", overflow="fold")
     for lab in found:
-        row = _row(lab)
-        row["command"] = " ".join(row["command"])
-        cells = ("id", "state", "mode", "hosts", "workers", "launcher", "started", "command")
-        table.add_row(*(Text(_printable(str(row[cell]))) for cell in cells))
+        record = lab.record
+        age_s = round((datetime.now(UTC) - record.started).total_seconds())
+        cells = (record.id, lab.state, record.mode, record.hosts, record.workers, f"{age_s} s")
+        table.add_row(*map(str, cells), Text(_printable(" ".join(record.command))))
     Console().print(table)
 
 
@@ -117,7 +119,7 @@ def _row(lab: state.Lab) -> dict[str, Any]:
         "hosts": record.hosts,
         "workers": record.workers,
         "launcher": record.launcher.pid,
-        "started": record.started,
+        "started": record.started.isoformat(timespec="milliseconds"),
         "command": list(record.command),
         "pids": list(lab.pids),
     }

@@ -4,7 +4,8 @@ Run as a script by `headway.lab.launch`. It uses the standard library only until
 process with more than one thread may not enter a user namespace, and libraries start threads when imported.
 
 The process tree is launcher, this process, and (with a process namespace) its child as process 1 of that
-namespace. Each dies with its parent, and with process 1 dies everything in the lab.
+namespace. Each dies with its parent, and with process 1 dies everything in the lab. Without a process
+namespace this process outlives the launcher for the moment it takes to end everything itself.
 """
 
 from __future__ import annotations
@@ -104,11 +105,12 @@ def isolate(mode: str, *, processes: bool) -> None:
 
 def main() -> None:
     """Isolate as the arguments say (control socket, mode, process namespace), then serve the launcher."""
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     mode, processes = sys.argv[2], sys.argv[3] == "processes"
+    if processes:
+        die_with_parent()
     try:
         isolate(mode, processes=processes)
     except OSError as failure:

@@ -32,6 +32,7 @@ from headway.lab.spec import LabSpec
 Mode = Literal["auto", "root", "user", "loopback"]
 MODES: tuple[Mode, ...] = ("auto", "root", "user", "loopback")
 DEFAULT_GRACE_S = 10.0
+_ENDED = "the lab ended before its ranks did; was it killed, or is memory short?"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ADMIN_CAPABILITIES = 1 << 21 | 1 << 12  # CAP_SYS_ADMIN, CAP_NET_ADMIN
 
@@ -229,7 +230,7 @@ class _Lab:
             for rank, env in enumerate(environments)
         ]
         message = {
-            "spec": job.spec.model_dump(mode="json", by_alias=True),
+            "spec": job.spec.model_dump_json(by_alias=True),
             "command": job.command,
             "executable": job.executable,
             "grace_s": job.grace_s,
@@ -239,8 +240,10 @@ class _Lab:
         with suppress(OSError):  # an orchestrator that was refused has closed its end, and said so before
             self.control.sendall((json.dumps(message) + "\n").encode())
         answer = _read_line(self.control)
+        if "refused" in answer:
+            raise _RefusedError(answer["refused"])
         if "ready" not in answer:
-            raise _RefusedError(answer.get("refused", "the orchestrator ended"))
+            raise HeadwayError(_ENDED)
 
     def run(self, on_line: OnLine, notice: Callable[[str], None]) -> int:
         """Start the ranks and follow them to the end."""
@@ -254,21 +257,21 @@ class _Lab:
                 _end(self.orchestrator)
                 state.remove(self.job.id)
         if status is None:
-            raise HeadwayError("the lab ended before its ranks did; was it killed, or is memory short?")
+            raise HeadwayError(_ENDED)
         return status
 
     def _record(self) -> state.Record:
         launcher = state.Process.of(os.getpid())
         orchestrator = state.Process.of(self.orchestrator.pid)
         if launcher is None or orchestrator is None:
-            raise HeadwayError("the lab ended before its ranks started; was it killed, or is memory short?")
+            raise HeadwayError(_ENDED)
         return state.Record(
             id=self.job.id,
             mode=self.attempt.mode,
             hosts=len(self.job.spec.links),
             workers=self.job.spec.world_size,
             command=self.job.command,
-            started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            started=datetime.now(UTC),
             launcher=launcher,
             orchestrator=orchestrator,
             pid_namespace=state.pid_namespace(),

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from headway.lab import processes, traffic
 from headway.lab.network import Network, address
-from headway.lab.spec import Kill, LabSpec, LinkChange, SlowChange, TrafficStart, parse_spec
+from headway.lab.spec import Kill, LabSpec, LinkChange, SlowChange, TrafficStart
 from headway.units import format_rate, parse_duration_s, parse_rate_gbps
 
 DUTY_PERIOD_S = 0.04
@@ -54,7 +54,7 @@ def _receive_job(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _build(control: socket.socket, job: dict[str, Any], *, networks: bool) -> Orchestrator | None:
-    spec = parse_spec(job["spec"])
+    spec = LabSpec.model_validate_json(job["spec"])
     network = None
     if networks:
         from pyroute2.netlink.exceptions import NetlinkError

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from headway import files
 from headway.errors import LabError
@@ -59,7 +59,7 @@ class Record(BaseModel):
     hosts: int
     workers: int
     command: tuple[str, ...]
-    started: str
+    started: AwareDatetime
     launcher: Process
     orchestrator: Process
     pid_namespace: str
