@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from headway.cluster import Cluster
 from headway.errors import HeadwayError
 from headway.plan import Plan
 from headway.trace.format import Trace, load_trace
 from headway.version import __version__
 
-__all__ = ["Cluster", "HeadwayError", "Plan", "Trace", "__version__", "load_trace"]
+if TYPE_CHECKING:
+    from headway.parallelize import parallelize
+    from headway.trace.record.attach import record
+
+__all__ = ["Cluster", "HeadwayError", "Plan", "Trace", "__version__", "load_trace", "parallelize", "record"]
+
+# These import torch, which takes seconds; the command line mostly does without.
+_LAZY = {"parallelize": "headway.parallelize", "record": "headway.trace.record.attach"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value  # importing a submodule of this name has bound the module
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.errors import ClusterError
+
+
+def cluster(workers: tuple[int, ...] = (2, 2)) -> Cluster:
+    hosts = tuple(
+        Host(name=f"host{i}", workers=count, up_gbps=1.0, down_gbps=2.0) for i, count in enumerate(workers)
+    )
+    return Cluster(hosts=hosts, algorithms={"ring": AlgorithmCost(overhead_us=10)})
+
+
+def test_ranks_fill_hosts_in_order() -> None:
+    assert cluster((1, 3)).host_of_rank == (0, 1, 1, 1)
+    assert cluster((1, 3)).world_size == 4
+
+
+def test_a_cluster_written_and_read_is_the_same(tmp_path: Path) -> None:
+    cluster().save(tmp_path / "c.yaml")
+    assert Cluster.load(tmp_path / "c.yaml") == cluster()
+
+
+def test_scaling_multiplies_rates_and_latency_only() -> None:
+    scaled = cluster().scaled(bandwidth=2, latency=0.5)
+    assert scaled.hosts[0].up_gbps == 2.0
+    assert scaled.hosts[0].down_gbps == 4.0
+    assert scaled.latency_us == 50.0
+    assert scaled.algorithms == cluster().algorithms
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_resizing_repeats_hosts_with_names_of_their_own(world_size: int) -> None:
+    resized = cluster((2, 3)).resized(world_size)
+    assert resized.world_size == world_size
+    assert len({host.name for host in resized.hosts}) == len(resized.hosts)
+
+
+def test_an_unmeasured_algorithm_costs_the_ideal() -> None:
+    assert cluster().cost_of("ring").overhead_us == 10
+    assert cluster().cost_of("tree") == AlgorithmCost()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hosts: []",
+        "hosts: [{name: a, workers: 0, up_gbps: 1, down_gbps: 1}]",
+        "hosts: [{name: a, workers: 1, up_gbps: 0, down_gbps: 1}]",
+        "hosts: [{name: a, workers: 1, up_gbps: .nan, down_gbps: 1}]",
+        "format: 2\nhosts: [{name: a, workers: 1, up_gbps: 1, down_gbps: 1}]",
+        "hosts: [{name: a, workers: 1, up_gbps: 1, down_gbps: 1}, {name: a, workers: 1, up_gbps: 1, down_gbps: 1}]",
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ClusterError) as caught:
+        Cluster.load(tmp_path / "c.yaml")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from headway import files
+from headway.errors import PlanError, TraceError, UserError
+
+
+class Small(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    count: int
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("count: 1\ncolour: red", "unknown key colour"),
+        ("{}", "count is missing"),
+        ("count: many", "count"),
+        ("count: [", "not valid YAML at line"),
+        ("- 1", "not a mapping"),
+        ("!!python/object/apply:os.system [true]", "not valid YAML"),
+    ],
+)
+def test_yaml_that_does_not_fit_is_one_line(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said) as caught:
+        files.parse_yaml(text, Small, PlanError, "plan p.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_foreign_text_in_an_error_stays_on_its_line() -> None:
+    error = UserError("bad name", got="a\nheadway: all is well\x1b[31m")
+    assert "\n" not in str(error)
+    assert "\x1b" not in str(error)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError), files.folder_written_whole(out) as beside:
+        (beside / "half").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with files.folder_written_whole(out) as beside:
+        (beside / "whole").write_text("whole")
+        assert not out.exists()
+    assert (out / "whole").read_text() == "whole"
+
+
+def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("precious")
+    with pytest.raises(TraceError, match="exists already"), files.folder_written_whole(tmp_path, TraceError):
+        pass
+
+
+def test_a_text_is_written_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "a", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(UserError, match="cannot be written"):
+        files.write_text(tmp_path / "missing" / "a", "text")
+
+
+def test_reading_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "big").write_text("x" * 100)
+    with pytest.raises(TraceError, match="too large"):
+        files.read_text(tmp_path / "big", TraceError, "file", limit_bytes=10)
+
+
+def test_json_documents_carry_no_nan() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        files.dump_json(files.document("x", value=float("nan")))

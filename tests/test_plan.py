@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.models import layered_model
+
+from headway.errors import PlanError
+from headway.plan import Plan, PlannedModel, Prediction
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+
+
+def plan(strategy: Strategy | None = None, **changes: object) -> Plan:
+    model = layered_model()
+    fields: dict[str, object] = {
+        "strategy": strategy or DecoupledStrategy(bucket_cap_bytes=5000).spelled_out(model),
+        "world_size": 2,
+        "model": PlannedModel.of(model),
+        "prediction": Prediction(step_ms=1.5, baseline_ms=2.5, uncertainty_ms=0.1),
+    }
+    return Plan.model_validate(fields | changes)
+
+
+strategies = st.one_of(
+    st.none(),
+    st.floats(0.01, 1000).map(lambda cap: DistributedDataParallelStrategy(bucket_cap_mb=cap)),
+    st.just(DistributedDataParallelStrategy()),
+    st.integers(1, 10**6).map(
+        lambda cap: DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(layered_model())
+    ),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(strategy=strategies, world_size=st.integers(1, 1000), step_ms=st.floats(0, 1e6))
+def test_a_plan_written_and_read_is_the_same(
+    tmp_path: Path, strategy: Strategy | None, world_size: int, step_ms: float
+) -> None:
+    prediction = Prediction(step_ms=step_ms, baseline_ms=step_ms, uncertainty_ms=0)
+    written = plan(strategy, world_size=world_size, prediction=prediction)
+    written.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml") == written
+
+
+def test_a_plan_for_another_model_or_world_size_is_refused() -> None:
+    plan().check(layered_model(), 2)
+    with pytest.raises(PlanError, match="another world size; got 4 workers; expected 2"):
+        plan().check(layered_model(), 4)
+    with pytest.raises(PlanError, match="another model"):
+        plan().check(layered_model(layers=5), 2)
+    with pytest.raises(PlanError, match="another model"):
+        plan().check(layered_model(dtype="float64"), 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("format: 1", "format: 7", "format"),
+        ("decoupled:", "telepathy:", "unknown strategy"),
+        ("world_size: 2", "world_size: 0", "world_size"),
+        ("world_size: 2", "worldsize: 2", "world_size is missing|unknown key worldsize"),
+        ("bucket_cap_bytes: 5000", "bucket_cap_bytes: -1", "bucket_cap_bytes"),
+        ("gather_order: [", "gather_order: [7, ", "gather_order must name every bucket once"),
+    ],
+)
+def test_a_damaged_plan_is_refused_on_one_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "plan.yaml"
+    plan().save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(PlanError, match=said) as caught:
+        Plan.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_plan_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="plan not found"):
+        Plan.load(tmp_path / "none.yaml")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import UnitError
+from headway.units import (
+    format_bytes,
+    format_rate,
+    parse_bytes,
+    parse_duration_s,
+    parse_factor,
+    parse_rate_gbps,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "gbps"),
+    [
+        ("400mbit", 0.4),
+        ("10gbit", 10.0),
+        ("10 Gbit/s", 10.0),
+        ("1gbps", 1.0),
+        ("56kbit", 56e-6),
+        ("1.5Tbit", 1500.0),
+    ],
+)
+def test_rates_are_read_as_people_write_them(text: str, gbps: float) -> None:
+    assert parse_rate_gbps(text) == pytest.approx(gbps)
+
+
+@pytest.mark.parametrize(
+    "text", ["0mbit", "10 gigabit", "10", "", "-1gbit", "nan", "1e999gbit", 10, None, "x" * 100]
+)
+def test_what_is_no_rate_is_refused_on_one_line(text: object) -> None:
+    with pytest.raises(UnitError) as caught:
+        parse_rate_gbps(text)
+    assert "\n" not in str(caught.value)
+    assert "expected a rate" in str(caught.value)
+
+
+def test_sizes_know_decimal_and_binary_prefixes() -> None:
+    assert parse_bytes("25MB") == 25_000_000
+    assert parse_bytes("1MiB") == 2**20
+    with pytest.raises(UnitError):
+        parse_bytes("25")
+
+
+def test_durations_may_be_zero_only_where_asked() -> None:
+    assert parse_duration_s("200ms") == pytest.approx(0.2)
+    assert parse_duration_s("0s", zero=True) == 0
+    with pytest.raises(UnitError):
+        parse_duration_s("0s")
+
+
+def test_factors_take_an_optional_x() -> None:
+    assert parse_factor("2x") == 2
+    assert parse_factor("0.5") == 0.5
+    with pytest.raises(UnitError):
+        parse_factor("0x")
+
+
+@given(st.floats(min_value=1e-8, max_value=1e4))
+def test_a_written_rate_reads_back_within_its_digits(gbps: float) -> None:
+    assert parse_rate_gbps(format_rate(gbps)) == pytest.approx(gbps, rel=0.01)
+
+
+def test_sizes_are_written_with_decimal_prefixes() -> None:
+    assert format_bytes(8_400_000) == "8.4 MB"
+    assert format_bytes(12) == "12 B"
