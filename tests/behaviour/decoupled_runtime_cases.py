@@ -1,0 +1,208 @@
+"""What ranks do for the tests of the decoupled runtime itself: overlap, lone readers, ends of all kinds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
+
+from headway.errors import CommunicationError
+from headway.strategies.data_parallel.decoupled import observer as observing
+from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+
+
+class Log:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        self.sequences: list[tuple[int, str, int]] = []
+
+    def collective(
+        self,
+        name: str,
+        bucket: int,
+        size_bytes: int,
+        enqueue_ns: int,
+        start_ns: int,
+        end_ns: int,
+        sequence: int,
+    ) -> None:
+        assert 0 < enqueue_ns <= end_ns
+        assert start_ns <= end_ns
+        assert size_bytes > 0
+        self.sequences.append((sequence, name, bucket))
+        self.events.append(("done", name, bucket))
+
+    def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns
+        self.events.append(("wait", name, bucket))
+
+    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns
+        self.events.append(("update", "update", bucket))
+
+    def mark(self, what: str) -> None:
+        self.events.append(("mark", what, -1))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+
+
+def step(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, index: int = 0) -> None:
+    optimizer.zero_grad()
+    wrapped(torch.full((2, 6), float(rank + index), dtype=torch.float64)).sum().backward()
+    optimizer.step()
+
+
+def overlap(rank: int, world_size: int) -> dict[str, Any]:
+    """Two steps; rank 1 is late for its first step, so that a gather waited for in step() would show."""
+    log = Log()
+    observing.set_observer(log)
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    order: list[int] = []
+    for index, layer in enumerate(wrapped.module):
+        layer.register_forward_hook(lambda *_, index=index: order.append(index))
+    for _ in range(2):
+        wrapped(x).sum().backward()
+        if rank == 1:
+            time.sleep(0.5)
+        log.mark("step begins")
+        optimizer.step()
+        log.mark("step ends")
+        all_deferred = all(type(p) is DeferredParameter for p in wrapped.parameters())
+        optimizer.zero_grad()
+        log.mark("forward begins")
+    wrapped(x)
+    wrapped.flush()
+    observing.set_observer(None)
+    return {"events": log.events, "sequences": log.sequences, "all_deferred": all_deferred,
+            "switch_interval_s": sys.getswitchinterval()}  # fmt: skip
+
+
+def lone_reader(rank: int, world_size: int) -> list[float]:
+    """Rank 0 alone looks at gradients, in every place where it may, and saves checkpoints."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=0.0004)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
+    for index in range(4):
+        step(wrapped, optimizer, rank, index)
+        if rank == 0:
+            wrapped.state_dict()
+            optimizer.state_dict()
+        wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        if rank == 0 and index % 2:
+            reader = threading.Thread(target=lambda: sum(p.grad.sum() for p in wrapped.parameters()))
+            reader.start()  # on this rank gathers are now queued before the others get to theirs
+            time.sleep(0.1)
+        wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    return [p.sum().item() for p in wrapped.parameters()]
+
+
+def destroyed_with_work_under_way(rank: int, world_size: int) -> dict[str, Any]:
+    """The group is destroyed right after step(): parameters must be up to date and plain."""
+    usual_s = sys.getswitchinterval()
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    destroy_process_group()
+    assert all(type(p) is nn.Parameter for p in wrapped.parameters())
+    assert not [t for t in threading.enumerate() if t.name == "headway-communication"]
+    with torch.no_grad():
+        value = wrapped(torch.ones(1, 6, dtype=torch.float64)).sum().item()
+    refused = ""
+    try:
+        wrapped(torch.ones(1, 6, dtype=torch.float64))
+    except ValueError as error:
+        refused = str(error)
+    return {"value": value, "interval_restored": sys.getswitchinterval() == usual_s, "refused": refused}
+
+
+def collected(rank: int, world_size: int) -> dict[str, Any]:
+    """Wrapped models that go out of use leave plain parameters and no threads, and can be wrapped again."""
+    inner = model()
+    for index in range(3):
+        wrapped = DecoupledDataParallel(inner, bucket_cap_mb=0.0004)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        step(wrapped, optimizer, rank, index)
+        del wrapped
+        gc.collect()
+        assert all(type(p) is nn.Parameter for p in inner.parameters())
+    threads = [t for t in threading.enumerate() if t.name == "headway-communication"]
+    return {"threads": len(threads), "sum": sum(p.sum().item() for p in inner.parameters())}
+
+
+def leaves_without_a_word(rank: int, world_size: int) -> None:
+    """Rank 1 ends its script right after step(), rank 0 is late and needs its part of the gathers."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    if rank == 1:
+        sys.exit(0)
+    time.sleep(0.5)
+    wrapped.state_dict()
+    sys.exit(0)
+
+
+def raises(rank: int, world_size: int) -> None:
+    """One rank raises in the middle; nobody may hang."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    if rank == 1:
+        raise KeyError("a fault of the script")
+    step(wrapped, optimizer, rank)
+    list(wrapped.state_dict().values())
+    step(wrapped, optimizer, rank)
+
+
+def killed(rank: int, world_size: int) -> str:
+    """Rank 1 is killed in the middle of a step."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    message = ""
+    try:
+        for index in range(50):
+            if rank == 1 and index == 3:
+                wrapped.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            step(wrapped, optimizer, rank, index)
+            wrapped.flush()
+    except CommunicationError as error:
+        message = str(error)
+        again = ""
+        try:
+            wrapped.state_dict()
+            step(wrapped, optimizer, rank)
+        except CommunicationError as error_again:
+            again = str(error_again)
+        assert again
+    assert message
+    return message
+
+
+def many_wraps_of_subgroups(rank: int, world_size: int) -> float:
+    """A process group of some ranks only."""
+    members = [0, 2]
+    group = dist.new_group(members)
+    if rank not in members:
+        return 0.0
+    wrapped = DecoupledDataParallel(model(), process_group=group)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    for index in range(3):
+        step(wrapped, optimizer, rank, index)
+    return sum(p.sum().item() for p in wrapped.parameters())

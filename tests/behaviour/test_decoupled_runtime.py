@@ -1,0 +1,80 @@
+"""The decoupled runtime: overlap, order, and every way in which a job can end."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests import workers
+
+CASES = "tests.behaviour.decoupled_runtime_cases"
+
+pytestmark = pytest.mark.processes
+
+
+def test_gathers_happen_under_the_next_forward() -> None:
+    results = workers.run(2, f"{CASES}:overlap")
+    for result in results:
+        assert result["all_deferred"]
+        assert result["switch_interval_s"] <= 1e-4
+        inside_step = False
+        waits_in_forward = updates = 0
+        for kind, name, _bucket in result["events"]:
+            if kind == "mark":
+                inside_step = name == "step begins"
+            elif inside_step:
+                assert kind == "done", f"{kind} of {name} inside step()"
+            else:
+                waits_in_forward += kind == "wait" and name == "all_gather"
+                updates += kind == "update"
+        assert updates == 2 * 8  # every bucket once a step
+    # Rank 0's first step ended while rank 1 slept, so its forward had to wait for gathers.
+    assert any(kind == "wait" and name == "all_gather" for kind, name, _ in results[0]["events"])
+    assert results[0]["sequences"] == results[1]["sequences"]
+    assert [s for s, _, _ in results[0]["sequences"]] == list(range(2 * 2 * 8))
+
+
+def test_a_reader_on_one_rank_only_waits() -> None:
+    results = workers.run(3, f"{CASES}:lone_reader")
+    assert results[0] == results[1] == results[2]
+
+
+def test_destroying_the_group_finishes_the_work() -> None:
+    results = workers.run(2, f"{CASES}:destroyed_with_work_under_way")
+    assert results[0] == results[1]
+    assert results[0]["interval_restored"]
+    assert "process group" in results[0]["refused"]
+
+
+def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
+    results = workers.run(2, f"{CASES}:collected")
+    assert results[0] == results[1]
+    assert results[0]["threads"] == 0
+
+
+def test_a_group_of_some_ranks() -> None:
+    results = workers.run(3, f"{CASES}:many_wraps_of_subgroups")
+    assert results[0] == results[2] != 0.0
+
+
+def test_a_rank_that_ends_early_still_does_its_part() -> None:
+    for worker in workers.launch(2, f"{CASES}:leaves_without_a_word", timeout_s=40):
+        assert worker.status == 0, worker.output
+
+
+def test_an_exception_on_one_rank_ends_all() -> None:
+    first, second = workers.launch(2, f"{CASES}:raises", timeout_s=40, group_timeout_s=10)
+    assert "a fault of the script" in second.output
+    assert first.status != 0
+    assert "CommunicationError: rank 0" in first.output
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_killed_peer_is_reported(world_size: int) -> None:
+    ended = workers.launch(world_size, f"{CASES}:killed", timeout_s=40, group_timeout_s=10)
+    assert ended[1].status == -signal.SIGKILL
+    for worker in ended:
+        if worker.rank != 1:
+            assert worker.status == 0, worker.output
+            assert worker.result.startswith(f"rank {worker.rank}: the ")
