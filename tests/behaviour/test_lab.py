@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -313,13 +314,13 @@ def test_up_and_down_are_shaped_apart(bulk: Path) -> None:
 
 
 @pytest.mark.namespaces
-@pytest.mark.parametrize("change", ["link host1 down 20mbit", "traffic host0 host1 80mbit"])
-def test_the_timeline_takes_effect(bulk: Path, change: str) -> None:
-    """8 MB at 80 Mbit/s would take 0.85 s; the change lets a good half of it pass at that rate."""
-    spec = override(None, hosts=2, rate="80mbit", timeline=[parse_event(f"400ms {change}")])
+@pytest.mark.parametrize("event", ["300ms link host1 down 20mbit", "0s traffic host0 host1 80mbit"])
+def test_the_timeline_takes_effect(bulk: Path, event: str) -> None:
+    """8 MB at 80 Mbit/s would take 0.85 s; a good part of them meets the change."""
+    spec = override(None, hosts=2, rate="80mbit", timeline=[parse_event(event)])
     job = Job(spec, [sys.executable, "-S", str(bulk), "0", "8000000"], mode=permitted("user"))
     assert 10 < goodput_mbps(job, 1) < 65
-    assert any(change.split(maxsplit=1)[0] in notice for notice in job.notices)
+    assert any(notice.startswith(f"{event.split(maxsplit=1)[0]}: ") for notice in job.notices)
 
 
 @pytest.mark.namespaces
@@ -338,37 +339,80 @@ def test_gloo_works_between_hosts(tmp_path: Path) -> None:
     assert [job.text_of(rank) for rank in range(2)] == [["[3.0]"], ["[3.0]"]], job.lines
 
 
-@pytest.mark.namespaces
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_user_without_privilege_gets_shaped_links(tmp_path: Path) -> None:
-    permitted("user")
+def run_as_nobody(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python ``code`` as a user without privilege, or skip where that cannot be done."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
     python = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")
     if python is None:
         pytest.skip("no interpreter that everybody may run")
-    home = tmp_path / "home"
-    home.mkdir()
-    os.chown(home, NOBODY, NOBODY)
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_mode & 0o001 == 0 and path.is_relative_to("/tmp"):
-            path.chmod(0o755)
-    code = (
-        "from headway.lab.launch import run; from headway.lab.spec import LabSpec; import sys; sys.exit(run("
-    )
-    code += "LabSpec(hosts=2, rate='80mbit'), ['sh', '-c', 'id -u; grep CapEff /proc/self/status; exit 9']))"
-    env = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    who = {"user": NOBODY, "group": NOBODY, "extra_groups": ()}
-    able = [python, "-P", "-c", "import headway.lab.launch, pyroute2"]
-    if subprocess.run(able, env=env, cwd="/", check=False, capture_output=True, **who).returncode:
-        pytest.skip("the packages cannot be read by everybody")
-    result = subprocess.run(
-        [python, "-P", "-c", code],
-        env=env, cwd="/", check=False, capture_output=True, text=True, timeout=40, **who,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as home:
+        os.chown(home, NOBODY, NOBODY)
+        env = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+
+        def attempt(source: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [python, "-P", "-c", source],
+                env=env, cwd="/", user=NOBODY, group=NOBODY, extra_groups=(), check=False,
+                capture_output=True, text=True, timeout=40,
+            )  # fmt: skip
+
+        if attempt("import headway.lab.launch, pyroute2").returncode:
+            pytest.skip("the packages cannot be read by everybody")
+        return attempt(code)
+
+
+RUN = "import sys; from headway.lab.launch import run; from headway.lab.spec import LabSpec; "
+
+
+@pytest.mark.namespaces
+def test_a_user_without_privilege_gets_namespaces() -> None:
+    permitted("user")
+    command = ["sh", "-c", "id -u; grep CapEff /proc/self/status; exit 9"]
+    result = run_as_nobody(RUN + f"sys.exit(run(LabSpec(hosts=2, rate='80mbit'), {command}))")
     assert result.returncode == 9, result.stderr
     assert "network namespaces (unprivileged)" in result.stderr
     assert f"[rank 0] {NOBODY}\n" in result.stdout
     assert "[rank 1] CapEff:\t0000000000000000\n" in result.stdout
+
+
+def test_a_mode_that_is_not_permitted_is_refused() -> None:
+    result = run_as_nobody(RUN + "run(LabSpec(hosts=1), ['true'], mode='root')")
+    assert "LabError: the lab mode root is not permitted here" in result.stderr
+
+
+def run_with_limit(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``headway lab run`` where the kernel grants no namespace of one kind."""
+    permitted("user")
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare command")
+    code = "from headway.cli.main import main; main()"
+    script = f'echo 0 > /proc/sys/user/{limit} && exec "$@"'
+    command = ["unshare", "-Ur", "sh", "-c", script, "sh", sys.executable, "-P", "-c", code, "lab", "run"]
+    return subprocess.run([*command, *arguments], check=False, capture_output=True, text=True, timeout=40)
+
+
+@pytest.mark.namespaces
+def test_without_network_namespaces_auto_falls_back_to_loopback() -> None:
+    arguments = ("--hosts", "2", "--rate", "80mbit", "--", "sh", "-c", "echo $GLOO_SOCKET_IFNAME")
+    result = run_with_limit("max_net_namespaces", *arguments)
+    assert sorted(result.stdout.splitlines()) == ["[rank 0] lo", "[rank 1] lo"]
+    assert "links are unshaped" in result.stderr
+    forced = run_with_limit("max_net_namespaces", "--mode", "user", *arguments)
+    assert forced.returncode == 2
+    assert "not permitted" in forced.stderr
+
+
+@pytest.mark.namespaces
+def test_without_process_namespaces_links_are_shaped_and_nothing_stays() -> None:
+    script = "(setsid sleep 300 >/dev/null 2>&1 &); echo $GLOO_SOCKET_IFNAME $HEADWAY_LAB_ID"
+    result = run_with_limit(
+        "max_pid_namespaces", "--hosts", "1", "--rate", "80mbit", "--", "sh", "-c", script
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("[rank 0] eth0 lab-")
+    assert members(result.stdout.split()[-1]) == []
 
 
 @pytest.mark.parametrize(
@@ -394,13 +438,6 @@ def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], says: st
     assert says in result.stderr
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_mode_that_is_not_permitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if refusal("root") is None:
-        pytest.skip("everything is permitted here")
-    with pytest.raises(LabError, match="not permitted"):
-        run(LabSpec(hosts=1), ["true"], mode="root")
 
 
 def test_a_missing_netlink_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
