@@ -40,6 +40,11 @@ class SyntheticJob:
     jitter: float = 0.0  # spread of computation, as a share of it
     seed: int = 0
 
+    @property
+    def one_module_a_bucket(self) -> bool:
+        """Whether each bucket carries the one parameter of one module, so that a replay can rebuild the job."""
+        return len(self.modules) == len(self.bucket_bytes)
+
     def transfer_ms(self, size_bytes: int) -> float:
         """How long a ring all-reduce of a tensor takes."""
         volume = 2 * (self.world_size - 1) / self.world_size * size_bytes
@@ -82,11 +87,13 @@ def write_trace(job: SyntheticJob, folder: Path) -> Path:
 
 
 def _model(job: SyntheticJob) -> ModelSpec:
+    sizes = job.bucket_bytes[::-1] if job.one_module_a_bucket else [4000] * len(job.modules)
     parameters = tuple(
-        ParameterSpec(name=f"{module}.weight", shape=(1000,), dtype="float32", module=module)
-        for module in job.modules
+        ParameterSpec(name=f"{module}.weight", shape=(size // 4,), dtype="float32", module=module)
+        for module, size in zip(job.modules, sizes, strict=True)
     )
-    return ModelSpec(parameters=parameters, forward_order=job.modules)
+    ready = tuple(parameter.name for parameter in reversed(parameters))
+    return ModelSpec(parameters=parameters, forward_order=job.modules, ready_order=ready)
 
 
 def _infos(job: SyntheticJob) -> tuple[RankInfo, ...]:
@@ -160,6 +167,10 @@ class _Run:
             arrivals = {
                 rank: round(started[rank] + share * (computed[rank] - started[rank])) for rank in self.rows
             }
+            if job.one_module_a_bucket:
+                for rank, arrival in arrivals.items():
+                    name = f"{job.modules[-1 - bucket]}.weight"
+                    self.rows[rank].append(Event(Kind.GRADIENT_READY, name, Stream.COMPUTE, step, arrival, 0))
             ends = self._all_reduce(step, arrivals, job.bucket_bytes[bucket], bucket)
         for rank in self.rows:
             self._wait(rank, step, "gradients", ends[rank])

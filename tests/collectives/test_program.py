@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_chunks_cover_the_tensor_in_near_equal_runs(numel: int, chunks: int) -> 
     bounds = chunk_bounds(numel, chunks)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == numel
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
     sizes = [end - start for start, end in bounds]
     assert max(sizes) - min(sizes) <= 1
 

@@ -7,6 +7,7 @@ the recording give the drift.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -86,6 +87,8 @@ class ClockServer:
 
     def close(self) -> None:
         """Stop answering."""
+        with contextlib.suppress(OSError):  # wakes the thread that accepts, which would keep the port open
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _serve(self) -> None:

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+from tests.models import layered_model
+from tests.replay.test_replayer import as_bucketed, cluster_of, job
+from tests.synthetic import synthetic_trace
+
+from headway.optimize.bounds import step_bound
+from headway.optimize.search import candidate_strategies, plan_of, search
+from headway.replay.replayer import Replayer
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+
+
+@pytest.fixture(scope="module")
+def replayer() -> Replayer:
+    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    return Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+
+
+def test_candidates_decide_on_different_buckets() -> None:
+    model = layered_model(8, numel=100_000)
+    decided = [(s.name, s.decide(model).buckets) for s in candidate_strategies(model)]
+    assert len({(name, buckets) for name, buckets in decided}) == len(decided)
+    assert {name for name, _ in decided} == {"ddp", "decoupled"}
+
+
+def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> None:
+    seen: list[tuple[int, int]] = []
+    found = search(replayer, lambda done, of: seen.append((done, of)))
+    times = [candidate.predicted_ms for candidate in found.candidates]
+    assert times == sorted(times)
+    assert times[0] >= 0.999 * found.bound_ms
+    assert seen[-1][0] == seen[-1][1] == len(found.candidates)
+    assert found.best(DistributedDataParallelStrategy).predicted_ms >= times[0]
+
+
+def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:
+    bound = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
+    best = search(replayer).best(DistributedDataParallelStrategy)
+    assert best.predicted_ms >= 0.999 * bound.all_reduce_ms
+    assert bound.decoupled_ms <= bound.all_reduce_ms
+
+
+def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: Replayer) -> None:
+    found = search(replayer)
+    plan = plan_of(found.best(DecoupledStrategy), replayer, found.baseline_ms)
+    plan.check(replayer.trace.model, replayer.trace.world_size)
+    assert plan.prediction is not None
+    assert plan.prediction.step_ms == found.best(DecoupledStrategy).predicted_ms
+    assert replayer.replay(plan.strategy).step_ms == plan.prediction.step_ms

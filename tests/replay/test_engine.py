@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.graph.dataflow import DataflowBuilder
+from headway.replay.engine import play
+
+
+def test_an_operation_waits_for_all_before_it() -> None:
+    builder = DataflowBuilder()
+    a, b = builder.operation(10), builder.operation(25)
+    c = builder.operation(5, after=[a, b])
+    schedule = play(builder.close())
+    assert schedule.start_ns[c] == 25
+    assert schedule.end_ns[c] == 30
+
+
+def test_a_link_carries_one_message_at_a_time_and_latency_does_not_occupy_it() -> None:
+    builder = DataflowBuilder(resources=2)
+    first = builder.operation(10, latency_ns=100, sender=0, receiver=1)
+    second = builder.operation(10, latency_ns=100, sender=0, receiver=1)
+    schedule = play(builder.close())
+    assert schedule.end_ns[first] == 110
+    assert schedule.start_ns[second] == 10
+    assert schedule.end_ns[second] == 120
+
+
+def test_both_directions_of_a_link_are_free_of_each_other() -> None:
+    builder = DataflowBuilder(resources=4)
+    builder.operation(10, sender=0, receiver=3)
+    builder.operation(10, sender=2, receiver=1)
+    assert play(builder.close()).end_ns.max() == 10
+
+
+def test_a_cycle_is_an_error() -> None:
+    builder = DataflowBuilder()
+    a = builder.operation(1)
+    b = builder.operation(1, after=[a])
+    builder.edge(b, a)
+    with pytest.raises(ValueError, match="cycle"):
+        play(builder.close())
+
+
+def test_an_empty_graph_is_over_at_once() -> None:
+    assert len(play(DataflowBuilder().close()).end_ns) == 0
+
+
+@given(
+    durations=st.lists(st.integers(0, 1000), min_size=1, max_size=40),
+    edges=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), max_size=80),
+)
+def test_without_resources_the_engine_finds_the_longest_path(
+    durations: list[int], edges: list[tuple[int, int]]
+) -> None:
+    builder = DataflowBuilder()
+    count = len(durations)
+    for duration in durations:
+        builder.operation(duration)
+    kept = sorted({(a, b) for a, b in edges if a < b < count})
+    for before, after in kept:
+        builder.edge(before, after)
+    ends = np.zeros(count, dtype=np.int64)
+    for number in range(count):
+        ends[number] = durations[number] + max((ends[a] for a, b in kept if b == number), default=0)
+    assert (play(builder.close()).end_ns == ends).all()

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.synthetic import SyntheticJob, synthetic_trace
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.diagnose.diagnosis import diagnose
+from headway.errors import TraceError, UserError
+from headway.model import ModelSpec
+from headway.replay.as_trace import replayed_trace
+from headway.replay.replayer import Replayer
+from headway.replay.what_if import WhatIf
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.trace.format import Trace
+
+MIB = 2**20
+# A quarter of a MiB a bucket, as the synthetic job's four parameters are bucketed one by one.
+ONE_BY_ONE = DecoupledStrategy(bucket_cap_bytes=1)
+
+
+def job(**changes: object) -> SyntheticJob:
+    settings_of_job = {"world_size": 2, "steps": 5, "gbps": 1.0, "latency_ms": 0.02} | changes
+    return SyntheticJob(**settings_of_job)  # type: ignore[arg-type]
+
+
+def cluster_of(one: SyntheticJob) -> Cluster:
+    """The links the synthetic job was made with: its latency is paid once a collective."""
+    hosts = tuple(
+        Host(name=f"host{rank}", workers=1, up_gbps=one.gbps, down_gbps=one.gbps)
+        for rank in range(one.world_size)
+    )
+    return Cluster(
+        hosts=hosts, latency_us=0,
+        algorithms={"gloo_all_reduce": AlgorithmCost(overhead_us=one.latency_ms * 1e3)},
+    )  # fmt: skip
+
+
+def as_bucketed(trace: Trace) -> Trace:
+    """The synthetic trace with the strategy named that makes its buckets: one parameter each."""
+    ranks = tuple(
+        info.model_copy(update={"strategy": {"ddp": {"bucket_cap_mb": 0.01}}})
+        for info in trace.manifest.ranks
+    )
+    return Trace(trace.path, trace.manifest.model_copy(update={"ranks": ranks}), trace.model, trace.events)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("gbps", [0.3, 1.0, 20.0])
+def test_the_recorded_step_is_reproduced(world_size: int, gbps: float) -> None:
+    one = job(world_size=world_size, gbps=gbps)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    # Synthetic collectives run one after the other; Gloo, as replayed, works on two at a time.
+    assert replayer.replay().step_ms == pytest.approx(replayer.recorded_step_ms, rel=0.02)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    forward_ms=st.floats(1, 30), backward_ms=st.floats(1, 60), gbps=st.floats(0.2, 20), jitter=st.floats(0, 0.1),
+    slow_ms=st.floats(0, 20),
+)  # fmt: skip
+def test_the_recorded_step_is_reproduced_whatever_it_was(
+    forward_ms: float, backward_ms: float, gbps: float, jitter: float, slow_ms: float
+) -> None:
+    one = job(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        gbps=gbps,
+        jitter=jitter,
+        slow={(1, "backward"): slow_ms},
+    )
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    assert replayer.replay().step_ms == pytest.approx(replayer.recorded_step_ms, rel=0.03)
+
+
+def test_links_fitted_from_the_trace_reproduce_it_too() -> None:
+    one = job(gbps=0.7, bucket_bytes=(500_000, 1_000_000, 2_000_000, 4_000_000))
+    replayer = Replayer(as_bucketed(synthetic_trace(one)))
+    assert replayer.cluster.hosts[0].up_gbps == pytest.approx(one.gbps, rel=0.05)
+    assert replayer.replay().step_ms == pytest.approx(replayer.recorded_step_ms, rel=0.03)
+
+
+def test_more_bandwidth_never_hurts_and_less_compute_time_neither() -> None:
+    replayer = Replayer(as_bucketed(synthetic_trace(job())))
+    times = [replayer.replay(what_if=WhatIf(bandwidth=factor)).step_ms for factor in (0.5, 1, 2, 1000)]
+    assert times == sorted(times, reverse=True)
+    assert replayer.replay(what_if=WhatIf(compute=0.5)).step_ms < replayer.replay().step_ms
+
+
+def test_an_endless_link_leaves_computation_alone() -> None:
+    one = job()
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    step_ms = replayer.replay(what_if=WhatIf(bandwidth=1e6)).step_ms
+    alone_ms = one.input_ms + one.forward_ms + one.backward_ms + one.optimizer_ms + one.rest_ms
+    assert step_ms == pytest.approx(alone_ms + one.latency_ms, rel=0.03)
+
+
+def test_more_workers_are_played_with_the_recorded_ones_in_turn() -> None:
+    replayer = Replayer(as_bucketed(synthetic_trace(job())))
+    result = replayer.replay(what_if=WhatIf(workers=8))
+    assert result.graph.world_size == 8
+    # A ring of 8 moves 7/4 of what a ring of 2 does.
+    assert result.step_ms > replayer.replay().step_ms
+
+
+def test_decoupling_hides_communication_under_the_next_forward() -> None:
+    one = job(forward_ms=40, backward_ms=40, gbps=1.0, bucket_bytes=(1_250_000,) * 4)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    ddp = replayer.replay(DistributedDataParallelStrategy(bucket_cap_mb=0.01)).step_ms
+    decoupled = replayer.replay(ONE_BY_ONE.spelled_out(replayer.trace.model)).step_ms
+    compute_ms = one.input_ms + one.forward_ms + one.backward_ms + one.optimizer_ms + one.rest_ms
+    assert compute_ms < decoupled < ddp
+
+
+def test_a_replay_reads_as_a_trace_whose_breakdown_adds_up() -> None:
+    replayer = Replayer(as_bucketed(synthetic_trace(job(gbps=20.0, slow={(1, "forward"): 8.0}))))
+    for strategy in (None, ONE_BY_ONE.spelled_out(replayer.trace.model)):
+        result = replayer.replay(strategy)
+        diagnosis = diagnose(replayed_trace(replayer, result))
+        assert diagnosis.step_ms == pytest.approx(result.step_ms, rel=1e-6)
+        for parts in diagnosis.to_document()["breakdown_ms"].values():
+            assert sum(parts.values()) == pytest.approx(result.step_ms, rel=0.2)
+    assert diagnose(replayed_trace(replayer, replayer.replay())).stragglers[0].rank == 1
+
+
+def test_what_cannot_be_answered_is_refused() -> None:
+    trace = synthetic_trace(job())
+    bare = Trace(trace.path, trace.manifest, ModelSpec(parameters=()), trace.events)
+    with pytest.raises(TraceError, match="names no parameters"):
+        Replayer(bare)
+    with pytest.raises(UserError, match="another world size"):
+        Replayer(trace, cluster_of(job(world_size=4)))
+    with pytest.raises(TraceError, match="which strategy"):
+        Replayer(trace, cluster_of(job())).replay()
+    with pytest.raises(UserError, match="too large"):
+        Replayer(as_bucketed(trace), cluster_of(job())).replay(what_if=WhatIf(workers=4096))
+
+
+def test_replaying_twice_gives_the_same_to_the_nanosecond() -> None:
+    trace = as_bucketed(synthetic_trace(job(jitter=0.1)))
+    first, second = (Replayer(trace).replay().schedule.end_ns for _ in range(2))
+    assert np.array_equal(first, second)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+from tests.models import layered_model
+
+from headway.errors import PlanError
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.loading import driver
+from headway.strategies.registry import STRATEGIES
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str) -> None:
+    strategy = STRATEGIES[name]()
+    model = layered_model(5)
+    schedule = strategy.decide(model)
+    assert sorted(n for b in schedule.buckets for n in b.parameters) == sorted(model.by_name)
+    assert schedule == strategy.decide(model)
+    assert strategy.describe()
+    assert callable(driver(strategy, "runtime").wrap)
+    assert callable(driver(strategy, "dataflow").Dataflow)
+
+
+def test_ddp_closes_a_bucket_once_it_is_full() -> None:
+    model = layered_model(4, numel=262_144)  # 1 MiB a weight
+    default = DistributedDataParallelStrategy().decide(model)
+    assert [len(b.parameters) for b in default.buckets] == [2, 6]  # 1 MiB first, then 25 MiB
+    small = DistributedDataParallelStrategy(bucket_cap_mb=1).decide(model)
+    assert [b.parameters[-1] for b in small.buckets] == [f"layer{i}.weight" for i in (3, 2, 1, 0)]
+
+
+def test_a_plan_with_its_buckets_spelled_out_decides_the_same() -> None:
+    model = layered_model()
+    strategy = DecoupledStrategy(bucket_cap_bytes=5000)
+    assert strategy.spelled_out(model).decide(model) == strategy.decide(model)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"),
+    [
+        ((("layer0.weight", "nobody"),), "the model lacks"),
+        ((("layer0.weight",),), "leave out"),
+        ((("layer0.weight", "layer0.bias"), ("layer0.bias",)), "twice"),
+    ],
+)
+def test_buckets_that_do_not_fit_the_model_are_refused(
+    buckets: tuple[tuple[str, ...], ...], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        DecoupledStrategy(buckets=buckets).decide(layered_model(1))

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.trace.record.clock import (
+    ClockServer,
+    RoundTrip,
+    align_ns,
+    fit_clock,
+    measure_round_trips,
+    own_address_towards,
+)
+
+SECOND = 1_000_000_000
+
+
+def trips(at_ns: int, offset_ns: float, drift: float, delays_ns: list[tuple[int, int]]) -> list[RoundTrip]:
+    """Round trips of a rank whose clock is behind rank 0's by ``offset + drift · t``."""
+    made = []
+    for there_ns, back_ns in delays_ns:
+        server_ns = round(at_ns + there_ns + offset_ns + drift * (at_ns + there_ns))
+        made.append(RoundTrip(at_ns, server_ns, at_ns + there_ns + back_ns))
+    return made
+
+
+delays = st.lists(
+    st.tuples(st.integers(10_000, 300_000), st.integers(10_000, 300_000)), min_size=1, max_size=8
+)
+
+
+@given(offset_ms=st.floats(-50, 50), drift_ppm=st.floats(-50, 50), before=delays, after=delays)
+def test_offset_and_drift_are_recovered_within_the_stated_uncertainty(
+    offset_ms: float, drift_ppm: float, before: list[tuple[int, int]], after: list[tuple[int, int]]
+) -> None:
+    offset_ns, drift = offset_ms * 1e6, drift_ppm * 1e-6
+    fit = fit_clock(trips(0, offset_ns, drift, before), trips(60 * SECOND, offset_ns, drift, after))
+    for now_ns in (0, 30 * SECOND, 60 * SECOND):
+        truth_ns = now_ns + offset_ns + drift * now_ns
+        assert abs(align_ns(now_ns, fit) - truth_ns) <= 1.01 * fit.uncertainty_ns + 100
+
+
+def test_one_measurement_alone_gives_no_drift() -> None:
+    fit = fit_clock(trips(0, 5e6, 0, [(1000, 1000)]), [])
+    assert fit.drift_ppm == 0
+    assert align_ns(SECOND, fit) == SECOND + 5_000_000
+
+
+@pytest.mark.timeout(20)
+def test_a_skewed_server_is_seen_over_a_real_connection() -> None:
+    skew_ns = 42_000_000
+    server = ClockServer(clock=lambda: time.monotonic_ns() + skew_ns)
+    address = (own_address_towards("127.0.0.1", server.port), server.port)
+    before = measure_round_trips(address, last=False)
+    assert not server.wait_for_last_rounds(1, timeout_s=0.01)
+    after = measure_round_trips(address, last=True)
+    assert server.wait_for_last_rounds(1, timeout_s=5)
+    server.close()
+    fit = fit_clock(before, after)
+    assert abs(fit.offset_ns - skew_ns) <= fit.uncertainty_ns
+    assert fit.uncertainty_ns < 10_000_000
+
+
+@pytest.mark.timeout(20)
+def test_a_server_that_is_gone_gives_no_trips() -> None:
+    server = ClockServer()
+    port = server.port
+    server.close()
+    assert measure_round_trips(("127.0.0.1", port), last=True) == []

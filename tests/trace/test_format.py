@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
+
+from headway.errors import TraceError
+from headway.trace.format import load_trace, rank_file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_trace(SyntheticJob(world_size=2, steps=3), tmp_path / "trace")
+
+
+def test_a_trace_written_and_read_is_the_same(folder: Path) -> None:
+    loaded, made = load_trace(folder), synthetic_trace(SyntheticJob(world_size=2, steps=3))
+    assert loaded.manifest.steps == made.manifest.steps
+    assert loaded.model == made.model
+    for rank in (0, 1):
+        assert list(loaded.events[rank]) == list(made.events[rank])
+
+
+def test_people_can_open_a_rank_with_the_tools_they_have(folder: Path) -> None:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(folder / rank_file(0))
+    assert {"kind", "name", "start_ns", "duration_ns"} <= set(table.column_names)
+    assert json.loads(table.schema.metadata[b"rank"])["rank"] == 0
+
+
+def spoil(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: [p.unlink() for p in f.iterdir()], "the folder is empty"),
+        (lambda f: (f / "manifest.json").unlink(), "has no manifest.json"),
+        (lambda f: (f / "model.json").unlink(), "model.json not found"),
+        (lambda f: (f / rank_file(1)).unlink(), "lacks rank 1"),
+        (
+            lambda f: (f / rank_file(1)).write_bytes((f / rank_file(1)).read_bytes()[:500]),
+            "damaged or truncated",
+        ),
+        (lambda f: spoil(f / rank_file(1), ""), "damaged or truncated"),
+        (lambda f: spoil(f / "manifest.json", "{"), "manifest.json is damaged"),
+        (lambda f: spoil(f / "manifest.json", "[]"), "not a mapping"),
+        (lambda f: spoil(f / "manifest.json", '{"traceEvents": []}'), "unknown key|missing"),
+        (lambda f: spoil(f / "manifest.json", "[" * 100_000), "damaged"),
+    ],
+)
+def test_a_damaged_folder_is_refused_on_one_line(folder: Path, damage: object, said: str) -> None:
+    assert callable(damage)
+    damage(folder)
+    with pytest.raises(TraceError, match=said) as caught:
+        load_trace(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_future_format_is_refused(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    spoil(folder / "manifest.json", json.dumps(manifest | {"format": 2}))
+    with pytest.raises(TraceError, match="format"):
+        load_trace(folder)
+
+
+def test_a_foreign_parquet_file_is_refused(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"a": [1, 2]}), folder / rank_file(1))
+    with pytest.raises(TraceError, match="foreign"):
+        load_trace(folder)
+
+
+def test_a_missing_trace_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="trace not found"):
+        load_trace(tmp_path / "none")
