@@ -19,7 +19,7 @@ import pytest
 from headway.errors import HeadwayError, LabError, LaunchError
 from headway.lab import state
 from headway.lab.flags import override, parse_event
-from headway.lab.launch import Mode, run
+from headway.lab.launch import Mode, best_mode, run
 from headway.lab.processes import members
 from headway.lab.spec import LabSpec
 
@@ -157,6 +157,11 @@ def test_ranks_see_torchruns_environment(any_mode: Mode) -> None:
         ["3,1,4,2,1,2,host1,"],
     ]
     assert state.labs() == []
+
+
+def test_the_best_mode_is_the_one_auto_takes() -> None:
+    job = Job(LabSpec(hosts=1), ["sh", "-c", "echo $HEADWAY_LAB_MODE"], mode="auto")
+    assert job.text_of(0) == [best_mode()]
 
 
 def test_loopback_says_that_links_are_unshaped() -> None:

@@ -13,7 +13,7 @@ _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
 
 
 def rank_environments(
-    spec: LabSpec, base: Mapping[str, str], lab_id: str, *, loopback_port: int | None = None
+    spec: LabSpec, base: Mapping[str, str], lab_id: str, *, mode: str, loopback_port: int | None = None
 ) -> list[dict[str, str]]:
     """One environment a rank, ``base`` with the lab's variables over it.
 
@@ -36,6 +36,7 @@ def rank_environments(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
+        "HEADWAY_LAB_MODE": mode,
         LAB_ID: lab_id,
     }
     environments: list[dict[str, str]] = []

@@ -37,6 +37,8 @@ def serve(control: socket.socket, *, networks: bool, pid_namespace: bool) -> NoR
         lab = _build(control, job, networks=networks) if job else None
         if lab is not None and control.recv(1) == START:
             lab.run()
+    except BrokenPipeError:
+        pass  # the launcher is gone
     finally:
         end_everything(None if pid_namespace else os.environ[processes.LAB_ID])
     os._exit(0)

@@ -162,7 +162,10 @@ class HostLink:
 
 
 class LabSpec(_Strict):
-    """A lab. ``LabSpec(hosts=2, rate="400mbit")`` is two hosts of one worker on 400 Mbit/s links."""
+    """A lab. ``LabSpec(hosts=2, rate="400mbit")`` is two hosts of one worker on 400 Mbit/s links.
+
+    Made directly it raises pydantic's ValidationError; `parse_spec` and `load_spec` raise LabError.
+    """
 
     hosts: Annotated[
         Annotated[Annotated[int, Field(strict=True, ge=1, le=MAX_HOSTS)], Tag("count")]

@@ -1,0 +1,254 @@
+"""One lab from the launcher's side: start the orchestrator, follow the ranks, end everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headway.errors import HeadwayError, LabError
+from headway.lab import isolation, state
+from headway.lab.environment import rank_environments
+from headway.lab.orchestrator import START
+from headway.lab.output import Lines, OnLine, Stream
+from headway.lab.processes import LAB_ID
+from headway.lab.spec import LabSpec
+
+_ENDED = "the lab ended before its ranks did; was it killed, or is memory short?"
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run: the lab and the command, with ``executable`` the path that ``command[0]`` stands for."""
+
+    id: str
+    spec: LabSpec
+    command: tuple[str, ...]
+    executable: str
+    env: dict[str, str]
+    grace_s: float
+    timeout_s: float | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to isolate: ``root``, ``user`` or ``loopback``, with a process namespace or without."""
+
+    mode: str
+    processes: bool
+
+
+class RefusedError(Exception):
+    """An attempt is not permitted on this machine."""
+
+
+@dataclass
+class Session:
+    """A lab whose network stands and whose ranks have not started."""
+
+    job: Job
+    attempt: Attempt
+    orchestrator: subprocess.Popen[bytes]
+    control: socket.socket
+    outputs: dict[int, tuple[int, Stream]] = field(default_factory=dict)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, job: Job, attempt: Attempt) -> Iterator[Session]:
+        """Start the orchestrator and let it build. Raises RefusedError where something is not permitted."""
+        ours, theirs = socket.socketpair()
+        outputs: dict[int, tuple[int, Stream]] = {}
+        inputs: list[int] = []
+        with ours, theirs, ExitStack() as stack:
+            try:
+                for rank in range(job.spec.world_size):
+                    for stream in ("stdout", "stderr"):
+                        read, write = os.pipe()
+                        stack.callback(os.close, read)
+                        inputs.append(write)
+                        outputs[read] = (rank, "stdout" if stream == "stdout" else "stderr")
+                orchestrator = _start_orchestrator(job, attempt, (theirs.fileno(), *inputs))
+            except OSError as failure:
+                raise LabError("the lab cannot be started", got=failure.strerror) from None
+            finally:
+                for write in inputs:
+                    os.close(write)
+                theirs.close()
+            try:
+                lab = cls(job, attempt, orchestrator, ours, outputs)
+                lab._prepare(inputs)
+                yield lab
+            finally:
+                ours.close()
+                _end(orchestrator)
+
+    def _prepare(self, inputs: list[int]) -> None:
+        """Send the job and wait for the network."""
+        loopback_port = _free_port() if self.attempt.mode == "loopback" else None
+        job = self.job
+        environments = rank_environments(
+            job.spec, job.env, job.id, mode=self.attempt.mode, loopback_port=loopback_port
+        )
+        ranks = [
+            {"env": env, "stdout": inputs[2 * rank], "stderr": inputs[2 * rank + 1]}
+            for rank, env in enumerate(environments)
+        ]
+        message = {
+            "spec": job.spec.model_dump_json(by_alias=True),
+            "command": job.command,
+            "executable": job.executable,
+            "grace_s": job.grace_s,
+            "timeout_s": job.timeout_s,
+            "ranks": ranks,
+        }
+        with suppress(OSError):  # an orchestrator that was refused has closed its end, and said so before
+            self.control.sendall((json.dumps(message) + "\n").encode())
+        answer = _read_line(self.control)
+        if "refused" in answer:
+            raise RefusedError(answer["refused"])
+        if "ready" not in answer:
+            raise HeadwayError(_ENDED)
+
+    def run(self, on_line: OnLine, notice: Callable[[str], None]) -> int:
+        """Start the ranks and follow them to the end."""
+        with _forwarding(self.control):
+            state.write(self._record())
+            try:
+                self.control.sendall(START)
+                status = self._follow(on_line, notice)
+            finally:
+                self.control.close()
+                _end(self.orchestrator)
+                state.remove(self.job.id)
+        if status is None:
+            raise HeadwayError(_ENDED)
+        return status
+
+    def _record(self) -> state.Record:
+        launcher = state.Process.of(os.getpid())
+        orchestrator = state.Process.of(self.orchestrator.pid)
+        if launcher is None or orchestrator is None:
+            raise HeadwayError(_ENDED)
+        return state.Record(
+            id=self.job.id,
+            mode=self.attempt.mode,
+            hosts=len(self.job.spec.links),
+            workers=self.job.spec.world_size,
+            command=self.job.command,
+            started=datetime.now(UTC),
+            launcher=launcher,
+            orchestrator=orchestrator,
+            pid_namespace=state.pid_namespace(),
+        )
+
+    def _follow(self, on_line: OnLine, notice: Callable[[str], None]) -> int | None:
+        status: int | None = None
+        messages = Lines()
+        cutters = {descriptor: Lines() for descriptor in self.outputs}
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (self.control.fileno(), *self.outputs):
+                selector.register(descriptor, selectors.EVENT_READ)
+            ends: float | None = None
+            while selector.get_map() and (ends is None or time.monotonic() < ends):
+                for key, _ in selector.select(None if ends is None else 0.1):
+                    data = _read(key.fd)
+                    if not data:
+                        selector.unregister(key.fd)
+                    if key.fd in self.outputs:
+                        rank, stream = self.outputs[key.fd]
+                        cutter = cutters[key.fd]
+                        for line in cutter.feed(data) if data else cutter.end():
+                            on_line(rank, stream, line)
+                        continue
+                    for text in messages.feed(data):
+                        message = json.loads(text)
+                        status = message.get("status", status)
+                        if "notice" in message:
+                            notice(message["notice"])
+                    if not data:
+                        ends = time.monotonic() + 2.0  # what a rank left behind may hold its output open
+        return status
+
+
+def _start_orchestrator(job: Job, attempt: Attempt, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    source = Path(isolation.__file__)
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source.parents[2]), env.get("PYTHONPATH"))))
+    env["OPENBLAS_NUM_THREADS"] = "1"
+    env[LAB_ID] = job.id
+    kind = "processes" if attempt.processes else "plain"
+    return subprocess.Popen(
+        [sys.executable, "-P", str(source), str(descriptors[0]), attempt.mode, kind],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+def _end(orchestrator: subprocess.Popen[bytes]) -> None:
+    """Let the orchestrator end everything, which the closed control socket asks of it, then insist."""
+    try:
+        orchestrator.wait(timeout=10.0)
+    except subprocess.TimeoutExpired:
+        orchestrator.kill()
+        orchestrator.wait()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 2**16)
+    except ConnectionResetError:
+        return b""
+
+
+def _read_line(control: socket.socket) -> dict[str, Any]:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        part = _read(control.fileno())
+        if not part:
+            return {}
+        line += part
+    message: dict[str, Any] = json.loads(line)
+    return message
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _forwarding(control: socket.socket) -> Iterator[None]:
+    """Pass signals on to the ranks for as long as the block runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(number: int, _: object) -> None:
+        with suppress(OSError):
+            control.send(bytes([number]))
+
+    heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
