@@ -6,6 +6,7 @@ batch or this rank's part of it.
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import math
@@ -395,9 +396,6 @@ def two_forwards_then_two_backwards(kit: Kit) -> None:
     finish(kit, model, optimizer)
 
 
-LIKE_DDP.pop("two_forwards_then_two_backwards", None)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -678,6 +676,20 @@ def stepping_twice_and_with_a_closure(kit: Kit) -> None:
             return loss
 
         kit.see("closure", mean(kit, optimizer.step(closure)))
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients: nothing happens
+    finish(kit, model, optimizer)
+
+
+@alone
+def replaced_optimizer_state(kit: Kit) -> None:
+    model = kit.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        train(kit, model, optimizer, 2, step)
+        optimizer.state = collections.defaultdict(dict)
+        train(kit, model, optimizer, 1, step + 10)
+        optimizer.state.clear()
     finish(kit, model, optimizer)
 
 

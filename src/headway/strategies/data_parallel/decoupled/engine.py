@@ -91,9 +91,9 @@ class Engine:
                 "a parameter received a gradient again after it had been reduced in the same backward",
                 slot.name, "Use checkpoint(..., use_reentrant=False) for shared parameters.",
             )  # fmt: skip
+        self._check_gradient(slot, slot.parameter.grad)
         slot.held = gradient_holders(slot.parameter) != UNHELD
         gradient = slot.parameter.grad
-        self._check_gradient(slot, gradient)
         assert gradient is not None
         with torch.no_grad():
             torch.mul(gradient, 1.0 / self._world_size, out=slot.view)
@@ -112,7 +112,7 @@ class Engine:
             raise self._fail(
                 "sparse gradients are not supported", slot.name, "Make the layer's gradient dense."
             )
-        if gradient.requires_grad:
+        if gradient.requires_grad or torch.is_grad_enabled():
             raise self._fail(
                 "gradients of gradients (create_graph) are not supported", slot.name, "Use stock DDP."
             )

@@ -140,6 +140,8 @@ class _StandIn:
         self.__dict__["_optimizer"] = optimizer
         self.__dict__["_ask"] = groups
         self.__dict__["_groups"] = None
+        # The script may give the optimizer a new state while this update is due; it belongs to the old one.
+        self.__dict__["state"] = _RawState(optimizer.state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -147,11 +149,6 @@ class _StandIn:
         if self.__dict__["_groups"] is None:
             self.__dict__["_groups"] = self.__dict__["_ask"]()
         return self.__dict__["_groups"]  # type: ignore[no-any-return]
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's own state."""
-        return _RawState(self._optimizer.state)
 
     def __getattr__(self, name: str) -> Any:
         optimizer = self.__dict__["_optimizer"]

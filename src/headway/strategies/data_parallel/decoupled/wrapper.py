@@ -209,7 +209,7 @@ def _refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:
 
 def _refuse_options(**options: Any) -> None:
     for name, value in options.items():
-        if value not in (None, False) and value != []:
+        if value is not None and value is not False and value != []:
             _refuse(f"{name}={value if isinstance(value, bool | int | list) else '…'}")
 
 

@@ -1,0 +1,297 @@
+"""Everything that the decoupled all-reduce refuses, each with a script that would otherwise train wrongly."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from headway.errors import UnsupportedError, UserError
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, prepare_optimizer
+
+REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {}
+
+
+def refused(expected: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def register(script: Callable[[], Any]) -> Callable[[], Any]:
+        REFUSALS[script.__name__] = (expected, script)
+        return script
+
+    return register
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def wrapped(module: nn.Module | None = None, **options: Any) -> DecoupledDataParallel:
+    return DecoupledDataParallel(model() if module is None else module, **options)
+
+
+def loss(module: nn.Module) -> torch.Tensor:
+    result: torch.Tensor = module(torch.ones(3, 4)).sum()
+    return result
+
+
+for _option, _value in {
+    "find_unused_parameters": True, "static_graph": True, "mixed_precision": object(), "device_ids": [0],
+    "output_device": 0, "delay_all_reduce_named_params": [("a", 1)], "device_mesh": object(),
+    "skip_all_reduce_unused_params": True, "bucket_cap_mb_list": [1, 2],
+}.items():  # fmt: skip
+    REFUSALS[f"option {_option}"] = (_option, lambda o=_option, v=_value: wrapped(**{o: v}))  # type: ignore[misc]
+
+
+@refused("register_comm_hook")
+def communication_hook() -> None:
+    wrapped().register_comm_hook(None, lambda *_: None)
+
+
+@refused("join")
+def uneven_inputs() -> None:
+    with wrapped().join():
+        pass
+
+
+@refused("already wrapped")
+def wrapped_inside() -> None:
+    wrapped(nn.Sequential(DistributedDataParallel(model())))
+
+
+@refused("another wrapped model")
+def wrapped_twice() -> None:
+    inner = model()
+    first = wrapped(inner)
+    wrapped(inner)
+    del first
+
+
+@refused("compiled")
+def compiled() -> None:
+    wrapped(nn.Sequential(torch.compile(model())))  # type: ignore[arg-type]
+
+
+@refused("compiled")
+def compiled_in_place() -> None:
+    inner = model()
+    inner[0].compile()
+    wrapped(inner)
+
+
+@refused("compiled")
+def compiled_later() -> None:
+    ours = wrapped()
+    ours.module[2].compile()
+    loss(ours)
+
+
+@refused("TorchScript")
+def scripted() -> None:
+    wrapped(nn.Sequential(torch.jit.script(nn.Linear(4, 2))))
+
+
+@refused("subclasses of Parameter")
+def parameter_subclass() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    inner = model()
+    inner[0].weight = Special(torch.ones(4, 4))
+    wrapped(inner)
+
+
+@refused("subclasses of Parameter")
+def uninitialised() -> None:
+    wrapped(nn.Sequential(nn.LazyLinear(3)))
+
+
+@refused("on meta")
+def other_device() -> None:
+    wrapped(nn.Linear(4, 2, device="meta"))
+
+
+@refused("dtype")
+def complex_parameters() -> None:
+    wrapped(nn.Linear(4, 2, dtype=torch.complex64))
+
+
+@refused("ignore")
+def ignored_parameters() -> None:
+    inner = model()
+    inner._ddp_params_and_buffers_to_ignore = ["0.bias"]  # type: ignore[assignment]
+    wrapped(inner)
+
+
+@refused("inside backward")
+def optimizer_in_backward() -> None:
+    inner = model()
+    inner[0].weight._in_backward_optimizers = []  # type: ignore[attr-defined]
+    wrapped(inner)
+
+
+@refused("2.weight")
+def unused_parameter() -> None:
+    ours = wrapped()
+    ours(torch.ones(3, 4))
+    ours.module[0](torch.ones(3, 4)).sum().backward()
+
+
+@refused("without a gradient")
+def unused_parameter_under_nested_backward() -> None:
+    ours = wrapped()
+    x = torch.ones(3, 4, requires_grad=True)
+    checkpoint(ours.module[0], x, use_reentrant=True).sum().backward()
+    ours(x)
+
+
+@refused("without a gradient")
+def interrupted_backward() -> None:
+    def interrupt(_gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    ours = wrapped()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    handle = ours.module[0].weight.register_hook(interrupt)
+    try:
+        loss(ours).backward()
+    except KeyboardInterrupt:
+        handle.remove()
+    optimizer.step()
+
+
+@refused("sparse")
+def sparse_gradient() -> None:
+    ours = wrapped(nn.Embedding(5, 3, sparse=True))
+    ours(torch.tensor([1, 2])).sum().backward()
+
+
+@refused("create_graph")
+def gradient_of_gradient() -> None:
+    ours = wrapped()
+    loss(ours).backward(create_graph=True)
+
+
+@refused("changed after wrapping")
+def frozen_later() -> None:
+    ours = wrapped()
+    ours.module[0].weight.requires_grad = False
+    loss(ours)
+
+
+@refused("changed after wrapping")
+def replaced_parameter() -> None:
+    ours = wrapped()
+    ours.module[0].weight = nn.Parameter(torch.ones(4, 4))
+    loss(ours)
+
+
+@refused("changed after wrapping")
+def added_parameter() -> None:
+    ours = wrapped()
+    ours.module.append(nn.Linear(2, 2))
+    loss(ours)
+
+
+@refused("changed its dtype")
+def converted_later() -> None:
+    ours = wrapped().double()
+    ours(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+
+
+@refused("received a gradient again")
+def shared_parameter_in_nested_backwards() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(4, 4)
+            self.shared = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for _ in range(2):
+                x = checkpoint(self.shared, x, use_reentrant=True)
+            return x
+
+    ours = wrapped(Shared(), bucket_cap_mb=1e-6)
+    loss(ours).backward()
+
+
+@refused("during backward")
+def gradient_read_during_backward() -> None:
+    ours = wrapped(bucket_cap_mb=1e-6)
+    ours.module[0].weight.register_hook(lambda _: ours.module[2].weight.grad.sum())
+    loss(ours).backward()
+
+
+@refused("replaced a gradient")
+def gradient_replaced_by_a_hook() -> None:
+    ours = wrapped()
+    for parameter in ours.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    loss(ours).backward()
+
+
+def _step(make: Callable[[Any], Any]) -> None:
+    ours = wrapped()
+    optimizer = make(ours.parameters())
+    before = [p.detach().clone() for p in ours.parameters()]
+    loss(ours).backward()
+    try:
+        optimizer.step()
+    finally:
+        assert all(torch.equal(p, b) for p, b in zip(ours.parameters(), before, strict=True))
+
+
+class OwnSGD(torch.optim.SGD):
+    pass
+
+
+REFUSALS["optimizer LBFGS"] = ("LBFGS", lambda: _step(torch.optim.LBFGS))
+REFUSALS["optimizer Adafactor"] = ("Adafactor", lambda: _step(torch.optim.Adafactor))
+REFUSALS["optimizer subclass"] = ("OwnSGD", lambda: _step(lambda p: OwnSGD(p, lr=0.1)))
+REFUSALS["optimizer differentiable"] = (
+    "differentiable", lambda: _step(lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True))
+)  # fmt: skip
+REFUSALS["optimizer before wrapping"] = (
+    "RAdam", lambda: prepare_optimizer(torch.optim.RAdam(model().parameters()))
+)  # fmt: skip
+
+
+@refused("a copy of a decoupled model")
+def trained_copy() -> None:
+    import copy
+
+    loss(copy.deepcopy(wrapped()))
+
+
+def check_all(rank: int, world_size: int) -> list[str]:
+    """Run every script; say what was not refused as expected."""
+    problems = []
+    for name, (expected, script) in REFUSALS.items():
+        try:
+            script()
+        except UnsupportedError as error:
+            if expected not in str(error):
+                problems.append(f"{name}: {error}")
+            if "\n" in str(error):
+                problems.append(f"{name}: more than one line")
+        except Exception as error:
+            problems.append(f"{name}: {type(error).__name__} {error}")
+        else:
+            problems.append(f"{name}: not refused")
+        gc.collect()
+    return problems
+
+
+def disagreement(rank: int, world_size: int) -> str:
+    """Ranks with different models."""
+    try:
+        DecoupledDataParallel(nn.Linear(4, 2 + rank))
+    except UserError as error:
+        return str(error)
+    return ""
