@@ -200,6 +200,10 @@ def test_one_big_late_bucket_is_named() -> None:
             SyntheticJob(blocking_loss=True, latency_ms=8, bucket_bytes=()),
             "waits on the spot for 1 of them a step",
         ),
+        (
+            SyntheticJob(bucket_bytes=(20_000_000,)),
+            "one 20.0 MB bucket carries all and starts only when backward",
+        ),
         (SyntheticJob(input_ms=20), "Input is the bottleneck: 37 %"),
         (SyntheticJob(rest_ms=30), "Time outside of the training passes is the bottleneck"),
     ],

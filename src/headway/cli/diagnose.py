@@ -49,11 +49,12 @@ def diagnose(folder: Path, html: Path | None, cluster_file: Path | None, as_json
 
         with _patience(words, "Drawing"):
             write_html(trace, found, html)
-        words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         click.echo(files.dump_json(found.to_document()), nl=False)
     else:
         print_diagnosis(found, Console())
+    if html is not None:
+        words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

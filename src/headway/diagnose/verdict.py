@@ -122,8 +122,10 @@ def _why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
             "(headway optimize)"
         )
     share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0
-    if share >= 0.5 and shape.largest_ready >= 0.8:
-        one = f"one {format_bytes(shape.largest_bytes)} bucket carries {_percent(share)} of them"
+    late = 0.5 if share >= 0.9 else 0.8
+    if share >= 0.5 and shape.largest_ready >= late:
+        of_them = "all" if shape.buckets == 1 else f"{_percent(share)} of them"
+        one = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
         when = (
             "starts only when backward ends"
             if shape.largest_ready >= 0.95
