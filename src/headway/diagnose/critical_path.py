@@ -200,13 +200,16 @@ def _mergeable(a: _Found, b: _Found) -> bool:
 
 
 def _name(run: list[_Found]) -> str:
-    """One name for a run: its only name, or the longest one's and how many others there are."""
+    """One name for a run: its only name, or the longest one's and how many others there are.
+
+    A run that is mostly outside of everything named, such as a forward between its modules, has no name.
+    """
     lengths: dict[str, int] = {}
     for piece in run:
         label = f"{piece.name} (bucket {piece.bucket})" if piece.bucket >= 0 and piece.name else piece.name
-        if label:
-            lengths[label] = lengths.get(label, 0) + piece.end_ns - piece.start_ns
-    if not lengths:
+        lengths[label] = lengths.get(label, 0) + piece.end_ns - piece.start_ns
+    unnamed = lengths.pop("", 0)
+    if not lengths or unnamed > sum(lengths.values()):
         return ""
     longest = max(lengths, key=lambda label: lengths[label])
     if len(lengths) == 1:

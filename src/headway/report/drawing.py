@@ -74,7 +74,8 @@ def draw(trace: Trace, diagnosis: Diagnosis, max_boxes: int = MAX_BOXES) -> Draw
         boxes = sorted(boxes, key=lambda box: box.start_ms - box.end_ms)[:max_boxes]
         boxes.sort(key=lambda box: (box.rank, box.communication, box.start_ms))
     at = steps.index(diagnosis.typical_step)
-    shown = steps[max(at - 1, 0) : max(at - 1, 0) + DEFAULT_STEPS]
+    first = max(min(at - 1, len(steps) - DEFAULT_STEPS), 0)
+    shown = steps[first : first + DEFAULT_STEPS]
     view = (bounds[shown[0]][0], bounds[shown[-1]][1])
     return Drawing(
         ranks=tuple(sorted(trace.events)),
