@@ -188,6 +188,7 @@ def _start_orchestrator(job: Job, attempt: Attempt, descriptors: tuple[int, ...]
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source.parents[2]), env.get("PYTHONPATH"))))
     env["OPENBLAS_NUM_THREADS"] = "1"
+    env.pop("RANK", None)  # what is injected into ranks stays out of this process
     env[LAB_ID] = job.id
     kind = "processes" if attempt.processes else "plain"
     return subprocess.Popen(
