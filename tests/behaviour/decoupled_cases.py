@@ -1,7 +1,7 @@
 """Training scripts that must see the same numbers alone on the whole batch, under stock DDP, and decoupled.
 
-Every script takes a ``Kit`` and shows it what it sees. The kit wraps models in one of three ways and hands out the whole
-batch or this rank's part of it.
+Every script takes a ``Kit`` and shows it what it sees. The kit wraps models in one of three ways and hands out the
+whole batch or this rank's part of it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import io
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
@@ -252,11 +254,12 @@ def backward_leaves_no_sync(kit: Kit) -> None:
 
 @alone
 def clipping(kit: Kit) -> None:
-    for clip in (
+    clips: list[Callable[[Any], Any]] = [
         lambda p: nn.utils.clip_grad_norm_(p, 0.1),
         lambda p: nn.utils.clip_grad_norm_(p, 0.1, foreach=True),
         lambda p: nn.utils.clip_grad_value_(p, 0.01) or torch.zeros(1),
-    ):
+    ]
+    for clip in clips:
         model = kit.wrap(mlp())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(3):
@@ -311,6 +314,11 @@ def parameter_groups_and_schedulers(kit: Kit) -> None:
             finish(kit, model, optimizer)
 
 
+def _clear_by_hand(model: Any, _optimizer: Any, set_to_none: bool) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None if set_to_none else torch.zeros_like(parameter)
+
+
 @alone
 def zero_grad_everywhere(kit: Kit) -> None:
     for set_to_none in (True, False):
@@ -319,9 +327,7 @@ def zero_grad_everywhere(kit: Kit) -> None:
                 lambda m, o, n: o.zero_grad(set_to_none=n),
                 lambda m, o, n: m.zero_grad(set_to_none=n),
                 lambda m, o, n: m.module.zero_grad(set_to_none=n),
-                lambda m, o, n: [
-                    setattr(p, "grad", None if n else torch.zeros_like(p)) for p in m.parameters()
-                ],
+                _clear_by_hand,
             ):
                 model = kit.wrap(mlp())
                 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -433,7 +439,8 @@ class Checkpointed(nn.Module):
         x = self.stem(x)
         for block in self.body:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)[:, :3]
+        result: torch.Tensor = self.head(x)[:, :3]
+        return result
 
 
 @alone
@@ -768,6 +775,10 @@ def gradients_by_other_means(kit: Kit) -> None:
     finish(kit, model, optimizer)
 
 
+def _clip_in_a_hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+
+
 @alone
 def hooks_of_the_step(kit: Kit) -> None:
     model = kit.wrap(mlp())
@@ -777,11 +788,7 @@ def hooks_of_the_step(kit: Kit) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     train(kit, model, optimizer, 3)
     assert calls == ["before", "after"] * 3
-    optimizer.register_step_pre_hook(
-        lambda o, *_: (
-            nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], 0.05) and None
-        )
-    )
+    optimizer.register_step_pre_hook(_clip_in_a_hook)
     optimizer.register_step_post_hook(lambda o, *_: kit.see("after", o.param_groups[0]["params"]))
     train(kit, model, optimizer, 3)
     assert len(calls) == 12
@@ -799,7 +806,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         states, _ = self.recurrent(self.encoder(self.embed(x[..., None])))
-        return self.convolution(states.transpose(1, 2)).mean(-1)
+        result: torch.Tensor = self.convolution(states.transpose(1, 2)).mean(-1)
+        return result
 
 
 @alone
@@ -825,6 +833,68 @@ def parameters_left_out_of_a_forward(kit: Kit) -> None:
         with model.no_sync():  # the head alone, which leaves the other updates due
             mean_head = model.module[5](torch.tanh(x[:, :5])).mean()
             kit.see("head", mean(kit, mean_head))
+    finish(kit, model, optimizer)
+
+
+def _save_matrix_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if op in (torch.ops.aten.addmm.default, torch.ops.aten.mul.Tensor, torch.ops.aten.add_.Tensor):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@alone
+def forwards_under_modes(kit: Kit) -> None:
+    model = kit.wrap(mlp())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(3):
+        train(kit, model, optimizer, 1, step)
+        optimizer.zero_grad()
+        x, y = kit.batch(step + 10)
+        contexts = partial(create_selective_checkpoint_contexts, _save_matrix_products)
+        made = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        nn.functional.mse_loss(made, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with FlopCounterMode(display=False) as flops:
+            loss = kit.loss(model, step)
+        kit.see("flops", float(flops.get_total_flops()) / len(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = kit.loss(model, step)
+        loss.backward()
+        optimizer.step()
+    finish(kit, model, optimizer)
+
+
+@alone
+def gradients_that_share_storage(kit: Kit) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.Parameter(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
+            self.right = nn.Parameter(torch.linspace(0, 1, WIDTH).view(1, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, torch.cat([self.left, self.right]))
+
+    model = kit.wrap(Joined().double())
+    optimizer = sgd(model)
+    train(kit, model, optimizer)
+    finish(kit, model, optimizer)
+
+
+@alone
+def channels_last(kit: Kit) -> None:
+    torch.manual_seed(9)
+    inner = nn.Sequential(nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 4, (1, 2)), nn.Flatten(), nn.Linear(8, 3))
+    for p in inner.double().parameters():
+        if p.dim() == 4:
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+    model = kit.wrap(inner)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(kit, model, optimizer)
     finish(kit, model, optimizer)
 
 

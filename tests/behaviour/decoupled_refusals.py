@@ -54,8 +54,7 @@ def communication_hook() -> None:
 
 @refused("join")
 def uneven_inputs() -> None:
-    with wrapped().join():
-        pass
+    wrapped().join()
 
 
 @refused("already wrapped")
@@ -73,7 +72,7 @@ def wrapped_twice() -> None:
 
 @refused("compiled")
 def compiled() -> None:
-    wrapped(nn.Sequential(torch.compile(model())))  # type: ignore[arg-type]
+    wrapped(nn.Sequential(torch.compile(model())))  # type: ignore[call-overload]
 
 
 @refused("compiled")
@@ -130,7 +129,7 @@ def ignored_parameters() -> None:
 @refused("inside backward")
 def optimizer_in_backward() -> None:
     inner = model()
-    inner[0].weight._in_backward_optimizers = []  # type: ignore[attr-defined]
+    next(inner.parameters())._in_backward_optimizers = []  # type: ignore[attr-defined]
     wrapped(inner)
 
 

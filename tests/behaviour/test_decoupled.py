@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests import workers
 
 CASES = "tests.behaviour.decoupled_cases:compare"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests import workers
 from torch import nn
 
 from headway.errors import UserError
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from tests import workers
 
 pytestmark = pytest.mark.processes
 

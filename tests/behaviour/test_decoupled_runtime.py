@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import pytest
-
 from tests import workers
 
 CASES = "tests.behaviour.decoupled_runtime_cases"

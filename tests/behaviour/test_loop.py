@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.commands import headway, last_line, torchrun
 
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Kind
 from headway.trace.format import Trace, load_trace
-from tests.commands import headway, last_line, torchrun
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -50,7 +50,10 @@ _ABOUT_NEITHER = frozenset(
 
 
 class DeferredParameter(nn.Parameter):
-    """An ``nn.Parameter`` while its update or its reduced gradient is under way. Never constructed."""
+    """An ``nn.Parameter`` while its update or its reduced gradient is under way. Never constructed.
+
+    Methods name ``nn.Parameter`` rather than ``super()``: by then the parameter may be an ordinary one again.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,13 +83,13 @@ class DeferredParameter(nn.Parameter):
         """Pickle the current value as an ordinary parameter."""
         _entry(self).before_value()
         with torch_private.without_subclass_dispatch():
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            return nn.Parameter.__reduce_ex__(self, protocol)
 
     def __repr__(self) -> Any:  # type: ignore[override]
         """Show the current value as an ordinary parameter."""
         _entry(self).before_value()
         with torch_private.without_subclass_dispatch():
-            return super().__repr__()  # type: ignore[no-untyped-call]
+            return nn.Parameter.__repr__(self)
 
 
 def register(parameter: nn.Parameter, entry: Pending) -> None:

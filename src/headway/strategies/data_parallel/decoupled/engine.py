@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from headway import torch_private
 from headway.collectives import live
 from headway.collectives.program import ring_all_gather, ring_reduce_scatter
-from headway.errors import HeadwayError, UnsupportedError
+from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import UNHELD, LiveBucket, Slot, gradient_holders
@@ -59,6 +60,7 @@ class Engine:
             )
             for dtype in {bucket.buffer.dtype for bucket in self._buckets}
         }
+        self._warned = False
         self._running = False  # a synchronised backward is filling buckets
         self._callback_queued = False
         self._next_bucket = 0
@@ -239,6 +241,17 @@ class Engine:
             )
         if self._running and not inside_backward and not torch_private.inside_backward():
             raise self._fail_unfinished()
+
+    def warn_of_aliases(self, name: str) -> None:
+        """Say, once, that overlap is lost for a bucket because somebody could look past the parameter."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept), so its "
+                "bucket is updated inside step() and gains nothing. Keep a copy (clone) instead.",
+                HeadwayWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Finish what is under way, stop the thread and leave ordinary parameters behind."""

@@ -141,7 +141,8 @@ class _StandIn:
         self.__dict__["_ask"] = groups
         self.__dict__["_groups"] = None
         # The script may give the optimizer a new state while this update is due; it belongs to the old one.
-        self.__dict__["state"] = _RawState(optimizer.state)
+        state = optimizer.state
+        self.__dict__["state"] = _RawState(state) if isinstance(state, WatchedState) else state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -177,7 +178,10 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     for slot in slots:
         # A second step without a backward, a loss scale that is about to vanish, a value that could be read
         # without asking: these cannot wait.
-        if slot.pending and (slot.stepped or scaled_by_amp or slot.shares_storage()):
+        if slot.pending and (slot.stepped or scaled_by_amp):
+            slot.engine.settle(slot.bucket)
+        if slot.pending and slot.shares_storage():
+            slot.engine.warn_of_aliases(slot.name)
             slot.engine.settle(slot.bucket)
     hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
     now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]

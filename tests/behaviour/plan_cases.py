@@ -1,0 +1,115 @@
+"""Ranks that follow a plan, in code and in an unmodified script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Imported  # as a script may import it
+
+from headway.errors import HeadwayError
+from headway.integrations import plan_injection
+from headway.parallelize import parallelize
+from headway.plan import Plan, PlannedModel
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.data_parallel.module_spec import model_spec
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def plan(strategy: Strategy, world_size: int) -> Plan:
+    return Plan(strategy=strategy, world_size=world_size, model=PlannedModel.of(model_spec(model())))
+
+
+def decoupled() -> DecoupledStrategy:
+    return DecoupledStrategy(buckets=(("2.bias", "0.weight"), ("2.weight", "0.bias")), gather_order=(1, 0))
+
+
+def train(wrapped: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.full((2, 4), float(rank + step), dtype=torch.float64)).pow(2).mean().backward()
+        optimizer.step()
+    return [p.sum().item() for p in wrapped.parameters()]
+
+
+def in_code(rank: int, world_size: int) -> dict[str, Any]:
+    results = {}
+    for name, strategy in {
+        "ddp": DistributedDataParallelStrategy(bucket_cap_mb=3),
+        "decoupled": decoupled(),
+    }.items():
+        inner = model()
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9)
+        wrapped: Any = parallelize(inner, optimizer, plan(strategy, world_size))
+        results[name] = {
+            "class": type(wrapped).__name__,
+            "cap_bytes": getattr(wrapped, "bucket_bytes_cap", None),
+            "buckets": [b.parameters for b in wrapped.schedule.buckets] if name == "decoupled" else None,
+            "sums": train(wrapped, optimizer, rank),
+        }  # fmt: skip
+    refusals = {
+        "world size": lambda: parallelize(model(), _sgd(), plan(decoupled(), world_size + 1)),
+        "another model": lambda: parallelize(nn.Linear(2, 2), _sgd(), plan(decoupled(), world_size)),
+        "already wrapped": lambda: parallelize(Imported(model()), _sgd(), plan(decoupled(), world_size)),
+        "LBFGS": lambda: parallelize(
+            model(), torch.optim.LBFGS(model().parameters()), plan(decoupled(), world_size)
+        ),
+    }
+    results["unrefused"] = {
+        name: said for name, act in refusals.items() if name not in (said := _refusal(act))
+    }
+    return results
+
+
+def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    path = Path(folder) / f"plan-{rank}.yaml"
+    plan(decoupled(), world_size).save(path)
+    plan_injection.install(Plan.load(path))
+    inner = model()
+    wrapped: Any = Imported(inner, bucket_cap_mb=1)
+    assert isinstance(wrapped, DecoupledDataParallel)
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    results: dict[str, Any] = {
+        "sums": train(wrapped, optimizer, rank),
+        "names": list(wrapped.state_dict()),
+        "buckets": [bucket.parameters for bucket in wrapped.schedule.buckets],
+        "other model": _refusal(lambda: Imported(nn.Linear(2, 2))),
+        "subclass": _refusal(lambda: Subclass(model())),
+    }
+    plan_injection.install(plan(DistributedDataParallelStrategy(bucket_cap_mb=2), world_size))
+    for kind in (Imported, Subclass):
+        stock: Any = kind(model(), bucket_cap_mb=1)
+        assert type(stock) is kind
+        assert stock.bucket_bytes_cap == 2 * 2**20
+    plan_injection.uninstall()
+    stock = Imported(model(), bucket_cap_mb=1)
+    assert type(stock) is Imported
+    assert stock.bucket_bytes_cap == 2**20
+    results["stock sums"] = train(stock, torch.optim.SGD(stock.parameters(), lr=0.1, momentum=0.9), rank)
+    return results
+
+
+class Subclass(Imported):
+    """A script's own DistributedDataParallel."""
+
+
+def _sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(model().parameters(), lr=0.1)
+
+
+def _refusal(act: Any) -> str:
+    try:
+        act()
+    except HeadwayError as error:
+        return str(error)
+    return "not refused"

@@ -1,0 +1,48 @@
+"""What a plan says is what runs: through ``parallelize`` and in scripts that know nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests import workers
+from torch import nn
+
+from headway.errors import UserError
+from headway.parallelize import parallelize
+from headway.plan import Plan, PlannedModel
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.module_spec import model_spec
+
+
+@pytest.mark.processes
+def test_parallelize() -> None:
+    results = workers.run(2, "tests.behaviour.plan_cases:in_code")
+    assert results[0] == results[1]
+    ddp, decoupled = results[0]["ddp"], results[0]["decoupled"]
+    assert ddp["class"] == "DistributedDataParallel"
+    assert ddp["cap_bytes"] == 3 * 2**20
+    assert decoupled["class"] == "DecoupledDataParallel"
+    assert decoupled["buckets"] == [["2.bias", "0.weight"], ["2.weight", "0.bias"]]
+    assert decoupled["sums"] == pytest.approx(ddp["sums"], rel=1e-12)
+    assert results[0]["unrefused"] == {}
+
+
+@pytest.mark.processes
+def test_an_unmodified_script_follows_the_plan(tmp_path: Path) -> None:
+    results = workers.run(2, "tests.behaviour.plan_cases:injected", str(tmp_path))
+    assert results[0] == results[1]
+    result = results[0]
+    assert result["sums"] == pytest.approx(result["stock sums"], rel=1e-12)
+    assert result["names"] == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
+    assert result["buckets"] == [["2.bias", "0.weight"], ["2.weight", "0.bias"]]
+    assert "another model" in result["other model"]
+    assert "subclass" in result["subclass"]
+
+
+def test_no_process_group() -> None:
+    model = nn.Linear(2, 2)
+    plan = Plan(strategy=DecoupledStrategy(), world_size=2, model=PlannedModel.of(model_spec(model)))
+    with pytest.raises(UserError, match="init_process_group"):
+        parallelize(model, torch.optim.SGD(model.parameters()), plan)
