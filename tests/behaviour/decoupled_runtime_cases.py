@@ -68,7 +68,7 @@ def step(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, index: int =
 
 
 def overlap(rank: int, world_size: int) -> dict[str, Any]:
-    """Two steps; rank 1 is late for its first step, so that a gather waited for in step() would show."""
+    """Two steps; rank 1 is late for each backward, so that a gather waited for in step() would show."""
     log = Log()
     observing.set_observer(log)
     wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
@@ -78,9 +78,10 @@ def overlap(rank: int, world_size: int) -> dict[str, Any]:
     for index, layer in enumerate(wrapped.module):
         layer.register_forward_hook(lambda *_, index=index: order.append(index))
     for _ in range(2):
-        wrapped(x).sum().backward()
+        loss = wrapped(x).sum()
         if rank == 1:
-            time.sleep(0.5)
+            time.sleep(0.3)
+        loss.backward()
         log.mark("step begins")
         optimizer.step()
         log.mark("step ends")
@@ -105,9 +106,8 @@ def lone_reader(rank: int, world_size: int) -> list[float]:
             optimizer.state_dict()
         wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         if rank == 0 and index % 2:
-            reader = threading.Thread(target=lambda: [p.grad for p in wrapped.parameters()])
-            reader.start()  # on this rank gathers are now queued before the others get to theirs
-            time.sleep(0.1)
+            assert all(p.grad is not None for p in wrapped.parameters())
+        dist.barrier()  # a reader that needed the others' next step would wait here for ever
         wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
     return [p.sum().item() for p in wrapped.parameters()]

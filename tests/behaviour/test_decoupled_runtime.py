@@ -28,13 +28,13 @@ def test_gathers_happen_under_the_next_forward() -> None:
                 waits_in_forward += kind == "wait" and name == "all_gather"
                 updates += kind == "update"
         assert updates == 2 * 8  # every bucket once a step
-    # Rank 0's first step ended while rank 1 slept, so its forward had to wait for gathers.
+    # Rank 0 was through with its step while rank 1 slept, so its next forward had to wait for gathers.
     assert any(kind == "wait" and name == "all_gather" for kind, name, _ in results[0]["events"])
     assert results[0]["sequences"] == results[1]["sequences"]
     assert [s for s, _, _ in results[0]["sequences"]] == list(range(2 * 2 * 8))
 
 
-def test_a_reader_on_one_rank_only_waits() -> None:
+def test_a_reader_on_one_rank_needs_nothing_of_the_others() -> None:
     results = workers.run(3, f"{CASES}:lone_reader")
     assert results[0] == results[1] == results[2]
 

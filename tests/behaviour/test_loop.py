@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_decoupled_run_can_be_recorded_and_replayed_too(recorded: Path, tmp_pa
     plan = tmp_path / "plan.yaml"
     assert headway("optimize", recorded / "trace", "-o", plan, "--strategy", "decoupled").returncode == 0
     job = torchrun("train_small.py")
-    run = ("headway", "run", "--plan", plan, "--", *job)
+    run = (sys.executable, "-m", "headway", "run", "--plan", plan, "--", *job)
     done = headway("record", "-o", tmp_path / "trace", "--steps", "4:12", "--", *run)
     assert done.returncode == 0, done.stderr
     trace = load_trace(tmp_path / "trace")

@@ -1,9 +1,9 @@
 """The engine of one wrapped model: gradients into buckets, buckets onto the network, updates when due.
 
-Every synchronised backward issues, on every rank, the reduce-scatters of all buckets in plan order and then the
-all-gathers of all buckets in gather order, each exactly once. What triggers the gathers (a step, a read of ``.grad``, a
-further backward) may differ from rank to rank; their order cannot. So a read on one rank alone waits, and never mixes
-up collectives.
+Every synchronised backward queues, on every rank, the reduce-scatters of all buckets in plan order and then the
+all-gathers of all buckets in gather order, each exactly once, whatever the script does afterwards. A step, a read or a
+further backward only ever waits for what is queued. So a read on one rank alone can neither mix up collectives nor
+wait for something that other ranks have yet to decide.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class Engine:
         self._running = False  # a synchronised backward is filling buckets
         self._callback_queued = False
         self._next_bucket = 0
-        self._gathers_due = False
         self._communication = CommunicationThread(group)
         self._handles = [handle for slot in self._slots for handle in _hook(self, slot)]
 
@@ -135,9 +134,10 @@ class Engine:
                 slot.begin()
             bucket.ready = 0
             bucket.in_flight = True
-            self._gathers_due = True
             self._next_bucket += 1
             self._submit(REDUCE_SCATTER, bucket)
+        for index in self._gather_order:
+            self._buckets[index].gather = self._submit(ALL_GATHER, self._buckets[index])
 
     def _backward_ended(self) -> None:
         self._callback_queued = False
@@ -161,23 +161,12 @@ class Engine:
 
     # What happens to a bucket ----------------------------------------------------------------------
 
-    def enqueue_gathers(self) -> None:
-        """Queue the all-gathers of the last backward, unless that was done."""
-        if not self._gathers_due:
-            return
-        self.check_usable()
-        self._gathers_due = False
-        for index in self._gather_order:
-            bucket = self._buckets[index]
-            bucket.gather = self._submit(ALL_GATHER, bucket)
-
     def settle(self, bucket: LiveBucket) -> None:
         """Finish what is under way for ``bucket``: averages into ``.grad``, due updates into parameters."""
         with self._lock:
             if not bucket.in_flight:
                 return
             self.check_usable()
-            self.enqueue_gathers()
             assert bucket.gather is not None
             try:
                 self._communication.wait(bucket.gather)
@@ -285,9 +274,9 @@ class Engine:
         return not self._running and not any(bucket.in_flight for bucket in self._buckets)
 
     @property
-    def stepped(self) -> bool:
-        """Whether everything under way has its gathers queued, so that finishing it needs no peer's decision."""
-        return not self._running and not self._gathers_due
+    def running(self) -> bool:
+        """Whether a backward is filling buckets, or was interrupted while it did."""
+        return self._running
 
     def _make_buckets(
         self, parameters: dict[str, nn.Parameter], schedule: BucketSchedule

@@ -56,9 +56,9 @@ _failed: list[Engine] = []
 
 
 def abandon(engine: Engine) -> None:
-    """The wrapped model was collected: let go of ``engine`` if that needs nothing that peers have not agreed to."""
+    """The wrapped model was collected: let go of ``engine``, unless this is no moment to wait."""
     on_main_thread = threading.current_thread() is threading.main_thread()
-    if engine in _engines and on_main_thread and engine.stepped and not sys.is_finalizing():
+    if engine in _engines and on_main_thread and not engine.running and not sys.is_finalizing():
         with suppress(CommunicationError):
             group = engine.group
             release(engine)

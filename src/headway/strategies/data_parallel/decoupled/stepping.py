@@ -92,6 +92,7 @@ class WatchedState(defaultdict[Any, Any]):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(dict, optimizer.state)
         self._optimizer = weakref.ref(optimizer)
+        self.behind = False  # whether a step was deferred since somebody last looked
 
     def raw(self, key: Any) -> Any:
         """The state of one parameter as it is now, for the update itself."""
@@ -100,8 +101,9 @@ class WatchedState(defaultdict[Any, Any]):
         return dict.__getitem__(self, key)
 
     def _settle(self) -> None:
-        if (optimizer := self._optimizer()) is not None:
+        if self.behind and (optimizer := self._optimizer()) is not None:
             settle(optimizer)
+            self.behind = False
 
     def __reduce__(self) -> Any:
         self._settle()
@@ -203,8 +205,8 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
         groups = [{**h, "params": p} for h, p in zip(hyper_parameters, parameters, strict=True) if p]
         stand_in = _StandIn(optimizer, partial(list, groups))
         bucket.updates.append(partial(torch_private.unhooked_step(type(optimizer)), stand_in))
-    for engine in {slot.engine for slot in touched}:
-        engine.enqueue_gathers()
+    if touched and isinstance(optimizer.state, WatchedState):
+        optimizer.state.behind = True
     return now
 
 

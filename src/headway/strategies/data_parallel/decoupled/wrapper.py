@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.errors import UnsupportedError, UserError
+from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import check_module, trainable_now
@@ -156,7 +156,13 @@ class DecoupledDataParallel(DistributedDataParallel):
             return
         buffers = list(self.module.buffers())
         with torch_private.preserved_versions(buffers):
-            replicas.broadcast(buffers, self.process_group)
+            try:
+                replicas.broadcast(buffers, self.process_group)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"rank {dist.get_rank()}: the broadcast of buffers failed: {' '.join(str(error).split())[:200]}. "
+                    "A peer ended or fell silent: its own output says why. Restart the job from its last checkpoint."
+                ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
