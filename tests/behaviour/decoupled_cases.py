@@ -366,7 +366,8 @@ def evaluation_after_a_step(kit: Kit) -> None:
     for step in range(3):
         train(kit, model, optimizer, 1, step)
         model.eval()
-        for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        contexts = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+        for context in contexts[step:] + contexts[:step]:
             with context():
                 kit.see("eval", mean(kit, kit.loss(model, 50)))
                 kit.see("eval", mean(kit, kit.loss(model.module, 51)))
@@ -416,6 +417,19 @@ class Tied(nn.Module):
         x = self.again(torch.tanh(self.inner(x))) * self.scale
         # Uses a parameter of a module whose forward is not called.
         return nn.functional.linear(x, self.head.weight, self.head.bias)
+
+
+@alone
+def backward_through_a_step(kit: Kit) -> None:
+    model = kit.wrap(mlp())
+    optimizer = sgd(model)
+    train(kit, model, optimizer, 1)
+    stale = kit.loss(model, 5)
+    train(kit, model, optimizer, 1, 1)
+    try:
+        stale.backward()  # needs parameters as they were before the step
+    except RuntimeError as error:
+        kit.see("refused", float("modified by an inplace operation" in str(error)))
 
 
 @alone

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
 
-from headway.errors import CommunicationError
+from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled import observer as observing
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
@@ -193,6 +193,29 @@ def killed(rank: int, world_size: int) -> str:
         assert again
     assert message
     return message
+
+
+def forked(rank: int, world_size: int) -> list[int]:
+    """A forked process may not wait for a thread that it does not have; its end disturbs nobody."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    statuses = []
+    for reads in (True, False):
+        child = os.fork()
+        if child == 0:
+            status = 3
+            try:
+                if reads:
+                    wrapped.state_dict()
+            except UnsupportedError:
+                status = 4
+            del wrapped
+            gc.collect()
+            os._exit(status)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    step(wrapped, optimizer, rank)
+    return statuses
 
 
 def many_wraps_of_subgroups(rank: int, world_size: int) -> float:

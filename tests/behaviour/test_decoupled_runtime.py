@@ -52,6 +52,10 @@ def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
     assert results[0]["threads"] == 0
 
 
+def test_a_forked_process_refuses_to_wait() -> None:
+    assert workers.run(2, f"{CASES}:forked", timeout_s=40) == [[4, 3], [4, 3]]
+
+
 def test_a_group_of_some_ranks() -> None:
     results = workers.run(3, f"{CASES}:many_wraps_of_subgroups")
     assert results[0] == results[2] != 0.0

@@ -201,8 +201,15 @@ class Engine:
                     assert gradient is not None
                     gradient.copy_(slot.view)
                 slot.leave()
-            for update in updates:
-                update()
+            try:
+                for update in updates:
+                    update()
+            except BaseException as error:  # an interrupted update cannot be told from a finished one
+                self._failure = UnsupportedError(
+                    f"the update of bucket {bucket.index} did not finish", got=type(error).__name__,
+                    fix="Restart the job from its last checkpoint.",
+                )  # fmt: skip
+                raise
             for slot, gradient in replaced:
                 slot.parameter.grad = gradient
         if updates:
@@ -236,8 +243,9 @@ class Engine:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept), so its "
-                "bucket is updated inside step() and gains nothing. Keep a copy (clone) instead.",
+                f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept, or a "
+                "loss whose backward did not run), so its bucket is updated inside step() and gains nothing. "
+                "Keep a copy (clone), or delete it before step().",
                 HeadwayWarning,
                 stacklevel=2,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from contextlib import suppress
@@ -20,17 +21,24 @@ SWITCH_INTERVAL_S = 1e-4
 _engines: dict[Engine, dist.ProcessGroup] = {}  # engine: the user's process group
 _usual_interval_s: float | None = None
 _prepared = False
+_process = 0
+
+
+def _here() -> bool:
+    """Whether this is the process that trains, and not one forked from it."""
+    return os.getpid() == _process
 
 
 def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
     """Keep ``engine`` alive, and finish its work before ``users_group`` or the interpreter ends."""
-    global _usual_interval_s, _prepared  # noqa: PLW0603 - the interpreter's settings are global as well
+    global _usual_interval_s, _prepared, _process  # noqa: PLW0603 - the interpreter's settings are global as well
     if not _prepared:
         _prepared = True
         watch_optimizers()
         torch_private.before_group_shutdown(_before_shutdown)
         atexit.register(_at_exit)
     if not _engines:
+        _process = os.getpid()
         _usual_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_usual_interval_s, SWITCH_INTERVAL_S))
     _engines[engine] = users_group
@@ -58,7 +66,7 @@ _failed: list[Engine] = []
 def abandon(engine: Engine) -> None:
     """The wrapped model was collected: let go of ``engine``, unless this is no moment to wait."""
     on_main_thread = threading.current_thread() is threading.main_thread()
-    if engine in _engines and on_main_thread and not engine.running and not sys.is_finalizing():
+    if engine in _engines and _here() and on_main_thread and not engine.running and not sys.is_finalizing():
         with suppress(CommunicationError):
             group = engine.group
             release(engine)
@@ -75,7 +83,7 @@ def _before_shutdown(group: dist.ProcessGroup) -> None:
 
 def _at_exit() -> None:
     """Take part in what peers still wait for, unless this process is ending because something went wrong."""
-    if getattr(sys, "last_value", None) is not None:
+    if getattr(sys, "last_value", None) is not None or not _here():
         return
     for engine in list(_engines):
         with suppress(CommunicationError):
