@@ -328,7 +328,7 @@ def zero_grad_everywhere(kit: Kit) -> None:
                 lambda m, o, n: m.zero_grad(set_to_none=n),
                 lambda m, o, n: m.module.zero_grad(set_to_none=n),
                 _clear_by_hand,
-            ):
+            )[: 1 if position < 2 else 4]:
                 model = kit.wrap(mlp())
                 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
                 for step in range(3):
