@@ -11,13 +11,13 @@ from headway.trace.format import Trace, load_trace
 from headway.version import __version__
 
 if TYPE_CHECKING:
-    from headway.parallelize import parallelize
+    from headway.strategies.parallelize import parallelize
     from headway.trace.record.attach import record
 
 __all__ = ["Cluster", "HeadwayError", "Plan", "Trace", "__version__", "load_trace", "parallelize", "record"]
 
 # These import torch, which takes seconds; the command line mostly does without.
-_LAZY = {"parallelize": "headway.parallelize", "record": "headway.trace.record.attach"}
+_LAZY = {"parallelize": "headway.strategies.parallelize", "record": "headway.trace.record.attach"}
 
 
 def __getattr__(name: str) -> Any:

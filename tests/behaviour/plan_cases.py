@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as Imported  # as a script
 
 from headway.errors import HeadwayError
 from headway.integrations import plan_injection
-from headway.parallelize import parallelize
+from headway.strategies.parallelize import parallelize
 from headway.plan import Plan, PlannedModel
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy

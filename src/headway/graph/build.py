@@ -90,7 +90,7 @@ class GraphBuilder:
         self.collectives: list[PlacedCollective] = []
         self._links = Links(cluster)
         self._operations = DataflowBuilder(self._links.resources)
-        self._placed: dict[tuple[str, int, int], int] = {}
+        self._placed: dict[tuple[str, int, int, int], int] = {}
 
     def compute(self, walk: Walk, part: str, duration_ns: int, bucket: int = -1) -> None:
         """Add a stretch of computation to a main thread, after what it has to wait for."""
@@ -119,11 +119,11 @@ class GraphBuilder:
         algorithm: str,
         after: Sequence[int] = (),
     ) -> int:
-        """Have this rank ask for a collective, matched over ranks by (name, step, key). Returns its number.
+        """Have this rank ask for a collective, matched over ranks by (name, bucket, step, key). Returns its number.
 
         On this rank it begins after everything on its main thread so far and after the collectives ``after``.
         """
-        place = (name, walk.step, key)
+        place = (name, bucket, walk.step, key)
         number = self._placed.get(place, -1)
         if number < 0:
             number = self._placed[place] = len(self.collectives)

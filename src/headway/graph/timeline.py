@@ -109,7 +109,7 @@ def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
         -1:
     ]
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
-    sizes = {row.name: row.size_bytes for row in rows if row.kind == Kind.COLLECTIVE and row.bucket < 0}
+    sizes = {(r.name, r.enqueue_ns): r.size_bytes for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
     cuts = []
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners:
@@ -120,8 +120,8 @@ def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.READY, row.name)))
         elif row.kind == Kind.OPTIMIZER:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
-        elif row.kind == Kind.WAIT and row.name in sizes:
-            cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, sizes[row.name])))
+        elif row.kind == Kind.WAIT and (size_bytes := sizes.get((row.name, row.start_ns))) is not None:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, size_bytes)))
     for one in synchronising:
         ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
         cuts.append(_Cut(max(ends, default=one.end_ns), 3, Item(Point.BACKWARD_END)))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from headway.errors import HeadwayError
-from headway.integrations.launch import PLAN_VARIABLE, RECORD_VARIABLE
+from headway.errors import HeadwayError, UserError
+from headway.integrations.launch import ERRORS_VARIABLE, PLAN_VARIABLE, RECORD_VARIABLE
 
-USER_ERROR_STATUS = 2
+
+GLOO_SETTLE_S = 0.02
 
 
 def on_torch_import(_torch: Any) -> None:
@@ -21,6 +25,7 @@ def on_torch_import(_torch: Any) -> None:
     if not dist.is_available():
         return
     _end_cleanly_on_own_errors()
+    _let_gloo_finish_before_groups_go()
     plan_path = os.environ.get(PLAN_VARIABLE)
     record_options = os.environ.get(RECORD_VARIABLE)
     if plan_path:
@@ -35,15 +40,39 @@ def on_torch_import(_torch: Any) -> None:
         record_from_first_group(RecordOptions.model_validate_json(record_options))
 
 
+def _let_gloo_finish_before_groups_go() -> None:
+    """Give Gloo's threads a moment of the interpreter before a process group is destroyed.
+
+    torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
+    finished collective needs it: a script that destroys its group right after a collective can hang for ever.
+    """
+    import torch.distributed as dist
+
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(GLOO_SETTLE_S)
+        return original(*args, **kwargs)
+
+    dist.destroy_process_group = destroy_process_group
+    dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+
 def _end_cleanly_on_own_errors() -> None:
-    """Show Headway's own errors as one line and exit with status 2, instead of a traceback of its insides."""
+    """Show Headway's own errors as one line instead of a traceback of its insides, and leave them for the launcher."""
     before: Callable[..., Any] = sys.excepthook
 
     @functools.wraps(before)
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, HeadwayError):
-            print(f"headway: rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr, flush=True)
-        else:
+        if not isinstance(error, HeadwayError):
             before(kind, error, trace)
+            return
+        rank = os.environ.get("RANK", "0")
+        print(f"headway: rank {rank}: {error}", file=sys.stderr, flush=True)
+        folder = os.environ.get(ERRORS_VARIABLE)
+        if folder and isinstance(error, UserError):
+            with contextlib.suppress(OSError):
+                (Path(folder) / f"rank-{rank.zfill(5)}").write_text(str(error), encoding="utf-8")
 
     sys.excepthook = show

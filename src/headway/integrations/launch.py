@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from headway.errors import LaunchError
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
 SKIP_VARIABLE = "HEADWAY_SKIP"
+ERRORS_VARIABLE = "HEADWAY_ERRORS"  # a folder in which ranks leave Headway's own errors
 
 _INJECT = Path(__file__).parent / "inject"
 
@@ -36,7 +38,19 @@ def injected_environment(
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``command``, hand on SIGINT and SIGTERM, and return its exit status (128 + N for signal N)."""
+    """Run ``command``, hand on SIGINT and SIGTERM, and return its exit status (128 + N for signal N).
+
+    Raises LaunchError where it cannot be started, and the first of Headway's own errors that a rank ended with.
+    """
+    with tempfile.TemporaryDirectory(prefix="headway-") as errors:
+        status = _wait_for(command, {**environment, ERRORS_VARIABLE: errors})
+        said = sorted(Path(errors).iterdir())
+        if status != 0 and said:
+            raise LaunchError(said[0].read_text(encoding="utf-8")[:2000])
+    return status
+
+
+def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         process = subprocess.Popen(command, env=dict(environment))
     except OSError as failure:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.errors import UnsupportedError
-from headway.parallelize import check, runtime_of
+from headway.strategies.parallelize import check, runtime_of
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime

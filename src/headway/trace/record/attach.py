@@ -71,7 +71,21 @@ def _attach(recorder: Recorder) -> None:
     observer.set_observer(_RuntimeObserver(recorder))
     _watch_constructions(DistributedDataParallel, recorder)
     _watch_constructions(DecoupledDataParallel, recorder)
+    _finish_before_the_group_goes(recorder)
     recorder.attach()
+
+
+def _finish_before_the_group_goes(recorder: Recorder) -> None:
+    """End a recording whose job ends early while its process group still stands."""
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        recorder.finish()
+        return original(*args, **kwargs)
+
+    dist.destroy_process_group = destroy_process_group
+    dist.distributed_c10d.destroy_process_group = destroy_process_group
 
 
 def _watch_constructions(wrapper: type, recorder: Recorder) -> None:

@@ -19,6 +19,10 @@ import torch
 from headway import torch_private
 
 
+SETTLE_TIMEOUT_S = 2.0
+RELEASE_AFTER_NS = 50_000_000
+
+
 @dataclass(slots=True)
 class ObservedCollective:
     """One collective of this rank; ``end_ns`` is 0 until its work completes."""
@@ -69,6 +73,7 @@ class CollectiveTap:
         self._sequences: dict[str, int] = defaultdict(int)
         self._main_thread = threading.get_ident()
         self._overlay: torch_private.KernelOverlay | None = None
+        self._works: list[tuple[ObservedCollective, Any]] = []
 
     def attach(self) -> None:
         """Lay the observing kernels over the c10d operations."""
@@ -82,6 +87,29 @@ class CollectiveTap:
         if self._overlay is not None:
             self._overlay.remove()
             self._overlay = None
+            self._settle()
+
+    def release_finished(self) -> None:
+        """Let go of finished works, on the main thread.
+
+        A work holds tensors that Python has seen, and a Python callback. If Gloo's thread dropped the last reference,
+        it would enter the interpreter while it holds its queue's lock, for which the main thread may be waiting
+        inside the interpreter. Works that ended a moment ago may still be in that thread's hands.
+        """
+        before_ns = time.monotonic_ns() - RELEASE_AFTER_NS
+        self._works = [(seen, work) for seen, work in self._works if not 0 < seen.end_ns < before_ns]
+
+    def _settle(self) -> None:
+        """Let callbacks of finished works run.
+
+        A process group that is destroyed joins its threads without letting go of the interpreter, and would wait
+        for ever for a thread that is about to enter one of these callbacks.
+        """
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < deadline and any(seen.end_ns == 0 for seen in self.observed[-64:]):
+            time.sleep(0.002)
+        time.sleep(RELEASE_AFTER_NS / 1e9)
+        self._works.clear()
 
     def _observer(self, operation: _Operation) -> Callable[..., Any]:
         def observe(original: Callable[..., Any], *args: Any) -> Any:
@@ -100,6 +128,7 @@ class CollectiveTap:
             work = result[1] if isinstance(result, tuple) else result
             torch_private.when_work_completes(work, lambda: setattr(seen, "end_ns", time.monotonic_ns()))
             self.observed.append(seen)
+            self._works.append((seen, work))
             return result
 
         return observe

@@ -154,6 +154,7 @@ class Recorder:
             self._stop_counting = None
         if self._recording:
             self._put(Kind.STEP, f"step {self.step}", self._boundary_ns, now_ns)
+        self._tap.release_finished()
         self.step += 1
         self._boundary_ns = now_ns
         if self.step >= self.options.last_step:
@@ -186,6 +187,8 @@ class Recorder:
             self._write()
         else:
             self._write_status()
+        # What a model holds, its process group among it, must go when the script lets go of it.
+        self._model = self._root = self._step_clock = self._stop_counting = None
 
     def _write(self) -> None:
         rank, world_size = dist_place()
