@@ -47,7 +47,11 @@ class AlgorithmCost(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Hosts in rank order: the first ``hosts[0].workers`` ranks live on the first host, and so on."""
+    """Hosts in rank order: the first ``hosts[0].workers`` ranks live on the first host, and so on.
+
+    ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
+    stands for a fifth longer). It is 0 for devices that compute by themselves.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,6 +61,7 @@ class Cluster(BaseModel):
     local_gbps: Rate = 20.0
     local_latency_us: Latency = 30.0
     algorithms: dict[str, AlgorithmCost] = {}
+    compute_slowdown: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
     source: str = "written by hand"
 
     @model_validator(mode="after")
@@ -87,7 +92,13 @@ class Cluster(BaseModel):
             )
             for host in self.hosts
         )
-        return self.model_copy(update={"hosts": hosts, "latency_us": self.latency_us * latency})
+        changed = {
+            "hosts": hosts,
+            "latency_us": self.latency_us * latency,
+            # The cores work for every byte, so more bytes a second take more of them.
+            "compute_slowdown": self.compute_slowdown * bandwidth,
+        }
+        return self.model_copy(update=changed)
 
     def resized(self, world_size: int) -> Cluster:
         """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used."""

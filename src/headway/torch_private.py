@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -12,9 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    _get_default_store,
-)
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -76,7 +75,7 @@ def when_work_completes(boxed: Any, callback: Callable[[], None]) -> None:
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """From inside a backward: call ``callback`` when its graph is done, before later-queued callbacks."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def data_loader_iterator() -> type:
@@ -84,10 +83,9 @@ def data_loader_iterator() -> type:
     return _BaseDataLoaderIter
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store of the default process group."""
-    store: dist.Store = _get_default_store()
-    return store
+    return _get_default_store()
 
 
 def ddp_buckets(ddp: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
@@ -187,3 +185,12 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     """A context in which writing to ``tensors`` does not invalidate graphs that saved them."""
     autograd = cast(Any, torch.autograd)
     return cast("AbstractContextManager[Any]", autograd._unsafe_preserve_version_counter(tuple(tensors)))
+
+
+def let_gloo_finish() -> None:
+    """Give Gloo's threads a moment of the interpreter; to be called before a process group is destroyed.
+
+    torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
+    finished collective needs it: a group destroyed right after a collective can hang or abort.
+    """
+    time.sleep(0.05)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from tests.models import layered_model
 from tests.replay.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
 from headway.optimize.bounds import step_bound
-from headway.optimize.search import candidate_strategies, plan_of, search
+from headway.optimize.search import TIE, candidate_strategies, plan_of, search
 from headway.replay.replayer import Replayer
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -29,10 +31,11 @@ def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> N
     seen: list[tuple[int, int]] = []
     found = search(replayer, lambda done, of: seen.append((done, of)))
     times = [candidate.predicted_ms for candidate in found.candidates]
-    assert times == sorted(times)
+    assert all(later >= (1 - TIE) * earlier for earlier, later in itertools.pairwise(times))
+    assert times[0] <= (1 + TIE) * min(times)
     assert times[0] >= 0.999 * found.bound_ms
     assert seen[-1][0] == seen[-1][1] == len(found.candidates)
-    assert found.best(DistributedDataParallelStrategy).predicted_ms >= times[0]
+    assert found.best(DistributedDataParallelStrategy).predicted_ms >= min(times)
 
 
 def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:

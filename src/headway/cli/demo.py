@@ -25,7 +25,7 @@ PLANS = 3
               show_default=True, help="Where to put trace, plans and report; replaces an earlier demo.")  # fmt: skip
 @click.option("--model", type=click.Choice(["gpt", "digits"]), default="gpt", show_default=True)
 @click.option("--workers", type=click.IntRange(2, 4), default=2, show_default=True)
-@click.option("--rate", default="400mbit", show_default=True, help="The rate of every worker's link.")
+@click.option("--rate", default="200mbit", show_default=True, help="The rate of every worker's link.")
 @click.option(
     "--rounds", type=click.IntRange(1, 20), default=2, show_default=True, help="Runs of every plan."
 )

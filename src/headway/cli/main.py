@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit status."""
-    own, command = arguments, ()
+    own: list[str] = arguments
+    command: tuple[str, ...] = ()
     if "--" in arguments:
         cut = arguments.index("--")
         own, command = arguments[:cut], tuple(arguments[cut + 1 :])

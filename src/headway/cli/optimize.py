@@ -86,5 +86,6 @@ def plans_table(found: SearchResult) -> Table:
             f"{candidate.predicted_ms / found.bound_ms:.2f}",
             "; ".join(candidate.changes),
         )
-    table.caption = f"recorded {found.recorded_ms:.1f} ms, replayed {found.baseline_ms:.1f} ms, bound {found.bound_ms:.1f} ms"
+    recorded, replayed = f"recorded {found.recorded_ms:.1f} ms", f"replayed {found.baseline_ms:.1f} ms"
+    table.caption = f"{recorded}, {replayed}, bound {found.bound_ms:.1f} ms"
     return table

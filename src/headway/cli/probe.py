@@ -28,12 +28,15 @@ def probe(cluster_path: Path, as_json: bool) -> None:
         )  # fmt: skip
     import torch.distributed as dist
 
+    from headway import torch_private
     from headway.network.probe import probe_cluster
 
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     words = output.error_console()
     cluster = probe_cluster((lambda what: words.print(f"probing {what}")) if first else lambda _what: None)
+    dist.barrier()
+    torch_private.let_gloo_finish()
     dist.destroy_process_group()
     if not first:
         return

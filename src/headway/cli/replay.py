@@ -55,7 +55,7 @@ def replay(
             {
                 "step_ms": result.step_ms,
                 "breakdown_ms": breakdown_ms,
-                "peak_bytes": {rank: result.peak_bytes for rank in breakdown_ms},
+                "peak_bytes": dict.fromkeys(breakdown_ms, result.peak_bytes),
                 "operations": result.operations,
                 "elapsed_s": result.elapsed_s,
                 "recorded_step_ms": recorded_ms,

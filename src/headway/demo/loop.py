@@ -22,6 +22,7 @@ from headway.lab.spec import LabSpec
 from headway.optimize.search import Candidate, SearchResult, plan_of, search
 from headway.replay.replayer import Replayer
 from headway.report.page import write_html
+from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.format import Trace, load_trace
@@ -39,8 +40,8 @@ class DemoOptions:
     folder: Path
     model: str = "gpt"
     workers: int = 2
-    rate: str = "400mbit"
-    steps: int = 25
+    rate: str = "200mbit"
+    steps: int = 20
     rounds: int = 2
     mode: launch.Mode = "auto"
 
@@ -50,6 +51,7 @@ class PlanRuns:
     """One plan: what replay predicted, and what each run measured (mean step after warm-up)."""
 
     name: str
+    strategy: Strategy
     plan_path: Path | None
     predicted_ms: float
     uncertainty_ms: float
@@ -109,7 +111,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
         for one in runs if number % 2 == 0 else tuple(reversed(runs)):
             progress(f"training with {one.name}, run {number + 1} of {options.rounds}")
             lab.measure(one)
-    chosen = min(runs, key=lambda one: one.predicted_ms)
+    chosen = next(one for one in runs if one.strategy == found.candidates[0].strategy)
     report = options.folder / "report.html"
     write_html(trace, diagnosis, report)
     return DemoResult(
@@ -170,7 +172,7 @@ class _Lab:
         one.losses = logged["losses"]
 
     def _command(self) -> list[str]:
-        batch = {"gpt": "16", "digits": "64"}[self._options.model]
+        batch = {"gpt": "32", "digits": "96"}[self._options.model]
         steps = str(self._options.steps)
         return [sys.executable, "-m", MODELS[self._options.model], "--steps", steps, "--batch", batch]
 
@@ -179,7 +181,7 @@ def _plans_to_try(folder: Path, replayer: Replayer, found: SearchResult) -> tupl
     stock = next(c for c in found.candidates if c.strategy == DistributedDataParallelStrategy())
     tuned = found.best(DistributedDataParallelStrategy)
     decoupled = found.best(DecoupledStrategy)
-    runs = [PlanRuns("stock DDP", None, stock.predicted_ms, stock.uncertainty_ms)]
+    runs = [PlanRuns("stock DDP", stock.strategy, None, stock.predicted_ms, stock.uncertainty_ms)]
     for candidate, name in ((tuned, "plan-ddp.yaml"), (decoupled, "plan-decoupled.yaml")):
         if candidate is not stock:
             runs.append(_planned(folder / name, candidate, replayer, found))
@@ -190,7 +192,9 @@ def _plans_to_try(folder: Path, replayer: Replayer, found: SearchResult) -> tupl
 
 def _planned(path: Path, candidate: Candidate, replayer: Replayer, found: SearchResult) -> PlanRuns:
     plan_of(candidate, replayer, found.baseline_ms).save(path)
-    return PlanRuns(candidate.name, path, candidate.predicted_ms, candidate.uncertainty_ms)
+    return PlanRuns(
+        candidate.name, candidate.strategy, path, candidate.predicted_ms, candidate.uncertainty_ms
+    )
 
 
 def _largest_difference(curves: Sequence[Sequence[float]]) -> float:

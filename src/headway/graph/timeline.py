@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headway.graph.intervals import Intervals
 from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
 
@@ -42,6 +43,7 @@ class Item(NamedTuple):
     name: str = ""
     duration_ns: int = 0
     size_bytes: int = 0
+    overlap: float = 0.0  # the share of the stretch during which a collective was under way on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,42 @@ class Timeline:
         )
         return Timeline(self.rank, self.step, items)
 
+    def undisturbed(self, slowdown: float) -> Timeline:
+        """The same step as if no communication had slowed its computation down, by ``slowdown`` while under way."""
+        items = tuple(
+            item._replace(duration_ns=round(item.duration_ns / (1 + slowdown * item.overlap)))
+            if item.overlap
+            else item
+            for item in self.items
+        )
+        return Timeline(self.rank, self.step, items)
+
 
 def timelines_of(trace: Trace) -> dict[int, tuple[Timeline, ...]]:
     """Every rank's recorded steps as timelines."""
     forward_order = frozenset(trace.model.forward_order)
+    under_way = collectives_under_way(trace)
     return {
-        rank: tuple(_timeline(rank, step, events.of_step(step), forward_order) for step in trace.steps)
+        rank: tuple(
+            _timeline(rank, step, events.of_step(step), forward_order, under_way[rank])
+            for step in trace.steps
+        )
+        for rank, events in trace.events.items()
+    }
+
+
+def collectives_under_way(trace: Trace) -> dict[int, Intervals]:
+    """For each rank, when one of its collectives had been asked for by every rank and was not done."""
+    arrived: dict[tuple[str, str, int], int] = {}
+    for events in trace.events.values():
+        for row in events.of_kind(Kind.COLLECTIVE):
+            key = (row.name, row.group, row.sequence)
+            arrived[key] = max(arrived.get(key, 0), row.enqueue_ns)
+    return {
+        rank: Intervals(
+            (max(row.start_ns, arrived[row.name, row.group, row.sequence]), row.end_ns)
+            for row in events.of_kind(Kind.COLLECTIVE)
+        )
         for rank, events in trace.events.items()
     }
 
@@ -76,7 +108,7 @@ class _Cut(NamedTuple):
     item: Item | None
 
 
-def _timeline(rank: int, step: int, events: Events, owners: frozenset[str]) -> Timeline:
+def _timeline(rank: int, step: int, events: Events, owners: frozenset[str], under_way: Intervals) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
     waits = _merged([row for row in rows if row.kind == Kind.WAIT])
@@ -94,7 +126,8 @@ def _timeline(rank: int, step: int, events: Events, owners: frozenset[str]) -> T
         time_ns = min(max(cut.time_ns, window.start_ns), window.end_ns)
         if time_ns > now_ns:
             if not _inside(now_ns, waits):
-                items.append(Item(_part_at(now_ns, parts), "", time_ns - now_ns))
+                overlap = under_way.share_of(now_ns, time_ns)
+                items.append(Item(_part_at(now_ns, parts), "", time_ns - now_ns, overlap=overlap))
             now_ns = time_ns
         if cut.item is not None:
             items.append(cut.item)
@@ -174,7 +207,9 @@ def _joined(items: Sequence[Item]) -> list[Item]:
     joined: list[Item] = []
     for item in items:
         if item.duration_ns and joined and joined[-1].duration_ns and joined[-1].kind == item.kind:
-            joined[-1] = item._replace(duration_ns=joined[-1].duration_ns + item.duration_ns)
+            total_ns = joined[-1].duration_ns + item.duration_ns
+            disturbed = joined[-1].overlap * joined[-1].duration_ns + item.overlap * item.duration_ns
+            joined[-1] = item._replace(duration_ns=total_ns, overlap=disturbed / total_ns)
         else:
             joined.append(item)
     return joined

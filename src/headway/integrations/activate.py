@@ -6,16 +6,12 @@ import contextlib
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, UserError
 from headway.integrations.launch import ERRORS_VARIABLE, PLAN_VARIABLE, RECORD_VARIABLE
-
-
-GLOO_SETTLE_S = 0.02
 
 
 def on_torch_import(_torch: Any) -> None:
@@ -41,18 +37,15 @@ def on_torch_import(_torch: Any) -> None:
 
 
 def _let_gloo_finish_before_groups_go() -> None:
-    """Give Gloo's threads a moment of the interpreter before a process group is destroyed.
-
-    torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
-    finished collective needs it: a script that destroys its group right after a collective can hang for ever.
-    """
     import torch.distributed as dist
+
+    from headway import torch_private
 
     original = dist.destroy_process_group
 
     @functools.wraps(original)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(GLOO_SETTLE_S)
+        torch_private.let_gloo_finish()
         return original(*args, **kwargs)
 
     dist.destroy_process_group = destroy_process_group

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.errors import UnsupportedError
-from headway.strategies.parallelize import check, runtime_of
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.parallelize import check, runtime_of
 
 _stock_init: Callable[..., None] = DistributedDataParallel.__init__
 _plan: Plan | None = None

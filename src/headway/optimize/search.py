@@ -17,6 +17,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
+TIE = 0.01
 DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 DECOUPLED_CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 
@@ -43,7 +44,7 @@ class SearchResult:
     elapsed_s: float
 
     def best(self, strategy: type[Strategy] | None = None) -> Candidate:
-        """The quickest candidate, of ``strategy`` only where given."""
+        """The first candidate, of ``strategy`` only where given."""
         return next(c for c in self.candidates if strategy is None or isinstance(c.strategy, strategy))
 
 
@@ -79,10 +80,21 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     return SearchResult(
         baseline_ms=baseline.step_ms,
         recorded_ms=replayer.recorded_step_ms,
-        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.predicted_ms)),
+        candidates=_best_first(candidates, replayer.trace.model),
         bound_ms=bound.decoupled_ms,
         elapsed_s=time.perf_counter() - begun,
     )
+
+
+def _best_first(candidates: list[Candidate], model: ModelSpec) -> tuple[Candidate, ...]:
+    """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first."""
+    best_ms = min(candidate.predicted_ms for candidate in candidates)
+
+    def key(candidate: Candidate) -> tuple[int, int, float]:
+        band = int((candidate.predicted_ms / best_ms - 1) / TIE)
+        return band, len(candidate.strategy.decide(model).buckets), candidate.predicted_ms
+
+    return tuple(sorted(candidates, key=key))
 
 
 def plan_of(candidate: Candidate, replayer: Replayer, baseline_ms: float) -> Plan:

@@ -13,7 +13,8 @@ from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.timeline import Timeline, timelines_of
 from headway.network.fit import cluster_from_trace
-from headway.replay.engine import Schedule, play
+from headway.replay.disturbance import play_disturbed
+from headway.replay.engine import Schedule
 from headway.replay.memory import peak_bytes
 from headway.replay.what_if import WhatIf
 from headway.strategies.base import Strategy
@@ -63,7 +64,10 @@ class Replayer:
                 expected=f"the trace's {trace.world_size}",
                 fix="To change the number of workers, use --what-if workers=N.",
             )
-        self.timelines = timelines_of(trace)
+        self.timelines = {
+            rank: tuple(timeline.undisturbed(self.cluster.compute_slowdown) for timeline in timelines)
+            for rank, timelines in timelines_of(trace).items()
+        }
 
     @cached_property
     def recorded_strategy(self) -> Strategy:
@@ -100,7 +104,7 @@ class Replayer:
         _check_size(ranks, cluster.world_size, len(schedule.buckets))
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         dataflow = graph.close()
-        played = play(dataflow)
+        played = play_disturbed(graph, dataflow, cluster.compute_slowdown)
         times_ms = _step_times_ms(graph, played)
         return ReplayResult(
             step_ms=float(np.mean(times_ms)),

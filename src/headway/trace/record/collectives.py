@@ -18,7 +18,6 @@ import torch
 
 from headway import torch_private
 
-
 SETTLE_TIMEOUT_S = 2.0
 RELEASE_AFTER_NS = 50_000_000
 

@@ -80,12 +80,18 @@ class Recorder:
     def attach(self) -> None:
         """Start observing this rank. Needs the default process group."""
         self._compare_clocks_first()
+        self.resume()
+        atexit.register(self.finish)
+
+    def resume(self) -> None:
+        """Lay every hook, for the first time or again after ``detach``."""
         self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         if not self.options.optimizer_steps_only:
             self._tap.attach()
             self._watch_input()
-        atexit.register(self.finish)
+            if self._model is not None and self._root is not None:
+                self._watch.attach(self._model, self._root)
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
         """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded."""

@@ -8,6 +8,7 @@ from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 
 ALGORITHM = "ring"
+UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
 
 
 class Dataflow:
@@ -29,6 +30,7 @@ class Dataflow:
         self._last_job: dict[int, list[int]] = defaultdict(list)
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> collective
         self._update_ns: dict[int, int] = defaultdict(int)
+        self._update_overhead_ns = graph.cluster.cost_of(UPDATE).overhead_us * 1e3
 
     def use(self, walk: Walk, module: str) -> None:
         """Forward needs a module: wait for its buckets' gathers, and update their parameters."""
@@ -41,7 +43,8 @@ class Dataflow:
             return
         share = self._graph.schedule.buckets[index].size_bytes / self._total_bytes
         self._graph.wait(walk, "parameters", gather)
-        self._graph.compute(walk, Part.OPTIMIZER, round(self._update_ns[walk.rank] * share), bucket=index)
+        update_ns = round(self._update_ns[walk.rank] * share + self._update_overhead_ns)
+        self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=index)
 
     def ready(self, walk: Walk, parameter: str) -> None:
         """Count down the parameter's bucket; reduce-scatter what is full, in order."""
@@ -54,6 +57,13 @@ class Dataflow:
         while self._next[walk.rank] < len(buckets) and missing[self._next[walk.rank]] <= 0:
             self._job(walk, "reduce_scatter", self._next[walk.rank])
             self._next[walk.rank] += 1
+            if self._next[walk.rank] == len(buckets):
+                self._queue_gathers(walk)
+
+    def _queue_gathers(self, walk: Walk) -> None:
+        """The gathers stand behind the last reduce-scatter, in the order of the next forward."""
+        for index in self._graph.schedule.gather_order:
+            self._gathers[walk.rank][index] = self._job(walk, "all_gather", index)
 
     def _job(self, walk: Walk, name: str, index: int) -> int:
         bucket = self._graph.schedule.buckets[index]
@@ -71,7 +81,7 @@ class Dataflow:
         return number
 
     def backward_end(self, walk: Walk) -> None:
-        """Nobody waits here."""
+        """Nobody waits here, and what forward left untouched is settled before the next gradients arrive."""
         self._counts[walk.rank] = dict(self._missing)
         self._next[walk.rank] = 0
         self._passes[walk.rank] += 1
@@ -80,10 +90,6 @@ class Dataflow:
         """There is nothing to copy back: the deferred update reads the bucket."""
 
     def optimizer(self, walk: Walk, duration_ns: int) -> None:
-        """Ask for every gather in the order of the next forward, and go on; updates wait for their use."""
-        for index in range(len(self._missing)):
-            self._materialise(walk, index)
+        """Go on at once; each bucket's share of the update waits for its first use."""
         self._graph.compute(walk, Part.OPTIMIZER, 0)
         self._update_ns[walk.rank] = duration_ns
-        for index in self._graph.schedule.gather_order:
-            self._gathers[walk.rank][index] = self._job(walk, "all_gather", index)

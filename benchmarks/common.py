@@ -1,0 +1,81 @@
+"""What benchmarks share: their arguments, the machine they ran on, and how rows become a page and a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from headway import files
+from headway.version import __version__
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class BenchmarkArguments:
+    """``quick`` stays under three minutes; ``only`` names one case; ``json`` is where rows go besides."""
+
+    quick: bool
+    only: str | None
+    json: Path | None
+
+
+def parse_arguments(description: str, cases: Sequence[str]) -> BenchmarkArguments:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a short run, under three minutes")
+    parser.add_argument("--only", choices=cases, metavar="CASE", help=f"one of: {', '.join(cases)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    arguments = parser.parse_args()
+    return BenchmarkArguments(arguments.quick, arguments.only, arguments.json)
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "headway": __version__,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+    }
+
+
+def report(name: str, rows: list[dict[str, Any]], arguments: BenchmarkArguments, words: str) -> None:
+    """Print the rows; a full run also keeps its page and JSON under ``benchmarks/results``."""
+    document = {"benchmark": name, "environment": environment(), "rows": rows}
+    page = _page(name, document, words)
+    print(page)
+    if arguments.json is not None:
+        files.write_text(arguments.json, files.dump_json(document))
+    if not arguments.quick and arguments.only is None:
+        files.write_text(RESULTS / f"{name}.json", files.dump_json(document))
+        files.write_text(RESULTS / f"{name}.md", page)
+
+
+def _page(name: str, document: dict[str, Any], words: str) -> str:
+    rows = document["rows"]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [f"# {name}", "", words, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(_cell(row.get(column, '')) for column in columns)} |" for row in rows]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in document["environment"].items()), ""]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

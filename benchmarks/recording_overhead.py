@@ -1,0 +1,147 @@
+"""What recording costs: one job, two workers, blocks of steps recorded and unrecorded in turn.
+
+    python benchmarks/recording_overhead.py [--quick] [--only CASE] [--json FILE]
+
+Both kinds of blocks run in the same processes, in the order A B B A, with every hook taken off in between, so
+that a drift of the machine hits both alike. The first two steps of a block are left out. Computation is real, one
+thread a worker; the links are a lab's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import parse_arguments, report
+
+from headway.lab import launch
+from headway.lab.spec import LabSpec
+
+CASES = {"gpt-400mbit": "400mbit", "gpt-2gbit": "2gbit"}
+BLOCK_STEPS, SKIPPED_STEPS = 10, 2
+WORKER = "--worker"
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__ or "", list(CASES))
+    pairs = 2 if arguments.quick else 12
+    rows = []
+    for case in [arguments.only] if arguments.only else list(CASES):
+        rows += _rows(case, _measure(CASES[case], pairs))
+    words = (
+        "Mean step of blocks of 8 steps (ms), recorded and unrecorded in one interleaved job; ratio to unrecorded. "
+        "`overhead` is the median over pairs of neighbouring blocks, `spread` their quartiles. "
+        "Real computation on two workers, links shaped by the lab."
+    )
+    report("recording_overhead", rows, arguments, words)
+
+
+def _measure(rate: str, pairs: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "blocks.json"
+        command = [sys.executable, __file__, WORKER, str(pairs), str(out)]
+        status = launch.run(LabSpec(hosts=2, rate=rate), command, timeout_s=900, on_line=lambda *_: None)
+        if status != 0:
+            raise SystemExit(f"the job ended with status {status}")
+        blocks: list[dict[str, Any]] = json.loads(out.read_text())
+        return blocks
+
+
+def _rows(case: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    recorded = [block["step_ms"] for block in blocks if block["recorded"]]
+    plain = [block["step_ms"] for block in blocks if not block["recorded"]]
+    overheads = [r / p - 1 for r, p in zip(recorded, plain, strict=True)]
+    low, _, high = statistics.quantiles(overheads, n=4)
+    bound_ms = statistics.median(plain)
+    rows = []
+    for method, times in (("unrecorded", plain), ("recorded", recorded)):
+        time_ms = statistics.median(times)
+        row = {
+            "case": case,
+            "method": method,
+            "time_ms": time_ms,
+            "bound_ms": bound_ms,
+            "ratio": time_ms / bound_ms,
+        }
+        rows.append(row | {"blocks": len(times)})
+    rows[1] |= {
+        "overhead": f"{statistics.median(overheads):+.2%}",
+        "spread": f"{low:+.2%} to {high:+.2%}",
+        "bytes_a_rank_and_step": blocks[0]["bytes_a_rank_and_step"],
+    }
+    return rows
+
+
+def _pattern(pairs: int) -> Iterator[bool]:
+    for pair in range(pairs):
+        yield from (True, False) if pair % 2 == 0 else (False, True)
+
+
+def work(pairs: int, out: Path) -> None:
+    """One rank of the measured job."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
+
+    from headway.demo.train_gpt import GPT, Sources
+    from headway.trace.format import rank_file
+    from headway.trace.record.recorder import Recorder, RecordOptions
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(GPT())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    data = iter(torch.utils.data.DataLoader(Sources(dist.get_rank(), 16 * (2 * pairs + 2) * BLOCK_STEPS), 16))
+    staging = out.parent / "staging"
+    staging.mkdir(exist_ok=True)
+    recorder = Recorder(RecordOptions(folder=staging, first_step=1, last_step=10**6))
+
+    def steps(count: int) -> list[float]:
+        ends = []
+        for _ in range(count):
+            window = next(data)
+            loss = cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ends.append(time.perf_counter())
+        return ends
+
+    steps(BLOCK_STEPS)
+    recorder.attach()
+    recorder.watch(model, model.module)
+    recorder.detach()
+    blocks = []
+    for recorded in _pattern(pairs):
+        if recorded:
+            recorder.resume()
+        ends = steps(BLOCK_STEPS)
+        if recorded:
+            recorder.detach()
+        dist.barrier()
+        step_ms = (ends[-1] - ends[SKIPPED_STEPS - 1]) / (BLOCK_STEPS - SKIPPED_STEPS) * 1e3
+        blocks.append({"recorded": recorded, "step_ms": step_ms})
+    count = recorder.step
+    recorder.finish()
+    blocks[0]["bytes_a_rank_and_step"] = round(
+        (staging / rank_file(dist.get_rank())).stat().st_size / (count - 1)
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(blocks))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if WORKER in sys.argv:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        work(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()

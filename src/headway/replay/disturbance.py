@@ -1,0 +1,48 @@
+"""Communication that slows computation down, because both work on the same cores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from headway.graph.build import GraphBuilder
+from headway.graph.dataflow import Dataflow
+from headway.graph.intervals import Intervals
+from headway.replay.engine import Schedule, play
+
+ROUNDS = 4
+
+
+def play_disturbed(graph: GraphBuilder, dataflow: Dataflow, slowdown: float) -> Schedule:
+    """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
+
+    How long that is depends on the schedule and the other way round, so both are found in a few rounds.
+    """
+    schedule = play(dataflow)
+    if slowdown == 0:
+        return schedule
+    operations = np.array([stretch.operation for stretch in graph.stretches], dtype=np.int64)
+    undisturbed_ns = dataflow.duration_ns[operations]
+    for _ in range(ROUNDS):
+        overlaps = _overlaps(graph, schedule)
+        duration_ns = dataflow.duration_ns.copy()
+        duration_ns[operations] = np.round(undisturbed_ns * (1 + slowdown * overlaps)).astype(np.int64)
+        schedule = play(replace(dataflow, duration_ns=duration_ns))
+    return schedule
+
+
+def _overlaps(graph: GraphBuilder, schedule: Schedule) -> np.ndarray:
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.world_size)]
+    for collective in graph.collectives:
+        asked_by_all_ns = int(schedule.end_ns[collective.begins].max())
+        for rank, end_ns in enumerate(schedule.end_ns[collective.ends].tolist()):
+            spans[rank].append((asked_by_all_ns, end_ns))
+    under_way = [Intervals(each) for each in spans]
+    starts, ends = schedule.start_ns.tolist(), schedule.end_ns.tolist()
+    return np.array(
+        [
+            under_way[stretch.rank].share_of(starts[stretch.operation], ends[stretch.operation])
+            for stretch in graph.stretches
+        ]
+    )

@@ -1,0 +1,52 @@
+"""The examples that the documentation shows, run as it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commands import headway
+
+from headway.plan import Plan
+from headway.trace.format import load_trace
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_the_script_of_the_readme_goes_through_the_loop(tmp_path: Path) -> None:
+    job = (*TORCHRUN, EXAMPLES / "train.py")
+    trace, plan = tmp_path / "trace", tmp_path / "plan.yaml"
+    for arguments in (
+        ("record", "-o", trace, "--", *job),
+        ("diagnose", trace, "--html", tmp_path / "report.html"),
+        ("optimize", trace, "-o", plan),
+        ("run", "--plan", plan, "--", *job),
+    ):
+        done = headway(*arguments)
+        assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+
+
+def test_the_example_in_code_trains_the_same_under_its_plan(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*TORCHRUN, str(EXAMPLES / "in_code.py"), str(tmp_path)],
+        capture_output=True, text=True, timeout=90, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split()
+    assert float(said[1]) == pytest.approx(float(said[5]), rel=1e-4)
+    assert load_trace(tmp_path / "trace").steps == tuple(range(3, 10))
+    Plan.load(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("spec", sorted((EXAMPLES / "lab").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_lab_of_the_examples_can_be_read(spec: Path) -> None:
+    from headway.lab.spec import load_spec
+
+    assert load_spec(spec).world_size >= 2
