@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from headway.cli.main import COMMANDS, run
+from headway.cli.record import parse_steps
+from headway.errors import UserError
+
+
+def test_every_command_is_there_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert importlib.import_module(f"headway.cli.{name}")
+        assert run([name, "--help"]) == 0
+        assert "Usage: headway" in capsys.readouterr().out
+    assert run(["--version"]) == 0
+
+
+def test_steps_are_read_as_a_range() -> None:
+    assert parse_steps("5:25") == (5, 25)
+    for text in ("5", "25:5", "0:3", "a:b", "5:25:30", "-1:4", ""):
+        with pytest.raises(UserError):
+            parse_steps(text)
+
+
+def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headway: Missing argument")
+    assert len(error.strip().splitlines()) == 1
