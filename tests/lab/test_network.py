@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from headway.lab.events import MAX_RATE_GBPS, MIN_RATE_GBPS
 from headway.lab.network import BURST_BYTES, QUEUE_LEAST_BYTES, QUEUE_MOST_BYTES, address, bucket
-from headway.lab.spec import MAX_HOSTS, MAX_RATE_GBPS, MIN_RATE_GBPS
+from headway.lab.spec import MAX_HOSTS
 
 
 @pytest.mark.parametrize("rate_gbps", [MIN_RATE_GBPS, 0.08, 1.0, MAX_RATE_GBPS])

@@ -21,8 +21,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from headway.lab import processes, traffic
+from headway.lab.events import Kill, LinkChange, SlowChange, TrafficStart
 from headway.lab.network import Network, address
-from headway.lab.spec import Kill, LabSpec, LinkChange, SlowChange, TrafficStart
+from headway.lab.spec import LabSpec
 from headway.units import format_rate, parse_duration_s, parse_rate_gbps
 
 DUTY_PERIOD_S = 0.04
@@ -40,7 +41,7 @@ def serve(control: socket.socket, *, networks: bool, pid_namespace: bool) -> NoR
     except BrokenPipeError:
         pass  # the launcher is gone
     finally:
-        end_everything(None if pid_namespace else os.environ[processes.LAB_ID])
+        processes.end_everything(None if pid_namespace else os.environ[processes.LAB_ID])
     os._exit(0)
 
 
@@ -69,23 +70,6 @@ def _build(control: socket.socket, job: dict[str, Any], *, networks: bool) -> Or
     lab = Orchestrator(control, job, spec, network)
     _send(control, ready=True)
     return lab
-
-
-def end_everything(lab_id: str | None) -> None:
-    """Kill every other process of the lab: all in this process namespace, or (with an id) all of that lab."""
-    if lab_id is None:
-        with suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        return
-    for _ in range(50):
-        left = {*processes.descendants(os.getpid()), *processes.members(lab_id)}
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        processes.reap()
-        if not left:
-            return
-        time.sleep(0.02)
 
 
 def _send(control: socket.socket, **message: object) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,13 +19,13 @@ from typing import Any
 from headway.errors import HeadwayError, LabError
 from headway.lab import isolation, state
 from headway.lab.environment import rank_environments
+from headway.lab.interrupts import forwarding
 from headway.lab.orchestrator import START
 from headway.lab.output import Lines, OnLine, Stream
 from headway.lab.processes import LAB_ID
 from headway.lab.spec import LabSpec
 
 _ENDED = "the lab ended before its ranks did; was it killed, or is memory short?"
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Session:
 
     def run(self, on_line: OnLine, notice: Callable[[str], None]) -> int:
         """Start the ranks and follow them to the end."""
-        with _forwarding(self.control):
+        with forwarding(self.control):
             state.write(self._record())
             try:
                 self.control.sendall(START)
@@ -233,23 +231,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-@contextmanager
-def _forwarding(control: socket.socket) -> Iterator[None]:
-    """Pass signals on to the ranks for as long as the block runs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def forward(number: int, _: object) -> None:
-        with suppress(OSError):
-            control.send(bytes([number]))
-
-    heard = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
