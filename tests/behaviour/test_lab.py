@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import HeadwayError, LabError, LaunchError
-from headway.lab import state
+from headway.lab import cgroups, state
 from headway.lab.flags import override, parse_event
 from headway.lab.launch import Mode, best_mode, run
 from headway.lab.processes import members
@@ -223,11 +223,85 @@ def test_a_slow_worker_gets_its_share_and_recovers(tmp_path: Path) -> None:
         "    stopped += gap if gap > 0.02 else 0.0\n"
         "print(stopped)\n"
     )
-    spec = override(None, hosts=1, slow={0: "0.25"}, timeline=[parse_event("1s slow 0 1")])
+    events = [parse_event("1s slow 0 1")]
+    spec = override(None, hosts=1, slow={0: "0.25"}, slow_by="signals", timeline=events)
     job = Job(spec, [sys.executable, "-S", str(script)])
     assert job.status == 0
+    assert any("stopped for part of every 40 ms" in notice for notice in job.notices)
     # A quarter of about one second runs, the second one is whole.
     assert 0.3 < float(job.text_of(0)[0]) < 1.2
+
+
+def groups_left() -> list[Path]:
+    """The control groups of this process's own labs, or skip where quotas are not permitted."""
+    spec = LabSpec(hosts=1, slow={0: 0.5}, slow_by="quota")
+    try:
+        run(spec, ["true"], mode="loopback", on_notice=lambda _: None)
+        return list(cgroups.find_parent().path.glob(f"headway-lab-{os.getpid()}-*"))
+    except LabError as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.mark.namespaces
+def test_a_quota_bounds_a_worker_and_its_children(any_mode: Mode) -> None:
+    """The kernel keeps to a quota whatever else the machine does: CPU time may be less, never much more."""
+    assert groups_left() == []
+    spin = (
+        "import os, time\n"
+        "child = os.fork()\n"
+        "end = time.monotonic() + 1\n"
+        "while time.monotonic() < end: pass\n"
+        "if child: os.wait(); print(sum(os.times()[:4]))\n"
+    )
+    spec = override(
+        None, hosts=2, slow={1: "0.25"}, slow_by="quota", timeline=[parse_event("900ms slow 0 0.5")]
+    )
+    job = Job(spec, [sys.executable, "-S", "-c", spin], mode=any_mode)
+    assert job.status == 0
+    assert float(job.text_of(1)[0]) < 0.4
+    assert any("a CPU quota (cgroup v" in notice for notice in job.notices)
+    assert "900ms: rank 0 gets 50% of a core" in job.notices
+    assert groups_left() == []
+
+
+def test_clean_empties_and_removes_the_control_group_that_a_killed_lab_left() -> None:
+    """What is in the group is the lab's, also a process that has forgotten its environment."""
+    assert groups_left() == []
+    flags = ("--hosts", "1", "--mode", "loopback", "--slow", "0=0.5", "--slow-by", "quota")
+    script = "(env -i setsid sleep 300 >/dev/null 2>&1 &); echo up; sleep 300"
+    with start_cli("run", *flags, "--", "sh", "-c", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        (lab,) = state.labs()
+        assert lab.record.group is not None
+        assert lab.record.group.exists()
+        assert state.clean() == ([], [])
+        process.send_signal(signal.SIGSTOP)
+        os.kill(lab.record.orchestrator.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+    assert lab.record.group.exists()
+    assert cli("clean").returncode == 0
+    assert not lab.record.group.exists()
+    assert state.labs() == []
+
+
+@pytest.mark.parametrize("slow_by", ["auto", "quota"])
+def test_groups_that_turn_out_not_to_work(monkeypatch: pytest.MonkeyPatch, slow_by: str) -> None:
+    def refuse(*_: object) -> None:
+        raise cgroups.NotPermittedError("enough groups")
+
+    monkeypatch.setattr(cgroups, "find_parent", lambda: cgroups.Parent(Path("/groups"), 2, is_own=True))
+    monkeypatch.setattr(cgroups.Quotas, "make", refuse)
+    spec = override(None, hosts=1, slow={0: "0.5"}, slow_by=slow_by)
+    if slow_by == "auto":
+        job = Job(spec, ["true"])
+        assert job.status == 0
+        assert job.notices[-1].endswith("(no CPU quota: enough groups)")
+    else:
+        with pytest.raises(LabError, match="not permitted here; got enough groups"):
+            Job(spec, ["true"])
+    assert state.labs() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -385,6 +459,16 @@ def test_a_user_without_privilege_gets_namespaces() -> None:
 def test_a_mode_that_is_not_permitted_is_refused() -> None:
     result = run_as_nobody(RUN + "run(LabSpec(hosts=1), ['true'], mode='root')")
     assert "LabError: the lab mode root is not permitted here" in result.stderr
+
+
+def test_a_quota_that_is_not_permitted_is_refused() -> None:
+    arguments = ["lab", "run", "--hosts", "1", "--slow", "0=0.5", "--slow-by", "quota", "--", "true"]
+    result = run_as_nobody(
+        f"import sys; sys.argv[1:] = {arguments}; from headway.cli.main import main; main()"
+    )
+    assert result.returncode == 2
+    assert "slowing workers by CPU quota is not permitted here" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def run_with_limit(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:

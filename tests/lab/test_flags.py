@@ -77,6 +77,7 @@ def test_flags_win_over_what_the_file_says_for_single_hosts() -> None:
     assert both.world_size == 2
     assert len(both.timeline) == 2
     assert override(base, slow={1: "1"}).slow == {0: 0.5, 1: 1.0}
+    assert override(override(base, slow_by="quota")).slow_by == "quota"
     assert [link.name for link in override(base, hosts=3).links] == ["host0", "host1", "host2"]
 
 

@@ -76,6 +76,7 @@ def test_examples_are_valid(path: Path) -> None:
         ({"hosts": 2, "slow": {0: 0}}, "greater than 0"),
         ({"hosts": 2, "slow": {0: 1.5}}, "less than or equal to 1"),
         ({"hosts": 2, "slow": {0: float("nan")}}, "slow"),
+        ({"slow_by": "magic"}, "'auto', 'signals' or 'quota'"),
         ({"hosts": 2, "pace": {0: float("inf")}}, "finite"),
         ({"timeline": [{"at": "1s", "link": "host7", "rate": "1mbit"}]}, "no such host; got host7"),
         ({"timeline": [{"at": "1s", "kill": 2}]}, "timeline.0: no such rank"),

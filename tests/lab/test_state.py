@@ -103,6 +103,24 @@ def test_clean_ends_only_the_dead_labs_processes(
     assert state.labs() == []
 
 
+def test_clean_removes_the_dead_labs_control_group_and_no_other(lab_id: str, tmp_path: Path) -> None:
+    group, other = tmp_path / f"headway-{lab_id}", tmp_path / f"headway-{lab_id}0"
+    for folder in (group, other):
+        (folder / "rank0" / "nested").mkdir(parents=True)
+    _record(lab_id, _ended(), group=group)
+    assert [lab.record.id for lab in state.clean()[0]] == [lab_id]
+    assert not group.exists()
+    assert (other / "rank0" / "nested").exists()
+
+
+def test_a_record_that_names_a_foreign_control_group_is_passed_over(lab_id: str, tmp_path: Path) -> None:
+    (tmp_path / "headway-lab-other").mkdir()
+    _record(lab_id, _ended(), group=tmp_path / "headway-lab-other")
+    assert state.labs() == []
+    assert state.clean() == ([], [])
+    assert (tmp_path / "headway-lab-other").exists()
+
+
 def test_clean_leaves_a_running_lab(lab_id: str, sleeper: subprocess.Popen[bytes]) -> None:
     _record(lab_id, _ourselves())
     assert state.clean() == ([], [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import click
 from rich.console import Console
@@ -18,7 +18,7 @@ from headway.errors import LabError
 from headway.lab import state
 from headway.lab.flags import EVENT_FORM, override, parse_event, parse_pairs
 from headway.lab.launch import DEFAULT_GRACE_S, MODES, Mode, run
-from headway.lab.spec import LabSpec, load_spec
+from headway.lab.spec import LabSpec, SlowBy, load_spec
 from headway.units import parse_duration_s
 
 
@@ -35,6 +35,11 @@ def lab() -> None:
 @click.option("--up", metavar="RATE", help="Every link's rate out of the host.")
 @click.option("--down", metavar="RATE", help="Every link's rate into the host.")
 @click.option("--slow", metavar="RANK=SHARE", multiple=True, help="Let a rank run that share of the time.")
+@click.option(
+    "--slow-by",
+    type=click.Choice(get_args(SlowBy)),
+    help="Slow ranks by stopping them or by a CPU quota; auto, the default, takes quotas where permitted.",
+)
 @click.option("--pace", metavar="RANK=FACTOR", multiple=True, help="Factor for a rank's paced device.")
 @click.option("--at", "events", metavar='"TIME EVENT"', multiple=True, help=f"A change: {EVENT_FORM}.")
 @click.option(
@@ -76,7 +81,7 @@ def _spec(base: LabSpec | None, flags: dict[str, Any]) -> LabSpec:
             expected="a lab file, or --hosts",
             fix="For example: --hosts 2 --rate 400mbit",
         )
-    plain = ("hosts", "workers_per_host", "rate", "up", "down")
+    plain = ("hosts", "workers_per_host", "rate", "up", "down", "slow_by")
     return override(
         base,
         **{name: flags[name] for name in plain},
@@ -143,6 +148,5 @@ def clean_command(as_json: bool) -> None:
         if not cleaned and not stuck:
             click.echo("nothing to clean", err=True)
     if stuck:
-        raise LabError(
-            "processes would not end", got=", ".join(f"{lab.record.id}: {lab.pids}" for lab in stuck)
-        )
+        left = ", ".join(f"{lab.record.id}: {lab.pids or lab.record.group}" for lab in stuck)
+        raise LabError("labs could not be removed", got=left)

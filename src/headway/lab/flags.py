@@ -52,6 +52,7 @@ def override(
     up: str | None = None,
     down: str | None = None,
     slow: dict[int, str] | None = None,
+    slow_by: str | None = None,
     pace: dict[int, str] | None = None,
     timeline: Iterable[dict[str, Any]] = (),
 ) -> LabSpec:
@@ -75,6 +76,8 @@ def override(
         if value is not None:
             _spread_rate(data, key)
             data[key] = value
+    if slow_by is not None:
+        data["slow_by"] = slow_by
     data["slow"] = {**data.get("slow", {}), **(slow or {})}
     data["pace"] = {**data.get("pace", {}), **(pace or {})}
     data["timeline"] = [*data.get("timeline", ()), *timeline]

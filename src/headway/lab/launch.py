@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.errors import LabError, LaunchError
+from headway.lab import slow
 from headway.lab.output import OnLine, printer
 from headway.lab.session import Attempt, Job, RefusedError, Session
 from headway.lab.spec import LabSpec
@@ -57,18 +58,23 @@ def run(
 
     Raises:
         LaunchError: The command cannot be found.
-        LabError: A mode was asked for and is not permitted, or pyroute2 is missing.
+        LabError: A mode or CPU quotas were asked for and are not permitted, or pyroute2 is missing.
         HeadwayError: The lab ended without a status, as when the machine runs out of memory.
     """
     env = dict(os.environ if env is None else env)
+    executable = _find(command, env)
+    lab_id = _new_id()
+    quotas, why_no_quotas = slow.choose(spec, lab_id)
     job = Job(
-        id=f"lab-{os.getpid()}-{secrets.token_hex(4)}",
+        id=lab_id,
         spec=spec,
         command=tuple(command),
-        executable=_find(command, env),
+        executable=executable,
         env=env,
         grace_s=grace_s,
         timeout_s=timeout_s,
+        quotas=quotas,
+        why_no_quotas=why_no_quotas,
     )
     notice = on_notice or _print_notice
     with _opened(job, mode, notice) as lab:
@@ -81,7 +87,7 @@ def best_mode() -> str:
     Raises LabError where pyroute2 is missing.
     """
     job = Job(
-        id=f"lab-{os.getpid()}-{secrets.token_hex(4)}",
+        id=_new_id(),
         spec=LabSpec(hosts=1, rate="1gbit"),
         command=("true",),
         executable="true",
@@ -91,6 +97,10 @@ def best_mode() -> str:
     )
     with _opened(job, "auto", lambda _: None) as session:
         return session.attempt.mode
+
+
+def _new_id() -> str:
+    return f"lab-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _print_notice(text: str) -> None:

@@ -1,8 +1,9 @@
 """The process inside the lab: builds the network, starts the ranks, plays the timeline, ends everything.
 
-From the launcher comes the job as one line of JSON, then single bytes: 0 starts the ranks, any other is the
-number of a signal to pass on. The end of the stream means that the launcher is gone. To the launcher go lines
-of JSON: ``{"refused": why}`` or ``{"ready": true}``, then ``{"notice": text}`` and at last ``{"status": N}``.
+From the launcher comes the job as one line of JSON, then single bytes: 0 starts the ranks, 255 starts them in
+the control groups that the job names, any other is the number of a signal to pass on. The end of the stream
+means that the launcher is gone. To the launcher go lines of JSON: ``{"refused": why}`` or ``{"ready": true}``,
+then ``{"notice": text}`` and at last ``{"status": N}``.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.lab import processes, traffic
+from headway.lab.cgroups import Quotas
 from headway.lab.events import Kill, LinkChange, SlowChange, TrafficStart
 from headway.lab.network import Network, address
+from headway.lab.slow import DutyCycle
 from headway.lab.spec import LabSpec
 from headway.units import format_rate, parse_duration_s, parse_rate_gbps
 
-DUTY_PERIOD_S = 0.04
 TIMED_OUT = 124
 START = b"\0"
+START_IN_GROUPS = b"\xff"
 
 
 def serve(control: socket.socket, *, networks: bool, pid_namespace: bool) -> NoReturn:
@@ -36,8 +40,9 @@ def serve(control: socket.socket, *, networks: bool, pid_namespace: bool) -> NoR
     try:
         job = _receive_job(control)
         lab = _build(control, job, networks=networks) if job else None
-        if lab is not None and control.recv(1) == START:
-            lab.run()
+        start = control.recv(1) if lab is not None else b""
+        if lab is not None and start in (START, START_IN_GROUPS):
+            lab.run(in_groups=start == START_IN_GROUPS)
     except BrokenPipeError:
         pass  # the launcher is gone
     finally:
@@ -85,15 +90,18 @@ class Orchestrator:
         self._control, self._job, self._spec, self._network = control, job, spec, network
         self._hosts = {link.name: index for index, link in enumerate(spec.links)}
         self._pid_of: dict[int, int] = {}
-        self._duty_of: dict[int, tuple[float, float]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._slowing: Quotas | DutyCycle = DutyCycle(self._pid_of, self._after)
         self._status = 0
         self._ending = False
         self._gone = False
 
-    def run(self) -> None:
-        """Start the ranks and serve until all have ended or the launcher is gone."""
+    def run(self, *, in_groups: bool) -> None:
+        """Start the ranks, each in its control group where they stand, and serve until all have ended."""
+        if in_groups:
+            group = self._job["quotas"]
+            self._slowing = Quotas(Path(group["path"]), group["version"])
         wakeup_read, wakeup_write = os.pipe()
         os.set_blocking(wakeup_read, False)
         os.set_blocking(wakeup_write, False)
@@ -129,6 +137,7 @@ class Orchestrator:
                 self._job["command"],
                 process["env"],
                 network=self._network.namespace(host) if self._network else None,
+                entrance=self._slowing.entrance(rank) if isinstance(self._slowing, Quotas) else None,
                 stdout=process["stdout"],
                 stderr=process["stderr"],
             )
@@ -212,11 +221,18 @@ class Orchestrator:
         elif isinstance(event, TrafficStart):
             self._start_traffic(event)
         elif isinstance(event, SlowChange):
-            self._tell(notice=f"{event.at}: rank {event.slow.rank} runs {event.slow.share:.0%} of the time")
-            self._slow(event.slow.rank, event.slow.share)
+            rank, share = event.slow.rank, event.slow.share
+            self._tell(notice=f"{event.at}: rank {rank} {self._slowing.describe(share)}")
+            self._slow(rank, share)
         elif event.kill in self._pid_of:
             self._tell(notice=f"{event.at}: rank {event.kill} is killed")
             processes.signal_group(self._pid_of[event.kill], signal.SIGKILL)
+
+    def _slow(self, rank: int, share: float) -> None:
+        try:
+            self._slowing.apply(rank, share)
+        except OSError as failure:
+            self._tell(notice=f"rank {rank} keeps its speed: {failure}")
 
     def _change_link(self, event: LinkChange) -> None:
         if self._network is None:
@@ -246,22 +262,3 @@ class Orchestrator:
             processes.start_helper(sender, network=source_network)
         length = f" for {flow.duration}" if flow.duration else ""
         self._tell(notice=f"{event.at}: {flow.rate} of traffic from {flow.source} to {flow.target}{length}")
-
-    # Slow workers
-
-    def _slow(self, rank: int, share: float) -> None:
-        if rank in self._pid_of:
-            self._duty_of[rank] = duty = (share, time.monotonic())
-            processes.signal_group(self._pid_of[rank], signal.SIGCONT)
-            self._turn(rank, duty)
-
-    def _turn(self, rank: int, duty: tuple[float, float]) -> None:
-        """Stop and continue ``rank`` so that it runs its share of every period, until its duty changes."""
-        share, began = duty
-        if share >= 1 or self._duty_of[rank] is not duty or rank not in self._pid_of:
-            return
-        phase_s = (time.monotonic() - began) % DUTY_PERIOD_S
-        runs = phase_s < share * DUTY_PERIOD_S
-        processes.signal_group(self._pid_of[rank], signal.SIGCONT if runs else signal.SIGSTOP)
-        next_s = (share * DUTY_PERIOD_S if runs else DUTY_PERIOD_S) - phase_s
-        self._after(max(next_s, 0.0005), partial(self._turn, rank, duty))

@@ -1,4 +1,4 @@
-"""Start the lab's processes from the orchestrator, and find those that belong to a lab, and end them."""
+"""Start the lab's processes from the orchestrator, find those that belong to a lab, and end them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ def start_rank(
     env: Mapping[str, str],
     *,
     network: int | None,
+    entrance: Path | None,
     stdout: int,
     stderr: int,
 ) -> int:
-    """Start ``command`` in a session of its own, in the network namespace ``network``; returns its pid."""
+    """Start ``command`` in a session of its own, in the network namespace ``network``; returns its pid.
+
+    ``entrance`` is the ``cgroup.procs`` of the control group that it joins first.
+    """
 
     def run() -> None:
         os.setsid()
+        if entrance is not None:
+            entrance.write_text("0")
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
             os.dup2(source, target)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, LabError
-from headway.lab import isolation, state
+from headway.lab import cgroups, isolation, slow, state
 from headway.lab.environment import rank_environments
 from headway.lab.interrupts import forwarding
-from headway.lab.orchestrator import START
+from headway.lab.orchestrator import START, START_IN_GROUPS
 from headway.lab.output import Lines, OnLine, Stream
 from headway.lab.processes import LAB_ID
 from headway.lab.spec import LabSpec
@@ -30,7 +30,10 @@ _ENDED = "the lab ended before its ranks did; was it killed, or is memory short?
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run: the lab and the command, with ``executable`` the path that ``command[0]`` stands for."""
+    """What is to run: the lab and the command, with ``executable`` the path that ``command[0]`` stands for.
+
+    ``quotas`` are the control groups that are to be made for the ranks, if any.
+    """
 
     id: str
     spec: LabSpec
@@ -39,6 +42,8 @@ class Job:
     env: dict[str, str]
     grace_s: float
     timeout_s: float | None
+    quotas: cgroups.Quotas | None = None
+    why_no_quotas: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class Session:
             "executable": job.executable,
             "grace_s": job.grace_s,
             "timeout_s": job.timeout_s,
+            "quotas": job.quotas and {"path": str(job.quotas.path), "version": job.quotas.version},
             "ranks": ranks,
         }
         with suppress(OSError):  # an orchestrator that was refused has closed its end, and said so before
@@ -125,15 +131,29 @@ class Session:
         with forwarding(self.control):
             state.write(self._record())
             try:
-                self.control.sendall(START)
+                in_groups = self._choose_slowing(notice)
+                self.control.sendall(START_IN_GROUPS if in_groups else START)
                 status = self._follow(on_line, notice)
             finally:
                 self.control.close()
                 _end(self.orchestrator)
-                state.remove(self.job.id)
+                if self.job.quotas is None or cgroups.remove(self.job.quotas.path):
+                    state.remove(self.job.id)
         if status is None:
             raise HeadwayError(_ENDED)
         return status
+
+    def _choose_slowing(self, notice: Callable[[str], None]) -> bool:
+        """Make the ranks' control groups where they are wanted, and say how slow workers are slowed."""
+        spec, quotas, why_not = self.job.spec, self.job.quotas, self.job.why_no_quotas
+        if quotas is not None:
+            try:
+                quotas.make(spec.world_size, spec.slow_shares)
+            except cgroups.NotPermittedError as refusal:
+                quotas, why_not = None, slow.instead(spec, refusal)
+        if spec.slow_shares:
+            notice(slow.announcement(quotas, why_not))
+        return quotas is not None
 
     def _record(self) -> state.Record:
         launcher = state.Process.of(os.getpid())
@@ -150,6 +170,7 @@ class Session:
             launcher=launcher,
             orchestrator=orchestrator,
             pid_namespace=state.pid_namespace(),
+            group=self.job.quotas.path if self.job.quotas else None,
         )
 
     def _follow(self, on_line: OnLine, notice: Callable[[str], None]) -> int | None:

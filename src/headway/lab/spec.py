@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -24,6 +24,7 @@ from headway.lab.events import (
     RankIndex,
     Rate,
     Share,
+    SlowChange,
     Strict,
     TrafficStart,
 )
@@ -32,6 +33,7 @@ from headway.units import parse_rate_gbps
 MAX_HOSTS = 200
 MAX_WORKERS = 200
 MAX_SPEC_BYTES = 2**20
+SlowBy = Literal["auto", "signals", "quota"]
 
 
 class HostSpec(Strict):
@@ -70,6 +72,7 @@ class LabSpec(Strict):
     up: Rate | None = None
     down: Rate | None = None
     slow: dict[RankIndex, Share] = {}
+    slow_by: SlowBy = "auto"
     pace: dict[RankIndex, Pace] = {}
     timeline: tuple[Event, ...] = Field(default=(), max_length=10_000)
 
@@ -105,6 +108,12 @@ class LabSpec(Strict):
         return any(link.up_gbps is not None or link.down_gbps is not None for link in self.links) or any(
             isinstance(event, LinkChange) for event in self.timeline
         )
+
+    @property
+    def slow_shares(self) -> tuple[float, ...]:
+        """Every share below 1 that a rank gets, now or later."""
+        later = (event.slow.share for event in self.timeline if isinstance(event, SlowChange))
+        return tuple(share for share in (*self.slow.values(), *later) if share < 1)
 
     @model_validator(mode="after")
     def _fits_together(self) -> LabSpec:

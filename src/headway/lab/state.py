@@ -1,9 +1,10 @@
 """Which labs run, and which left something behind: one small file a lab, in a folder of the user's own.
 
-A lab is running while its launcher lives. A launcher that was killed leaves its file, and where no process
-namespace could be had perhaps processes, which are known by ``HEADWAY_LAB_ID`` in their environment. A process
-is named by pid and start time, so that a reused pid is never mistaken for it. Labs started from another
-process namespace (a container, say) that shares the folder are seen but never judged.
+A lab is running while its launcher lives. A launcher that was killed leaves its file, and perhaps two things more.
+Where no process namespace could be had, processes: they are known by ``HEADWAY_LAB_ID`` in their environment.
+And a control group: it has the lab's name, so that whatever is in it is the lab's too. A process is named by pid
+and start time, so that a reused pid is never mistaken for it. Labs started from another process namespace (a
+container, say) that shares the folder are seen but never judged.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from headway import files
 from headway.errors import LabError
+from headway.lab import cgroups
 from headway.lab.processes import members, start_time
 
 _MAX_RECORD_BYTES = 4 * 2**20
@@ -63,6 +65,13 @@ class Record(BaseModel):
     launcher: Process
     orchestrator: Process
     pid_namespace: str
+    group: Path | None = None
+
+    @model_validator(mode="after")
+    def _names_its_own_group(self) -> Record:
+        if self.group is not None and self.group.name != cgroups.group_name(self.id):
+            raise ValueError("the control group is not this lab's")
+        return self
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def _records() -> Iterator[Record]:
 def _look(record: Record) -> Lab:
     if record.pid_namespace != pid_namespace():
         return Lab(record, "elsewhere", ())
-    pids = set(members(record.id))
+    pids = _members(record)
     if record.orchestrator.alive:
         pids.add(record.orchestrator.pid)
     state: State = "running" if record.launcher.alive else "leftover"
@@ -139,14 +148,14 @@ def _look(record: Record) -> Lab:
 
 
 def clean(patience_s: float = 5.0) -> tuple[list[Lab], list[Lab]]:
-    """Remove what dead launchers left; returns the labs cleaned, and those where a process would not go.
+    """Remove what dead launchers left; returns the labs cleaned, and those where something would not go.
 
     Labs that run are not touched, nor any process that no lab of ours started.
     """
     cleaned, stuck = [], []
     for lab in labs():
         if lab.state == "leftover":
-            if _end_processes(lab.record, patience_s):
+            if _end_processes(lab.record, patience_s) and _remove_group(lab.record):
                 remove(lab.record.id)
                 cleaned.append(lab)
             else:
@@ -166,12 +175,21 @@ def _end_processes(record: Record, patience_s: float) -> bool:
         time.sleep(0.05)
 
 
+def _members(record: Record) -> set[int]:
+    grouped = cgroups.members(record.group) if record.group else set()
+    return grouped | set(members(record.id))
+
+
+def _remove_group(record: Record) -> bool:
+    return record.group is None or cgroups.remove(record.group)
+
+
 def _kill_if_ours(pid: int, record: Record) -> None:
     """Hold the process first, look again, then kill it: between looking and killing a pid can change hands."""
     handle = os.pidfd_open(pid)
     try:
         orchestrator = pid == record.orchestrator.pid and record.orchestrator.alive
-        if orchestrator or pid in members(record.id):
+        if orchestrator or pid in _members(record):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     finally:
         os.close(handle)
