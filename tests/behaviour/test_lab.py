@@ -547,6 +547,7 @@ def test_a_callback_that_fails_ends_the_lab() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
+def nothing_stays(own_folder: None) -> Iterator[None]:
+    """Held against this test's own folder of labs, so that it must end before that folder is forgotten."""
     yield
     assert [lab for lab in state.labs() if lab.pids] == []

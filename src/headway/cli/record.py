@@ -65,7 +65,11 @@ def record(ctx: click.Context, output: Path, steps: str, as_json: bool) -> None:
             f"{output} cannot be written", got=failure.strerror, fix="Check its folder."
         ) from None
     options = files.dump_json({"folder": str(staging), "first_step": first_step, "last_step": last_step})
-    status = run_command(command, injected_environment(os.environ, record=options))
+    try:
+        status = run_command(command, injected_environment(os.environ, record=options))
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     if rank not in (None, "0"):
         ctx.exit(status)
     _finish(staging, output, status)
