@@ -30,6 +30,8 @@ def test_scaling_multiplies_rates_and_latency_only() -> None:
     assert scaled.hosts[0].up_gbps == 2.0
     assert scaled.hosts[0].down_gbps == 4.0
     assert scaled.latency_us == 50.0
+    assert scaled.local_gbps == 2 * cluster().local_gbps
+    assert scaled.local_latency_us == 0.5 * cluster().local_latency_us
     assert scaled.algorithms == cluster().algorithms
 
 

@@ -85,7 +85,7 @@ class Cluster(BaseModel):
         return self.algorithms.get(algorithm, AlgorithmCost())
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-        """The same cluster with every link rate and latency multiplied."""
+        """The same cluster with every rate and latency multiplied, between hosts and inside them."""
         hosts = tuple(
             host.model_copy(
                 update={"up_gbps": host.up_gbps * bandwidth, "down_gbps": host.down_gbps * bandwidth}
@@ -95,6 +95,8 @@ class Cluster(BaseModel):
         changed = {
             "hosts": hosts,
             "latency_us": self.latency_us * latency,
+            "local_gbps": self.local_gbps * bandwidth,
+            "local_latency_us": self.local_latency_us * latency,
             # The cores work for every byte, so more bytes a second take more of them.
             "compute_slowdown": self.compute_slowdown * bandwidth,
         }

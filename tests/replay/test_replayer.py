@@ -98,6 +98,15 @@ def test_an_endless_link_leaves_computation_alone() -> None:
     assert step_ms == pytest.approx(alone_ms + one.latency_ms, rel=0.03)
 
 
+def test_a_job_on_one_host_queues_for_its_memory_and_feels_a_change_of_bandwidth() -> None:
+    one = job(world_size=4, ranks_a_host=4, gbps=0.3, latency_ms=0.0)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)))
+    assert replayer.cluster.local_gbps == pytest.approx(one.gbps, rel=0.05)
+    recorded_ms = replayer.recorded_step_ms
+    assert replayer.replay().step_ms == pytest.approx(recorded_ms, rel=0.02)
+    assert replayer.replay(what_if=WhatIf(bandwidth=4.0)).step_ms < 0.8 * recorded_ms
+
+
 def test_more_workers_are_played_with_the_recorded_ones_in_turn() -> None:
     replayer = Replayer(as_bucketed(synthetic_trace(job())))
     result = replayer.replay(what_if=WhatIf(workers=8))

@@ -12,7 +12,11 @@ ProgramOf = Callable[[int, int], ChunkProgram]
 
 
 class Links:
-    """The resources of a cluster's links: two a host, one each direction."""
+    """The resources of a cluster: two a host for its link, one each direction, and one a rank for local sends.
+
+    A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
+    it are one rank's sends.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -21,7 +25,7 @@ class Links:
     @property
     def resources(self) -> int:
         """How many resources the links of the cluster are."""
-        return 2 * len(self._cluster.hosts)
+        return 2 * len(self._cluster.hosts) + self._cluster.world_size
 
     def transfer(
         self, builder: DataflowBuilder, sender: int, receiver: int, size_bytes: int, after: list[int]
@@ -32,7 +36,10 @@ class Links:
         if source == target:
             duration_ns = round(size_bytes * 8 / cluster.local_gbps)
             return builder.operation(
-                duration_ns, after=after, latency_ns=round(cluster.local_latency_us * 1e3)
+                duration_ns,
+                after=after,
+                latency_ns=round(cluster.local_latency_us * 1e3),
+                sender=2 * len(cluster.hosts) + sender if size_bytes else NO_RESOURCE,
             )
         rate_gbps = min(cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps)
         return builder.operation(
