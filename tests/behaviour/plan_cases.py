@@ -56,6 +56,10 @@ def in_code(rank: int, world_size: int) -> dict[str, Any]:
             "buckets": [b.parameters for b in wrapped.schedule.buckets] if name == "decoupled" else None,
             "sums": train(wrapped, optimizer, rank),
         }  # fmt: skip
+    default_buckets: Any = parallelize(
+        model(), _sgd(), plan(DistributedDataParallelStrategy(), world_size), bucket_cap_mb=0.5
+    )
+    assert _caps(default_buckets) == _caps(Imported(model()))
     refusals = {
         "world size": lambda: parallelize(model(), _sgd(), plan(decoupled(), world_size + 1)),
         "another model": lambda: parallelize(nn.Linear(2, 2), _sgd(), plan(decoupled(), world_size)),
@@ -72,6 +76,7 @@ def in_code(rank: int, world_size: int) -> dict[str, Any]:
 
 def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     path = Path(folder) / f"plan-{rank}.yaml"
+    defaults = _caps(Imported(model()))
     plan(decoupled(), world_size).save(path)
     plan_injection.install(Plan.load(path))
     inner = model()
@@ -91,6 +96,12 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         stock: Any = kind(model(), bucket_cap_mb=1)
         assert type(stock) is kind
         assert stock.bucket_bytes_cap == 2 * 2**20
+    stock = Imported(model(), None, None, 0, None, True, None, 1)  # by position
+    assert stock.bucket_bytes_cap == 2 * 2**20
+    plan_injection.install(plan(DistributedDataParallelStrategy(), world_size))
+    for kind in (Imported, Subclass):
+        stock = kind(model(), bucket_cap_mb=0.5)
+        assert _caps(stock) == defaults
     plan_injection.uninstall()
     stock = Imported(model(), bucket_cap_mb=1)
     assert type(stock) is Imported
@@ -101,6 +112,10 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 class Subclass(Imported):
     """A script's own DistributedDataParallel."""
+
+
+def _caps(wrapped: Any) -> tuple[int, bool]:
+    return wrapped.bucket_bytes_cap, wrapped.bucket_bytes_cap_default
 
 
 def _sgd() -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ script imported it.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,11 @@ from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.parallelize import check, runtime_of
+from headway.strategies.loading import driver
+from headway.strategies.parallelize import check
 
 _stock_init: Callable[..., None] = DistributedDataParallel.__init__
+_stock_signature = inspect.signature(_stock_init)
 _plan: Plan | None = None
 
 
@@ -30,9 +33,16 @@ def install(plan: Plan) -> None:
     """From now on every ``DistributedDataParallel(model, ...)`` of this process follows ``plan``.
 
     The call raises PlanError where the model or the number of workers is not the plan's.
+
+    Raises UnsupportedError for a strategy that can only be had with ``headway.parallelize``.
     """
     global _plan  # noqa: PLW0603 - the class that is changed is the process's too
-    runtime_of(plan.strategy)  # what cannot be imported should say so now
+    driver(plan.strategy, "runtime")  # what cannot be imported should say so now
+    if not isinstance(plan.strategy, DistributedDataParallelStrategy | DecoupledStrategy):
+        raise UnsupportedError(
+            "an unmodified script cannot follow this plan's strategy", got=plan.strategy.name,
+            fix="Call headway.parallelize in the script.",
+        )  # fmt: skip
     _plan = plan
     DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = _planned_init  # type: ignore[method-assign]
@@ -49,7 +59,7 @@ def uninstall() -> None:
 def _planned_new(cls: type[Any], *_args: Any, **_kwargs: Any) -> Any:
     if _plan is None or not isinstance(_plan.strategy, DecoupledStrategy):
         return object.__new__(cls)
-    planned_class = runtime_of(_plan.strategy).DecoupledDataParallel
+    planned_class = driver(_plan.strategy, "runtime").DecoupledDataParallel
     if cls is DistributedDataParallel:
         wrapped = object.__new__(planned_class)  # Python goes on with planned_class.__init__
         wrapped.__dict__["planned_schedule"] = functools.partial(_schedule, _plan)
@@ -70,6 +80,9 @@ def _schedule(plan: Plan, module: nn.Module, process_group: Any) -> BucketSchedu
 @functools.wraps(_stock_init)
 def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     if _plan is not None and isinstance(_plan.strategy, DistributedDataParallelStrategy):
-        check(_plan, module, kwargs.get("process_group"))
-        kwargs.update(ddp_runtime.options(_plan.strategy))
+        # What the script gave by position must give way too.
+        given = dict(_stock_signature.bind(self, module, *args, **kwargs).arguments)
+        del given["self"], given["module"]
+        check(_plan, module, given.get("process_group"))
+        args, kwargs = (), {**given, **ddp_runtime.options(_plan.strategy)}
     _stock_init(self, module, *args, **kwargs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import UnsupportedError, UserError
 from headway.plan import Plan
-from headway.strategies.base import Strategy
+from headway.strategies.loading import driver
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +35,7 @@ def parallelize(model: nn.Module, optimizer: Optimizer, plan: Plan, **ddp_option
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
     check(plan, model, ddp_options.get("process_group"))
-    runtime = runtime_of(plan.strategy)
+    runtime = driver(plan.strategy, "runtime")
     prepare = getattr(runtime, "prepare_optimizer", None)
     if prepare is not None:
         prepare(optimizer)
@@ -50,9 +49,3 @@ def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:
     from headway.strategies.data_parallel.module_spec import model_spec
 
     plan.check(model_spec(model), dist.get_world_size(process_group))
-
-
-def runtime_of(strategy: Strategy) -> Any:
-    """The module that runs ``strategy`` live: ``runtime`` in the folder of its policy."""
-    package = type(strategy).__module__.rpartition(".")[0]
-    return importlib.import_module(f"{package}.runtime")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,14 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 
 
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
-    """The arguments of DistributedDataParallel that ``strategy`` decides."""
-    return {} if strategy.bucket_cap_mb is None else {"bucket_cap_mb": strategy.bucket_cap_mb}
+    """The arguments of DistributedDataParallel that ``strategy`` decides, torch's defaults among them.
+
+    They are all there, so that a script's own bucket sizes never stay in force beside a plan: None is torch's default.
+    """
+    decided: dict[str, Any] = {"bucket_cap_mb": strategy.bucket_cap_mb}
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        decided["bucket_cap_mb_list"] = None  # newer versions of torch take a size a bucket too
+    return decided
 
 
 def wrap(
