@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import files
-from headway.errors import LaunchError, TraceError
+from headway.errors import LaunchError, TraceError, UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import observer
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.trace.events import Kind
@@ -69,34 +71,61 @@ def record_from_first_group(options: RecordOptions) -> Recorder:
 
 def _attach(recorder: Recorder) -> None:
     observer.set_observer(_RuntimeObserver(recorder))
+    recorder.when_finished(lambda: observer.set_observer(None))
     _watch_constructions(DistributedDataParallel, recorder)
     _watch_constructions(DecoupledDataParallel, recorder)
+    _refuse_compiling(recorder)
     _finish_before_the_group_goes(recorder)
     recorder.attach()
+
+
+def _patch(recorder: Recorder, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` in the place of a function, until the recording is over."""
+    original = getattr(owners[0], name)
+    patched = functools.wraps(original)(wrapper)
+    for owner in owners:
+        setattr(owner, name, patched)
+
+    def undo() -> None:
+        for owner in owners:
+            if getattr(owner, name) is patched:
+                setattr(owner, name, original)
+
+    recorder.when_finished(undo)
 
 
 def _finish_before_the_group_goes(recorder: Recorder) -> None:
     """End a recording whose job ends early while its process group still stands."""
     original = dist.destroy_process_group
 
-    @functools.wraps(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        recorder.finish()
-        return original(*args, **kwargs)
+    def destroy_process_group(group: Any = None) -> Any:
+        if group is None or group is dist.group.WORLD:
+            recorder.finish()
+        return original(group)
 
-    dist.destroy_process_group = destroy_process_group
-    dist.distributed_c10d.destroy_process_group = destroy_process_group
+    _patch(recorder, (dist, dist.distributed_c10d), "destroy_process_group", destroy_process_group)
 
 
 def _watch_constructions(wrapper: type, recorder: Recorder) -> None:
     original: Callable[..., None] = wrapper.__init__  # type: ignore[misc]
 
-    @functools.wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         recorder.watch(self, self.module)
 
-    wrapper.__init__ = construct  # type: ignore[misc]
+    _patch(recorder, (wrapper,), "__init__", construct)
+
+
+def _refuse_compiling(recorder: Recorder) -> None:
+    original = torch.compile
+
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, DistributedDataParallel):
+            raise UnsupportedError("recording a compiled model would recompile it for every hook",
+                                   got="torch.compile", fix="Record without torch.compile.")  # fmt: skip
+        return original(model, *args, **kwargs)
+
+    _patch(recorder, (torch,), "compile", compile)
 
 
 @contextmanager
@@ -109,8 +138,8 @@ def record(
     ranks see. ``model`` is the wrapped model, where it was wrapped before the block. Rank 0 assembles the trace
     when the block ends.
 
-    Raises LaunchError without a process group, TraceError where the folder exists or the block ends before
-    ``first_step`` steps.
+    Raises LaunchError without a process group and, on rank 0, where the block ends before ``first_step`` steps;
+    TraceError where the folder exists.
     """
     if not dist.is_initialized():
         raise LaunchError(
@@ -118,17 +147,39 @@ def record(
         )
     out = Path(folder)
     staging = out.parent / f".{out.name}.recording"
-    if dist.get_rank() == 0:
-        files.check_absent(out, TraceError)
-        staging.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    _prepare(out, staging)
     recorder = Recorder(RecordOptions(folder=staging, first_step=first_step, last_step=last_step))
     _attach(recorder)
     if model is not None:
         recorder.watch(model, model.module)
+    first = dist.get_rank() == 0
     try:
         yield recorder
-    finally:
+    except BaseException:
         recorder.finish()
-    if dist.get_rank() == 0:
+        if first:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    recorder.finish()
+    if first:
         finish_recording(staging, out, dist.get_world_size())
+
+
+def _prepare(out: Path, staging: Path) -> None:
+    """Make room on rank 0, and raise on every rank where that cannot be done."""
+    failure: UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            files.check_absent(out, TraceError)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        except UserError as error:
+            failure = error
+        except OSError as error:
+            failure = TraceError(f"{out} cannot be written", got=error.strerror)
+    verdict = torch.tensor([failure is not None])
+    dist.broadcast(verdict, 0)
+    if failure is not None:
+        raise failure
+    if bool(verdict):
+        raise TraceError("the recording cannot be written", got=out, fix="Rank 0 says why.")

@@ -19,6 +19,7 @@ from headway.trace.format import ClockFit
 
 ROUND_TRIPS = 24
 TIMEOUT_S = 5.0
+UNKNOWN_NS = 1e12  # the uncertainty of a clock that could not be compared: nothing finer may be concluded
 _TIME = struct.Struct("!q")
 _FIRST, _LAST = b"f", b"l"
 
@@ -46,7 +47,7 @@ def fit_clock(before: Sequence[RoundTrip], after: Sequence[RoundTrip]) -> ClockF
     """Fit offset and drift from the quickest round trip before and after; drift is 0 where one is missing."""
     trips = [min(group, key=lambda trip: trip.uncertainty_ns) for group in (before, after) if group]
     if not trips:
-        return ClockFit(uncertainty_ns=float("inf"))
+        return ClockFit(uncertainty_ns=UNKNOWN_NS)
     first, last = trips[0], trips[-1]
     elapsed_ns = last.sent_ns - first.sent_ns
     drift = (last.offset_ns - first.offset_ns) / elapsed_ns if elapsed_ns > 0 else 0.0

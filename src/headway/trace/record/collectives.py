@@ -7,6 +7,7 @@ operation changes: neither arithmetic nor group nor order.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -125,9 +126,11 @@ class CollectiveTap:
             )
             result = original(*args)
             work = result[1] if isinstance(result, tuple) else result
-            torch_private.when_work_completes(work, lambda: setattr(seen, "end_ns", time.monotonic_ns()))
-            self.observed.append(seen)
-            self._works.append((seen, work))
+            # A backend whose works have no future cannot be timed; the job must not notice.
+            with contextlib.suppress(RuntimeError):
+                torch_private.when_work_completes(work, lambda: setattr(seen, "end_ns", time.monotonic_ns()))
+                self.observed.append(seen)
+                self._works.append((seen, work))
             return result
 
         return observe

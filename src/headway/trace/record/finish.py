@@ -24,6 +24,8 @@ def finish_recording(
     try:
         deadline = time.monotonic() + wait_s
         while True:
+            if not staging.is_dir():
+                raise TraceError("the recording vanished while it was made", got=staging, fix="Record again.")
             recorded, idle = _present(staging)
             expected = world_size or _stated_world_size(staging)
             if expected is not None and len(recorded) + len(idle) >= expected:

@@ -21,6 +21,26 @@ from headway.trace.events import Event, Kind, Stream
 LOSS = "(loss)"
 
 
+class JobHook:
+    """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing."""
+
+    def __init__(self, observe: Callable[..., None] | None) -> None:
+        self._observe = observe
+
+    def __call__(self, *arguments: Any) -> None:
+        """Observe, and change nothing."""
+        if self._observe is not None:
+            self._observe(*arguments)
+
+    def __deepcopy__(self, _memo: Any) -> JobHook:
+        """A copied model is not the one that is recorded."""
+        return JobHook(None)
+
+    def __reduce__(self) -> Any:
+        """As for a copy."""
+        return JobHook, (None,)
+
+
 class ModuleWatch:
     """Observes the passes of one wrapped model while attached.
 
@@ -45,26 +65,31 @@ class ModuleWatch:
         self._compute_end_ns = 0
         self._original_backward: Callable[..., Any] | None = None
         self._seen_modules: set[str] = set()
+        self._stop_counting: Callable[[], int] | None = None
+
+    def count_activations(self, root: nn.Module) -> None:
+        """Sum what the innermost modules of ``root`` put out in the next forward, into ``activation_bytes``."""
+        self._stop_counting = _count_outputs(root)
 
     def attach(self, model: nn.Module, root: nn.Module) -> None:
         """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
-        self._handles.append(model.register_forward_pre_hook(self._enter_pass, prepend=True))
-        self._handles.append(model.register_forward_hook(self._leave_pass))
+        self._handles.append(model.register_forward_pre_hook(JobHook(self._enter_pass), prepend=True))
+        self._handles.append(model.register_forward_hook(JobHook(self._leave_pass)))
         for name, module in root.named_modules():
             owns = any(True for _ in module.parameters(recurse=False))
             if owns or not any(True for _ in module.children()):
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(self._enter_module, name, owns))
-                )
-                self._handles.append(module.register_forward_hook(partial(self._leave_module, name)))
+                enter, leave = partial(self._enter_module, name, owns), partial(self._leave_module, name)
+                self._handles.append(module.register_forward_pre_hook(JobHook(enter)))
+                self._handles.append(module.register_forward_hook(JobHook(leave)))
         for name, parameter in root.named_parameters():
             if parameter.requires_grad:
-                hook = partial(self._gradient_ready, name)
+                hook = JobHook(partial(self._gradient_ready, name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._watch_backward()
 
     def detach(self) -> None:
         """Remove every hook."""
+        self._counted()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -81,8 +106,14 @@ class ModuleWatch:
         self.phase = "enter"
         self._pass_start_ns = time.monotonic_ns()
 
+    def _counted(self) -> None:
+        if self._stop_counting is not None:
+            self.activation_bytes = self._stop_counting()
+            self._stop_counting = None
+
     def _leave_pass(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self.phase = ""
+        self._counted()
         if self._active():
             self._put(Kind.FORWARD_PASS, "", self._pass_start_ns, time.monotonic_ns())
 
@@ -162,8 +193,8 @@ class ModuleWatch:
                 self._put(Kind.BACKWARD, name, mark_ns, next_ns)
 
 
-def count_activation_bytes(root: nn.Module) -> Callable[[], int]:
-    """Sum the outputs of the innermost modules during the next forward; call the result to stop and read."""
+def _count_outputs(root: nn.Module) -> Callable[[], int]:
+    """Sum the bytes that the innermost modules put out, until the result is called."""
     total = 0
 
     def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -171,7 +202,7 @@ def count_activation_bytes(root: nn.Module) -> Callable[[], int]:
         total += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(output))
 
     handles = [
-        module.register_forward_hook(add)
+        module.register_forward_hook(JobHook(add))
         for module in root.modules()
         if not any(True for _ in module.children())
     ]

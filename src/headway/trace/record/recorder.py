@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import socket
+import sys
 import time
+import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headway import files, torch_private
-from headway.errors import UnsupportedError
+from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.events import Event, Kind, Stream
@@ -25,11 +30,13 @@ from headway.trace.format import ClockFit, RankInfo, write_rank
 from headway.trace.record import clock
 from headway.trace.record.collectives import CollectiveTap
 from headway.trace.record.derive import StrategySpan, aligned_rows, collective_rows, wait_rows
-from headway.trace.record.modules import ModuleWatch, count_activation_bytes
+from headway.trace.record.modules import ModuleWatch
 
 CLOCK_KEY = "headway/clock"
 LAST_ROUNDS_TIMEOUT_S = 20.0
 MAX_ROWS = 5_000_000
+
+_recordings = itertools.count()  # the same on every rank, for recordings begin on all of them
 
 
 class RecordOptions(BaseModel):
@@ -40,7 +47,6 @@ class RecordOptions(BaseModel):
     folder: Path
     first_step: int = Field(default=5, ge=1)
     last_step: int = Field(default=25, ge=2)
-    optimizer_steps_only: bool = False
 
 
 class Recorder:
@@ -64,10 +70,11 @@ class Recorder:
         self._clock_server: clock.ClockServer | None = None
         self._clock_address: tuple[str, int] | None = None
         self._trips_before: list[clock.RoundTrip] = []
-        self._step_clock: torch.optim.Optimizer | None = None
+        self._step_clock: weakref.ref[torch.optim.Optimizer] | None = None
+        self._parameter_ids: frozenset[int] = frozenset()
+        self._undo: list[Callable[[], None]] = []
         self._boundary_ns = 0
         self._optimizer_start_ns = 0
-        self._stop_counting: Any = None
         self._original_next: Any = None
 
     @property
@@ -87,16 +94,34 @@ class Recorder:
         """Lay every hook, for the first time or again after ``detach``."""
         self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
-        if not self.options.optimizer_steps_only:
-            self._tap.attach()
-            self._watch_input()
-            if self._model is not None and self._root is not None:
-                self._watch.attach(self._model, self._root)
+        self._tap.attach()
+        self._watch_input()
+        if self._model is not None and self._root is not None:
+            self._watch.attach(self._model, self._root)
+
+    def when_finished(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called when the recording is over."""
+        self._undo.append(undo)
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
-        """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded."""
-        if self._model is not None or self.finished:
+        """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded.
+
+        Raises UnsupportedError for a model on a device, and for a compiled one.
+        """
+        if self.finished or model is self._model:
             return
+        if self._model is not None:
+            message = (
+                "more than one model was wrapped; modules and gradients of the first one only are recorded"
+            )
+            warnings.warn(message, HeadwayWarning, stacklevel=2)
+            return
+        if any(torch_private.is_compiled(module) for module in root.modules()):
+            raise UnsupportedError(
+                "recording a compiled model would recompile it for every hook",
+                got="torch.compile",
+                fix="Record without torch.compile.",
+            )
         if any(parameter.device.type != "cpu" for parameter in root.parameters()):
             raise UnsupportedError(
                 "recording reads host clocks, which do not time work on a device",
@@ -104,9 +129,9 @@ class Recorder:
                 expected="a job on CPU and Gloo",
             )
         self._model, self._root = model, root
-        if not self.options.optimizer_steps_only:
-            self._watch.attach(model, root)
-        self._stop_counting = count_activation_bytes(root)
+        self._parameter_ids = frozenset(id(parameter) for parameter in root.parameters())
+        self._watch.attach(model, root)
+        self._watch.count_activations(root)
 
     def span(self, span: StrategySpan) -> None:
         """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
@@ -131,39 +156,52 @@ class Recorder:
 
     def _compare_clocks_first(self) -> None:
         store = torch_private.default_store()
+        key = f"{CLOCK_KEY}/{next(_recordings)}"
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if dist.get_rank() == 0:
             self._clock_server = clock.ClockServer()
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
             port = int(os.environ.get("MASTER_PORT", "1") or 1)
-            address = [clock.own_address_towards(host, port), self._clock_server.port]
-            store.set(CLOCK_KEY, json.dumps(address))
-        else:
-            host, port = json.loads(store.get(CLOCK_KEY))
+            store.set(key, json.dumps([clock.own_address_towards(master, port), self._clock_server.port]))
+            return
+        published, port = json.loads(store.get(key))
+        # Rank 0 usually lives where everybody met; its own idea of its address may be its loopback.
+        for host in (master, published):
             self._clock_address = (host, port)
             self._trips_before = clock.measure_round_trips(self._clock_address, last=False)
+            if self._trips_before:
+                return
 
     # Steps
 
+    def _is_clock(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer's steps are the job's: the first one seen that holds the model's parameters."""
+        current = self._step_clock() if self._step_clock is not None else None
+        if current is optimizer:
+            return True
+        replaceable = current is None or (self._parameter_ids and not self._holds(current))
+        if replaceable and (not self._parameter_ids or self._holds(optimizer)):
+            self._step_clock = weakref.ref(optimizer)
+            return True
+        return False
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._parameter_ids for group in optimizer.param_groups for p in group["params"])
+
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._step_clock is None:
-            self._step_clock = optimizer
         self._optimizer_start_ns = time.monotonic_ns()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         now_ns = time.monotonic_ns()
         if self._recording:
             self._put(Kind.OPTIMIZER, type(optimizer).__name__, self._optimizer_start_ns, now_ns)
-        if optimizer is not self._step_clock:
+        if not self._is_clock(optimizer):
             return
-        if self._stop_counting is not None:
-            self._watch.activation_bytes = self._stop_counting()
-            self._stop_counting = None
         if self._recording:
             self._put(Kind.STEP, f"step {self.step}", self._boundary_ns, now_ns)
         self._tap.release_finished()
         self.step += 1
         self._boundary_ns = now_ns
-        if self.step >= self.options.last_step:
+        if self.step >= self.options.last_step or len(self._rows) >= MAX_ROWS:
             self.finish()
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
@@ -189,12 +227,21 @@ class Recorder:
         self.finished = True
         self.detach()
         atexit.unregister(self.finish)
-        if any(row.kind == Kind.STEP for row in self._rows):
-            self._write()
-        else:
-            self._write_status()
+        while self._undo:
+            self._undo.pop()()
+        try:
+            if any(row.kind == Kind.STEP for row in self._rows):
+                self._write()
+            else:
+                self._write_status()
+        except (OSError, HeadwayError) as failure:  # training must not end for want of a place to write
+            print(
+                f"headway: rank {dist_place()[0]} could not write its recording: {failure}", file=sys.stderr
+            )
         # What a model holds, its process group among it, must go when the script lets go of it.
-        self._model = self._root = self._step_clock = self._stop_counting = None
+        self._model = self._root = self._step_clock = None
+        self._rows.clear()
+        self._tap.observed.clear()
 
     def _write(self) -> None:
         rank, world_size = dist_place()
@@ -242,10 +289,11 @@ class Recorder:
             return ModelSpec(parameters=())
         spec = model_spec(self._root)
         state_bytes = 0
-        if self._step_clock is not None:
+        optimizer = self._step_clock() if self._step_clock is not None else None
+        if optimizer is not None:
             state_bytes = sum(
                 value.numel() * value.element_size()
-                for state in self._step_clock.state.values()
+                for state in optimizer.state.values()
                 for value in state.values()
                 if isinstance(value, torch.Tensor)
             )

@@ -1,0 +1,131 @@
+"""The recorder beside things that scripts do: copies, saves, other optimizers, other groups, folders that vanish."""
+
+from __future__ import annotations
+
+import copy
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import workers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import headway
+from headway.errors import HeadwayError, LaunchError, TraceError, UnsupportedError
+from headway.trace.events import Kind
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+HERE = "tests.behaviour.test_recorder"
+
+
+def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
+    optimizer.zero_grad()
+    for number in range(micro_batches):
+        last = number == micro_batches - 1
+        context = torch.enable_grad() if last else model.no_sync()  # type: ignore[operator]
+        with context:
+            model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, object]:
+    """One rank's part of several recordings; returns what the tests look at."""
+    seen: dict[str, object] = {}
+    calibrated = nn.Linear(2, 2)
+    throw_away = torch.optim.SGD(calibrated.parameters(), lr=0.1)
+    original = dist.destroy_process_group
+    with headway.record(Path(folder, "first"), first_step=2, last_step=5):
+        calibrated(torch.ones(1, 2)).sum().backward()
+        throw_away.step()
+        dist.destroy_process_group(dist.new_group([0, 1]))
+        model, optimizer = build()
+        averaged = copy.deepcopy(model.module)
+        for _ in range(6):
+            step(model, optimizer, micro_batches=3)
+            torch.save(model.module, io.BytesIO())
+            with torch.no_grad():
+                averaged(torch.ones(4, 8))
+    seen["undone"] = dist.destroy_process_group is original
+    seen["hooks"] = len(model._forward_hooks) + sum(len(m._forward_hooks) for m in model.module.modules())
+
+    with headway.record(Path(folder, "second"), model, first_step=1, last_step=3):
+        for _ in range(4):
+            step(model, optimizer)
+
+    try:
+        with headway.record(Path(folder, "first"), model):
+            pass
+    except TraceError:
+        seen["refused"] = True
+    try:
+        with headway.record(Path(folder, "short"), model):
+            pass
+    except LaunchError as error:
+        seen["short"] = str(error)
+    try:
+        with headway.record(Path(folder, "compiled")):
+            torch.compile(build()[0])
+    except UnsupportedError:
+        seen["compiled"] = True
+    try:
+        with headway.record(Path(folder, "vanished"), model, first_step=1, last_step=3):
+            dist.barrier()
+            shutil.rmtree(Path(folder, ".vanished.recording"), ignore_errors=True)
+            for _ in range(4):
+                step(model, optimizer)
+            seen["went on"] = True
+    except (HeadwayError, OSError):
+        pass
+    dist.barrier()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
+    folder = tmp_path_factory.mktemp("recorder")
+    return folder, workers.run(2, f"{HERE}:awkward_scripts", str(folder))
+
+
+def test_accumulation_a_throw_away_optimizer_and_a_small_group_do_not_confuse_it(
+    done: tuple[Path, list[dict[str, object]]],
+) -> None:
+    trace = headway.load_trace(done[0] / "first")
+    assert len(trace.steps) >= 2
+    for current in trace.steps:
+        rows = list(trace.events[0].of_step(current))
+        assert sum(row.kind == Kind.BACKWARD_PASS for row in rows) == 3
+        assert sum(row.kind == Kind.COLLECTIVE and row.bucket >= 0 for row in rows) == 1
+    # One forward's outputs of batch 4: 16, 16 (in place, counted as the module's output) and 4 floats each.
+    assert trace.model.activation_bytes == 4 * 4 * (16 + 16 + 4)
+
+
+def test_everything_is_undone_afterwards(done: tuple[Path, list[dict[str, object]]]) -> None:
+    for seen in done[1]:
+        assert seen["undone"]
+        assert seen["hooks"] == 0
+
+
+def test_a_second_recording_of_one_process_is_whole(done: tuple[Path, list[dict[str, object]]]) -> None:
+    trace = headway.load_trace(done[0] / "second")
+    assert trace.steps == (1, 2)
+    assert trace.manifest.ranks[1].clock.uncertainty_ns < 1e9
+
+
+def test_what_cannot_be_recorded_is_refused_on_every_rank_and_leaves_nothing(
+    done: tuple[Path, list[dict[str, object]]],
+) -> None:
+    folder, ranks = done
+    assert all(seen["refused"] and seen["compiled"] and seen["went on"] for seen in ranks)
+    assert "0 optimizer steps" in str(ranks[0]["short"])
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "second"]
