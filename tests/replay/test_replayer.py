@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from headway.replay.replayer import Replayer
 from headway.replay.what_if import WhatIf
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
 
 MIB = 2**20
@@ -152,3 +155,64 @@ def test_replaying_twice_gives_the_same_to_the_nanosecond() -> None:
     trace = as_bucketed(synthetic_trace(job(jitter=0.1)))
     first, second = (Replayer(trace).replay().schedule.end_ns for _ in range(2))
     assert np.array_equal(first, second)
+
+
+def altered(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
+    """The trace with every collective of gradients changed, or dropped where ``change`` says None."""
+    events = {
+        rank: Events.from_rows(
+            [
+                kept
+                for row in own
+                if (kept := change(row) if row.kind == Kind.COLLECTIVE and row.bucket >= 0 else row)
+            ]
+        )
+        for rank, own in trace.events.items()
+    }
+    return Trace(trace.path, trace.manifest, trace.model, events)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row._replace(size_bytes=row.size_bytes // 2),  # a hook that halves every gradient
+        lambda row: (
+            None if row.bucket == 3 else row
+        ),  # a bucket that the strategy launches and the job did not
+        lambda row: None,
+    ],
+)
+def test_a_recording_that_communicated_something_else_is_refused(
+    change: Callable[[Event], Event | None],
+) -> None:
+    trace = altered(as_bucketed(synthetic_trace(job())), change)
+    with pytest.raises(TraceError, match="not be true to this recording"):
+        Replayer(trace, cluster_of(job())).replay()
+
+
+def test_a_gradient_that_never_becomes_ready_is_noticed() -> None:
+    trace = as_bucketed(synthetic_trace(job()))
+    events = {
+        rank: Events.from_rows(
+            [row for row in own if (row.kind, row.name) != ("gradient_ready", "stem.weight")]
+        )
+        for rank, own in trace.events.items()
+    }
+    with pytest.raises(TraceError, match="not be true to this recording"):
+        Replayer(Trace(trace.path, trace.manifest, trace.model, events), cluster_of(job())).replay()
+
+
+def test_one_step_that_differs_is_tolerated() -> None:
+    trace = altered(as_bucketed(synthetic_trace(job())), lambda row: None if row.step == 0 else row)
+    Replayer(trace, cluster_of(job())).replay()
+
+
+def test_a_strategy_the_trace_names_wrongly_is_one_line() -> None:
+    trace = synthetic_trace(job())
+    ranks = tuple(
+        info.model_copy(update={"strategy": {"ddp": {"bucket_cap_mb": -1}}}) for info in trace.manifest.ranks
+    )
+    manifest = trace.manifest.model_copy(update={"ranks": ranks})
+    with pytest.raises(TraceError, match="bucket_cap_mb") as caught:
+        Replayer(Trace(trace.path, manifest, trace.model, trace.events), cluster_of(job())).replay()
+    assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from headway import files
 from headway.cluster import Cluster
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
@@ -15,6 +16,7 @@ from headway.graph.timeline import Timeline, timelines_of
 from headway.network.fit import cluster_from_trace
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
+from headway.replay.fidelity import check_fidelity
 from headway.replay.memory import peak_bytes
 from headway.replay.what_if import WhatIf
 from headway.strategies.base import Strategy
@@ -46,7 +48,8 @@ class Replayer:
     """Replays one trace, many times if asked: what does not change is computed once.
 
     ``cluster`` of None fits the links from the trace itself. Raises TraceError where the trace lacks the
-    parameter map or the collectives that a replay needs.
+    parameter map or the collectives that a replay needs, and on the first replay where the recorded communication
+    is not that of the recorded strategy.
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
@@ -56,6 +59,7 @@ class Replayer:
                 fix="Record a job that constructs DistributedDataParallel.",
             )
         self.trace = trace
+        self._checked = False
         self.cluster = cluster or cluster_from_trace(trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
@@ -74,7 +78,8 @@ class Replayer:
         """The strategy that was in force when the trace was recorded."""
         for name, options in self.trace.manifest.ranks[0].strategy.items():
             if name in STRATEGIES:
-                return STRATEGIES[name].model_validate(options)
+                what = f"the trace's strategy {name}"
+                return files.validate(options, STRATEGIES[name], TraceError, what)
         raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
 
     @cached_property
@@ -96,6 +101,9 @@ class Replayer:
         """
         begun = time.perf_counter()
         strategy = strategy or self.recorded_strategy
+        if not self._checked:
+            check_fidelity(self.trace, self.recorded_strategy, self.timelines[0], self.cluster)
+            self._checked = True
         cluster = what_if.apply(self.cluster)
         model = self.trace.model
         schedule = strategy.decide(model)

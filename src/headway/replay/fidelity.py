@@ -1,0 +1,51 @@
+"""Whether a replay would communicate what was recorded: a replay of something else predicts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headway.cluster import Cluster
+from headway.errors import TraceError
+from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.timeline import Timeline
+from headway.strategies.base import Strategy
+from headway.strategies.loading import driver
+from headway.trace.events import Events, Kind
+from headway.trace.format import Trace
+
+
+def check_fidelity(trace: Trace, strategy: Strategy, timelines: Sequence[Timeline], cluster: Cluster) -> None:
+    """Hold rank 0's recorded collectives of gradients against what ``strategy`` launches over its ``timelines``.
+
+    Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
+    step's collectives in the step after, so there the whole recording must agree, give or take one step. Raises
+    TraceError where they differ. A single rank has nobody to communicate with and is not checked.
+    """
+    if trace.world_size == 1:
+        return
+    graph = GraphBuilder(cluster, trace.model, strategy.decide(trace.model))
+    walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), [timelines])
+    launched = np.zeros((len(timelines), 2))
+    for collective in graph.collectives:
+        if collective.bucket >= 0:
+            launched[collective.step] += (1, collective.size_bytes)
+    recorded = np.array([_recorded(trace.events[0], timeline.step) for timeline in timelines])
+    if graph.schedule.gather_order:
+        off = np.abs((recorded - launched).sum(axis=0)) > launched.max(axis=0)
+    else:
+        off = np.median(recorded - launched, axis=0) != 0
+    if off.any():
+        got, expected = np.median(recorded, axis=0), np.median(launched, axis=0)
+        raise TraceError(
+            "replay would not be true to this recording: its collectives of gradients are not its strategy's",
+            got=f"{got[0]:g} collectives of {got[1]:.0f} bytes a step",
+            expected=f"{expected[0]:g} of {expected[1]:.0f} bytes for {strategy.describe()}",
+            fix="Record one model, without find_unused_parameters and without a communication hook.",
+        )
+
+
+def _recorded(events: Events, step: int) -> tuple[int, int]:
+    rows = [row for row in events.of_step(step) if row.kind == Kind.COLLECTIVE and row.bucket >= 0]
+    return len(rows), sum(row.size_bytes for row in rows)
