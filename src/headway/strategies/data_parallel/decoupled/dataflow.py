@@ -29,13 +29,18 @@ class Dataflow:
         self._passes: dict[int, int] = defaultdict(int)
         self._last_job: dict[int, list[int]] = defaultdict(list)
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> collective
+        self._due: dict[int, set[int]] = defaultdict(set)  # rank -> buckets the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
         self._update_overhead_ns = graph.cluster.cost_of(UPDATE).overhead_us * 1e3
 
     def use(self, walk: Walk, module: str) -> None:
-        """Forward needs a module: wait for its buckets' gathers, and update their parameters."""
+        """Forward needs a module: wait for its buckets' gathers, and update their parameters.
+
+        Buckets that the optimizer has not stepped hold gradients only, which forward has no need of.
+        """
         for index in self._buckets_of_module.get(module, ()):
-            self._materialise(walk, index)
+            if index in self._due[walk.rank]:
+                self._materialise(walk, index)
 
     def _materialise(self, walk: Walk, index: int) -> None:
         gather = self._gathers[walk.rank].pop(index, None)
@@ -43,7 +48,10 @@ class Dataflow:
             return
         share = self._graph.schedule.buckets[index].size_bytes / self._total_bytes
         self._graph.wait(walk, "parameters", gather)
-        update_ns = round(self._update_ns[walk.rank] * share + self._update_overhead_ns)
+        update_ns = 0
+        if index in self._due[walk.rank]:
+            self._due[walk.rank].remove(index)
+            update_ns = round(self._update_ns[walk.rank] * share + self._update_overhead_ns)
         self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=index)
 
     def ready(self, walk: Walk, parameter: str) -> None:
@@ -51,6 +59,8 @@ class Dataflow:
         bucket_index = self._bucket_of.get(parameter)
         if bucket_index is None:
             return
+        if walk.rank not in self._counts:  # the first gradient of a pass
+            self._settle_all(walk)
         missing = self._counts.setdefault(walk.rank, dict(self._missing))
         missing[bucket_index] -= 1
         buckets = self._graph.schedule.buckets
@@ -59,6 +69,11 @@ class Dataflow:
             self._next[walk.rank] += 1
             if self._next[walk.rank] == len(buckets):
                 self._queue_gathers(walk)
+
+    def _settle_all(self, walk: Walk) -> None:
+        """What forward left untouched is settled, in gather order, before the first gradient is accumulated."""
+        for index in self._graph.schedule.gather_order:
+            self._materialise(walk, index)
 
     def _queue_gathers(self, walk: Walk) -> None:
         """The gathers stand behind the last reduce-scatter, in the order of the next forward."""
@@ -81,8 +96,8 @@ class Dataflow:
         return number
 
     def backward_end(self, walk: Walk) -> None:
-        """Nobody waits here, and what forward left untouched is settled before the next gradients arrive."""
-        self._counts[walk.rank] = dict(self._missing)
+        """Nobody waits here; the next pass counts anew."""
+        self._counts.pop(walk.rank, None)
         self._next[walk.rank] = 0
         self._passes[walk.rank] += 1
 
@@ -93,3 +108,4 @@ class Dataflow:
         """Go on at once; each bucket's share of the update waits for its first use."""
         self._graph.compute(walk, Part.OPTIMIZER, 0)
         self._update_ns[walk.rank] = duration_ns
+        self._due[walk.rank] = set(self._gathers[walk.rank])
