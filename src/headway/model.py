@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import cached_property
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "complex64": 8, "complex128": 16,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
+MAX_NUMEL = 2**48
 
 
 class ParameterSpec(BaseModel):
@@ -21,9 +24,22 @@ class ParameterSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0, le=MAX_NUMEL)], ...] = Field(max_length=64)
     dtype: str
     module: str
+
+    @field_validator("dtype")
+    @classmethod
+    def _size_is_known(cls, dtype: str) -> str:
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"expected one of {', '.join(DTYPE_BYTES)}")
+        return dtype
+
+    @model_validator(mode="after")
+    def _size_is_bounded(self) -> ParameterSpec:
+        if self.numel > MAX_NUMEL:
+            raise ValueError(f"a parameter has at most {MAX_NUMEL} elements")
+        return self
 
     @property
     def numel(self) -> int:
@@ -33,7 +49,7 @@ class ParameterSpec(BaseModel):
     @property
     def size_bytes(self) -> int:
         """The size of the parameter, and of its gradient."""
-        return self.numel * DTYPE_BYTES.get(self.dtype, 4)
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 class ModelSpec(BaseModel):

@@ -29,6 +29,9 @@ def test_ddp_closes_a_bucket_once_it_is_full() -> None:
     small = DistributedDataParallelStrategy(bucket_cap_mb=1).decide(model)
     assert [b.parameters[-1] for b in small.buckets] == [f"layer{i}.weight" for i in (3, 2, 1, 0)]
 
+    each = DistributedDataParallelStrategy(bucket_cap_mb=0).decide(model)
+    assert [len(b.parameters) for b in each.buckets] == [1] * 8
+
 
 def test_a_plan_with_its_buckets_spelled_out_decides_the_same() -> None:
     model = layered_model()
@@ -41,6 +44,7 @@ def test_a_plan_with_its_buckets_spelled_out_decides_the_same() -> None:
     [
         ((("layer0.weight", "nobody"),), "the model lacks"),
         ((("layer0.weight",),), "leave out"),
+        ((("layer0.weight", "layer0.bias"), ()), "bucket is empty"),
         ((("layer0.weight", "layer0.bias"), ("layer0.bias",)), "twice"),
     ],
 )

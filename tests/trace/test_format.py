@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
 
 from headway.errors import TraceError
-from headway.trace.format import load_trace, rank_file
+from headway.trace.format import assemble, load_trace, rank_file
 
 
 @pytest.fixture
@@ -35,6 +37,12 @@ def spoil(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    spoil(path, json.dumps(document))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -51,6 +59,15 @@ def spoil(path: Path, text: str) -> None:
         (lambda f: spoil(f / "manifest.json", "[]"), "not a mapping"),
         (lambda f: spoil(f / "manifest.json", '{"traceEvents": []}'), "unknown key|missing"),
         (lambda f: spoil(f / "manifest.json", "[" * 100_000), "damaged"),
+        (lambda f: spoil(f / "manifest.json", '{"format": ' + "1" * 5001 + "}"), "manifest.json is damaged"),
+        (lambda f: rewrite(f / "manifest.json", lambda d: d.update(world_size=10**9)), "world_size"),
+        (lambda f: rewrite(f / "manifest.json", lambda d: d["steps"].append(77)), "lacks step 77"),
+        (lambda f: rewrite(f / "model.json", lambda d: d["parameters"][0].update(dtype="int3")), "dtype"),
+        (lambda f: rewrite(f / "model.json", lambda d: d["parameters"][0].update(shape=[-1])), "shape"),
+        (
+            lambda f: rewrite(f / "model.json", lambda d: d["parameters"][0].update(shape=[2**40] * 9)),
+            "elements",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_on_one_line(folder: Path, damage: object, said: str) -> None:
@@ -80,3 +97,11 @@ def test_a_foreign_parquet_file_is_refused(folder: Path) -> None:
 def test_a_missing_trace_says_so(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="trace not found"):
         load_trace(tmp_path / "none")
+
+
+def test_an_incomplete_recording_does_not_become_a_trace(folder: Path) -> None:
+    for name in (rank_file(1), "manifest.json"):
+        (folder / name).unlink()
+    with pytest.raises(TraceError, match="rank 1 wrote no file"):
+        assemble(folder)
+    assert not (folder / "manifest.json").exists()

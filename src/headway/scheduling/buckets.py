@@ -36,7 +36,7 @@ class BucketSchedule:
 
 
 def make_buckets(groups: Iterable[Sequence[ParameterSpec]]) -> tuple[Bucket, ...]:
-    """Number ``groups`` of parameters in order; each group must be of one dtype."""
+    """Number ``groups`` of parameters in order; each group must be of one dtype and not empty."""
     return tuple(
         Bucket(
             index=index,

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway import files
 from headway.errors import TraceError
 from headway.model import ModelSpec
-from headway.trace.events import Event, Events
+from headway.trace.events import Event, Events, Kind
 from headway.version import __version__
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
 MODEL = "model.json"
 MAX_EVENTS_A_RANK = 50_000_000
+MAX_WORLD_SIZE = 100_000
 
 _TEXT_COLUMNS = ("kind", "name", "stream", "group", "algorithm")
 
@@ -47,7 +48,7 @@ class RankInfo(BaseModel):
     rank: int = Field(ge=0)
     host: str
     pid: int
-    world_size: int = Field(ge=1)
+    world_size: int = Field(ge=1, le=MAX_WORLD_SIZE)
     backend: str
     torch: str
     clock: ClockFit = ClockFit()
@@ -64,7 +65,7 @@ class Manifest(BaseModel):
     format: Literal[1] = FORMAT
     headway: str = __version__
     framework: str = "pytorch"
-    world_size: int = Field(ge=1)
+    world_size: int = Field(ge=1, le=MAX_WORLD_SIZE)
     steps: tuple[int, ...]
     ranks: tuple[RankInfo, ...]
 
@@ -123,7 +124,10 @@ def write_rank(folder: Path, info: RankInfo, model: ModelSpec, rows: list[Event]
 
 
 def assemble(folder: Path) -> None:
-    """Turn a folder of rank files into a trace: write ``manifest.json`` and ``model.json`` from them."""
+    """Turn a folder of rank files into a trace: write ``manifest.json`` and ``model.json`` from them.
+
+    Raises TraceError where a rank's file is missing or damaged: nobody could load the trace.
+    """
     infos: list[RankInfo] = []
     model: ModelSpec | None = None
     steps: set[int] | None = None
@@ -136,6 +140,14 @@ def assemble(folder: Path) -> None:
         steps = own if steps is None else steps & own
     if model is None or not infos:
         raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet a rank")
+    missing = sorted(set(range(infos[0].world_size)) - {info.rank for info in infos})
+    if missing:
+        raise TraceError(
+            f"rank {', '.join(map(str, missing[:8]))} wrote no file",
+            got=f"{len(infos)} rank files",
+            expected=f"{infos[0].world_size}, one a rank",
+            fix="See why it ended early, and record again.",
+        )
     manifest = Manifest(
         world_size=infos[0].world_size,
         steps=tuple(sorted(steps or ())),
@@ -148,7 +160,7 @@ def assemble(folder: Path) -> None:
 def load_trace(path: str | Path) -> Trace:
     """Read a trace folder.
 
-    Raises TraceError where the folder is missing, empty, foreign, truncated, or lacks a rank.
+    Raises TraceError where the folder is missing, empty, foreign, truncated, or lacks a rank or a rank's step.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -173,13 +185,27 @@ def load_trace(path: str | Path) -> Trace:
     for info in manifest.ranks:
         file = folder / rank_file(info.rank)
         events[info.rank] = _to_events(file, _read_parquet(file))
+        _check_steps(file, manifest, events[info.rank])
     return Trace(folder, manifest, model, events)
+
+
+def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:
+    missing = sorted(set(manifest.steps) - set(events.of_kind(Kind.STEP).step.tolist()))
+    if missing:
+        raise TraceError(
+            f"{path.name} lacks step {', '.join(map(str, missing[:8]))}",
+            got=f"{len(manifest.steps) - len(missing)} steps",
+            expected=f"the {len(manifest.steps)} of {MANIFEST}",
+            fix="Copy the file again, or record again.",
+        )
 
 
 def _json(path: Path) -> Any:
     try:
         return json.loads(files.read_text(path, TraceError, path.name))
-    except (json.JSONDecodeError, RecursionError):
+    except TraceError:
+        raise
+    except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
         raise TraceError(
             f"{path.name} is damaged", got=path, expected="valid JSON", fix="Record again."
         ) from None
@@ -212,7 +238,7 @@ def _described(path: Path, table: pa.Table) -> tuple[RankInfo, ModelSpec]:
     try:
         info = json.loads(metadata[b"rank"])
         model = json.loads(metadata[b"model"])
-    except (KeyError, json.JSONDecodeError):
+    except (KeyError, ValueError, RecursionError):
         raise TraceError(
             f"{path.name} is foreign", got=path, expected="a file headway record wrote"
         ) from None

@@ -15,11 +15,14 @@ DEFAULT_FIRST_BUCKET_BYTES = 2**20
 
 
 class DistributedDataParallelStrategy(Strategy):
-    """Stock DDP with one all-reduce a bucket. ``bucket_cap_mb`` of None leaves torch's default in place."""
+    """Stock DDP with one all-reduce a bucket.
+
+    ``bucket_cap_mb`` of None leaves torch's default in place, and 0 makes a bucket of every parameter.
+    """
 
     name: ClassVar[str] = "ddp"
 
-    bucket_cap_mb: float | None = Field(default=None, gt=0, le=1e6)
+    bucket_cap_mb: float | None = Field(default=None, ge=0, le=1e6)
 
     def decide(self, model: ModelSpec) -> BucketSchedule:
         """Assign buckets as DDP does from its second iteration on, when it knows the order of readiness.

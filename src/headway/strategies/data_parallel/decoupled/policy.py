@@ -53,6 +53,12 @@ class DecoupledStrategy(Strategy):
         )
 
     def _checked(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
+        empty = [index for index, names in enumerate(self.buckets) if not names]
+        if empty:
+            raise PlanError(
+                "a plan bucket is empty", got=f"bucket {empty[0]}", expected="one parameter or more",
+                fix="Remove it, and number gather_order anew.",
+            )  # fmt: skip
         planned = [name for names in self.buckets for name in names]
         trained = set(model.by_name)
         for problem, names in (
