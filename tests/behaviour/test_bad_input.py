@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.commands import headway, last_line
 from tests.synthetic import SyntheticJob, write_trace
+
+from headway.cli.demo import _make_room
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -91,3 +97,69 @@ def test_the_demo_does_not_remove_what_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     assert "holds something else" in refused(tmp_path, "demo", "-o", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_the_demo_removes_only_what_a_demo_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    (folder / "trace").mkdir(parents=True)
+    for name in (".headway-demo", "demo.json", "plan.yaml", "thesis.txt"):
+        (folder / name).write_text("precious")
+    assert "thesis.txt" in refused(tmp_path, "demo", "-o", folder)
+    assert len(list(folder.iterdir())) == 5
+    (folder / "thesis.txt").unlink()
+    (folder / ".headway-demo").unlink()
+    (folder / "demo.json").unlink()
+    assert "holds something else" in refused(tmp_path, "demo", "-o", folder)
+    assert (folder / "plan.yaml").exists()
+
+
+def test_the_demo_follows_links_and_never_removes_through_them(tmp_path: Path) -> None:
+    folder, link, elsewhere = tmp_path / "demo", tmp_path / "link", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis.txt").write_text("precious")
+    folder.mkdir()
+    (folder / ".headway-demo").touch()
+    (folder / "plan.yaml").touch()
+    (folder / "trace").symlink_to(elsewhere)
+    link.symlink_to(folder)
+    _make_room(link)
+    assert [path.name for path in folder.iterdir()] == [".headway-demo"]
+    assert (elsewhere / "thesis.txt").exists()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert "link to nothing" in refused(tmp_path, "demo", "-o", tmp_path / "dangling")
+
+
+def test_a_probe_outside_a_job_or_without_a_place_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "WORLD_SIZE, MASTER_ADDR" in refused(tmp_path, "probe", "-o", tmp_path / "cluster.yaml")
+    for name, value in (("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    assert "cannot be written" in refused(tmp_path, "probe", "-o", tmp_path / "none" / "cluster.yaml")
+    assert "a folder" in refused(tmp_path, "probe", "-o", tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "two" in refused(tmp_path, "probe", "-o", tmp_path / "cluster.yaml")
+
+
+def test_a_probe_whose_peer_dies_says_so_on_one_line(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "headway", "probe", "-o", str(tmp_path / "cluster.yaml")]
+    first, peer = (
+        subprocess.Popen(command, env={**job, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    )
+    with first, peer:
+        assert first.stderr is not None
+        said = ""
+        for line in first.stderr:
+            said += line
+            if "probing ring" in line:
+                peer.kill()
+        assert first.wait(60) == 1
+    assert "Traceback" not in said
+    assert last_line(said).startswith("headway: the probe was given up")
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 STAGES_BESIDE_RUNS = 3
 PLANS = 3
+MARKER, RESULT = ".headway-demo", "demo.json"
+# Every name that the demo gives to what it writes in its folder: nothing else is ever removed.
+WRITTEN = frozenset((
+    MARKER, RESULT, "trace", ".trace.recording", "cluster.yaml", "curve.json", "report.html",
+    "plan.yaml", "plan-ddp.yaml", "plan-decoupled.yaml",
+))  # fmt: skip
 
 
 @click.command()
@@ -59,7 +65,7 @@ def demo(folder: Path, model: str, workers: int, rate: str, rounds: int, mode: s
 
         result = run_demo(options, stage)
         bar.update(bar.task_ids[-1], total=1, completed=1)
-    save_result(result, folder / "demo.json")
+    save_result(result, folder / RESULT)
     if as_json:
         output.print_document("demo", result_document(result))
     else:
@@ -67,23 +73,41 @@ def demo(folder: Path, model: str, workers: int, rate: str, rounds: int, mode: s
 
 
 def _make_room(folder: Path) -> None:
-    """Replace an earlier demo's folder; refuse any other that holds something."""
-    if folder.exists() and not folder.is_dir():
-        raise LaunchError("the demo's folder is a file", got=folder, fix="Choose another with -o.")
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / "demo.json").is_file() and not (folder / ".headway-demo").is_file():
-            raise LaunchError(
-                "the demo's folder holds something else", got=folder, expected="a new or an earlier demo's folder",
-                fix="Choose another with -o.",
-            )  # fmt: skip
-        shutil.rmtree(folder)
+    """Remove what an earlier demo wrote in ``folder``; refuse a folder that holds anything else.
+
+    Raises LaunchError, before anything is removed, where ``folder`` is no folder, or not a demo's alone.
+    """
     try:
+        if folder.is_symlink() and not folder.exists():
+            raise LaunchError(
+                "the demo's folder is a link to nothing", got=folder, fix="Choose another with -o."
+            )
+        if folder.exists() and not folder.is_dir():
+            raise LaunchError("the demo's folder is a file", got=folder, fix="Choose another with -o.")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".headway-demo").touch()
+        for path in _earlier_demo(folder):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        (folder / MARKER).touch()
     except OSError as failure:
         raise LaunchError(
             f"{folder} cannot be written", got=failure.strerror, fix="Choose another with -o."
         ) from None
+
+
+def _earlier_demo(folder: Path) -> list[Path]:
+    """What an earlier demo left in ``folder``, its marker last."""
+    there = sorted(folder.iterdir(), key=lambda path: (path.name == MARKER, path.name))
+    foreign = [path.name for path in there if path.name not in WRITTEN]
+    marked = any(path.name in (MARKER, RESULT) and path.is_file() for path in there)
+    if foreign or (there and not marked):
+        raise LaunchError(
+            "the demo's folder holds something else", got=(foreign or [there[0].name])[0],
+            expected=f"a new or an earlier demo's folder at {folder}", fix="Choose another with -o.",
+        )  # fmt: skip
+    return there
 
 
 def _show(result: DemoResult) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import click
 
 from headway.cli import output
-from headway.errors import LaunchError
+from headway.errors import CommunicationError, HeadwayError, LaunchError
 from headway.units import format_rate
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = "Run it as: torchrun --nproc-per-node N --no-python headway probe -o cluster.yaml."
 
 
 @click.command()
@@ -21,23 +25,42 @@ def probe(cluster_path: Path, as_json: bool) -> None:
 
     torchrun --nproc-per-node 2 --no-python headway probe -o cluster.yaml
     """
-    if "RANK" not in os.environ:
-        raise LaunchError(
-            "headway probe must run in every rank of a job", got="no RANK in the environment",
-            fix="Run it as: torchrun --nproc-per-node N --no-python headway probe -o cluster.yaml.",
-        )  # fmt: skip
+    _check_environment()
+    import torch
     import torch.distributed as dist
 
     from headway import torch_private
     from headway.network.probe import probe_cluster
 
-    dist.init_process_group("gloo")
-    first = dist.get_rank() == 0
     words = output.error_console()
-    cluster = probe_cluster((lambda what: words.print(f"probing {what}")) if first else lambda _what: None)
-    dist.barrier()
-    torch_private.let_gloo_finish()
-    dist.destroy_process_group()
+    try:
+        dist.init_process_group("gloo")
+        first = dist.get_rank() == 0
+        problem = _why_unwritable(cluster_path) if first else None
+        refused = torch.tensor([problem is not None])
+        dist.broadcast(refused, 0)
+        if refused.item():
+            raise LaunchError(
+                f"{cluster_path} cannot be written", got=problem or "a refusal on rank 0",
+                fix="Choose another with -o.",
+            )  # fmt: skip
+        cluster = probe_cluster(
+            (lambda what: words.print(f"probing {what}")) if first else lambda _what: None
+        )
+        dist.barrier()
+        torch_private.let_gloo_finish()
+        dist.destroy_process_group()
+    except HeadwayError:
+        raise
+    except ValueError as failure:
+        raise LaunchError(
+            "the job's environment cannot be read", got=failure, expected="what torchrun sets", fix=TORCHRUN
+        ) from None
+    except RuntimeError as failure:  # every failure of torch.distributed
+        raise CommunicationError(
+            f"the probe was given up: {' '.join(str(failure).split())[:200]}. A peer ended, fell silent or could not "
+            "be reached: its own output says why. Start all ranks again."
+        ) from None
     if not first:
         return
     cluster.save(cluster_path)
@@ -49,3 +72,24 @@ def probe(cluster_path: Path, as_json: bool) -> None:
         f"{len(cluster.hosts)} hosts, slowest link {format_rate(slowest)}, latency {cluster.latency_us:.0f} us; "
         f"written to {cluster_path}."
     )
+
+
+def _check_environment() -> None:
+    """Raise LaunchError unless the variables that every rank of a job has are set."""
+    missing = [name for name in ENVIRONMENT if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(
+            "headway probe must run in every rank of a job", got=f"no {', '.join(missing)} in the environment",
+            fix=TORCHRUN,
+        )  # fmt: skip
+
+
+def _why_unwritable(path: Path) -> str | None:
+    """Why nothing can be written at ``path``; None where it can."""
+    if path.is_dir():
+        return "a folder"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return None
+    except OSError as failure:
+        return failure.strerror

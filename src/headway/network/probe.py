@@ -50,7 +50,10 @@ class Places:
 
 
 def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
-    """Measure this job's cluster. Every rank calls it, with the default process group initialised on Gloo."""
+    """Measure this job's cluster. Every rank calls it, with the default process group initialised on Gloo.
+
+    Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile.
+    """
     places = _places()
     progress("latency")
     latency_us = _latency_us(_first_pair_apart(places))
@@ -206,14 +209,35 @@ def _timed(action: Callable[[], None]) -> float:
     for _ in range(REPEATS):
         dist.barrier()
         took_s: list[float] = []
-        thread = threading.Thread(target=_stopwatch, args=(action, took_s))
+        thread = _Aside(partial(_stopwatch, action, took_s))
         thread.start()
         work.seconds_each(thread.is_alive)
-        thread.join()
+        thread.finish()
         longest = torch.tensor(took_s, dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         times.append(float(longest))
     return statistics.median(times)
+
+
+class _Aside(threading.Thread):
+    """A thread whose failure is its starter's too."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._action = action
+        self._failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except Exception as failure:  # raised again by finish
+            self._failure = failure
+
+    def finish(self) -> None:
+        """Wait for the end; raises what the action raised."""
+        self.join()
+        if self._failure is not None:
+            raise self._failure
 
 
 def _stopwatch(action: Callable[[], None], took_s: list[float]) -> None:
@@ -249,14 +273,14 @@ def _beside_communication(collective_s: float) -> tuple[float, float]:
         until = time.perf_counter() + BESIDE_S / 2
         alone_s = work.seconds_each(lambda until=until: time.perf_counter() < until)  # type: ignore[misc]
         dist.barrier()
-        rings = threading.Thread(target=_repeat, args=(_ring_reduce_scatter, tensor, count))
+        rings = _Aside(partial(_repeat, _ring_reduce_scatter, tensor, count))
         rings.start()
         begun = time.perf_counter()
         for _ in range(UPDATES):
             update()
         updates_s.append((time.perf_counter() - begun) / UPDATES)
         slowdowns.append(work.seconds_each(rings.is_alive) / alone_s - 1)
-        rings.join()
+        rings.finish()
     mean = torch.tensor(
         [max(0.0, statistics.median(slowdowns)), statistics.median(updates_s)], dtype=torch.float64
     )
