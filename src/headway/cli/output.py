@@ -13,9 +13,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from headway import files
 
 
+FILE_WIDTH = 130  # of tables that go to a file or a pipe
+
+
 def console() -> Console:
     """Where answers go. Markup in foreign text is never interpreted."""
-    return Console(markup=False, highlight=False, soft_wrap=True)
+    answers = Console(markup=False, highlight=False, soft_wrap=True)
+    if not answers.is_terminal:
+        answers.width = max(answers.width, FILE_WIDTH)
+    return answers
 
 
 def error_console() -> Console:
