@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headway import files
 
-
 FILE_WIDTH = 130  # of tables that go to a file or a pipe
 
 
