@@ -30,7 +30,8 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     """Fit the links of the job that was recorded: one rate for all hosts, and the collective's overhead.
 
     Least squares of busy time against the number of collectives and the bytes sent, over the periods in which
-    gradients were under way. Raises TraceError where the trace holds no collective of gradients.
+    gradients were under way. Raises TraceError where the trace holds no collective of gradients, or where
+    ranks of one host are not consecutive.
     """
     periods, algorithm = busy_periods(trace)
     if trace.world_size == 1 or not periods:
@@ -92,8 +93,17 @@ def _fit(periods: list[BusyPeriod]) -> tuple[float, float]:
 
 def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source: str) -> Cluster:
     workers: dict[str, int] = {}
+    before = ""
     for rank in sorted(trace.hosts):
         host = trace.hosts[rank]
+        if host in workers and host != before:
+            raise TraceError(
+                "ranks that alternate between hosts are not supported yet",
+                got=f"rank {rank} on {host} again, after {before}",
+                expected="the ranks of a host one after another",
+                fix="Place ranks host by host, as torchrun does.",
+            )
+        before = host
         workers[host] = workers.get(host, 0) + 1
     rate = max(gbps, 1e-6)
     hosts = tuple(
