@@ -10,6 +10,7 @@ from tests.synthetic import synthetic_trace
 from headway.optimize.bounds import step_bound
 from headway.optimize.search import TIE, candidate_strategies, plan_of, search
 from headway.replay.replayer import Replayer
+from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
@@ -25,6 +26,33 @@ def test_candidates_decide_on_different_buckets() -> None:
     decided = [(s.name, s.decide(model).buckets) for s in candidate_strategies(model)]
     assert len({(name, buckets) for name, buckets in decided}) == len(decided)
     assert {name for name, _ in decided} == {"ddp", "decoupled"}
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        DistributedDataParallelStrategy(bucket_cap_mb=0.3),
+        DistributedDataParallelStrategy(),
+        DecoupledStrategy(bucket_cap_bytes=123_456),
+        DecoupledStrategy(bucket_cap_bytes=2**18).spelled_out(layered_model(8, numel=100_000)),
+    ],
+)
+def test_the_recorded_strategy_is_the_first_candidate(recorded: Strategy) -> None:
+    model = layered_model(8, numel=100_000)
+    found = list(candidate_strategies(model, recorded))
+    assert found[0].decide(model) == recorded.decide(model)
+    assert found[0].name == recorded.name
+    decided = [(s.name, s.decide(model)) for s in found]
+    assert len(set(decided)) == len(decided)
+
+
+def test_a_hand_tuned_job_is_not_given_something_slower(replayer: Replayer) -> None:
+    found = search(replayer)
+    assert replayer.recorded_strategy in [candidate.strategy for candidate in found.candidates]
+    recorded = next(c for c in found.candidates if c.strategy == replayer.recorded_strategy)
+    assert recorded.predicted_ms == found.baseline_ms
+    before = found.candidates[: found.candidates.index(recorded)]
+    assert all(candidate.predicted_ms <= found.baseline_ms for candidate in before)
 
 
 def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> None:

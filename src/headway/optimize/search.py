@@ -13,6 +13,7 @@ from headway.model import ModelSpec
 from headway.optimize.bounds import step_bound
 from headway.plan import Plan, PlannedModel, Prediction
 from headway.replay.replayer import Replayer
+from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -48,14 +49,20 @@ class SearchResult:
         return next(c for c in self.candidates if strategy is None or isinstance(c.strategy, strategy))
 
 
-def candidate_strategies(model: ModelSpec) -> Iterator[Strategy]:
-    """Strategies worth a replay: each decides on other buckets than those before it."""
-    seen: set[tuple[str, tuple[tuple[str, ...], ...]]] = set()
-    options: list[Strategy] = [DistributedDataParallelStrategy()]
+def candidate_strategies(model: ModelSpec, recorded: Strategy | None = None) -> Iterator[Strategy]:
+    """Strategies worth a replay: each decides otherwise than those before it.
+
+    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
+    """
+    seen: set[tuple[str, BucketSchedule]] = set()
+    if isinstance(recorded, DecoupledStrategy):
+        recorded = recorded.spelled_out(model)
+    options: list[Strategy] = [] if recorded is None else [recorded]
+    options += [DistributedDataParallelStrategy()]
     options += [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in DDP_CAPS_MB]
     options += [DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(model) for cap in DECOUPLED_CAPS_BYTES]
     for strategy in options:
-        decided = (strategy.name, tuple(bucket.parameters for bucket in strategy.decide(model).buckets))
+        decided = (strategy.name, strategy.decide(model))
         if decided not in seen:
             seen.add(decided)
             yield strategy
@@ -67,7 +74,7 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     baseline = replayer.replay()
     spread_ms = _standard_error_ms(replayer.recorded_step_times_ms)
     error = abs(baseline.step_ms - replayer.recorded_step_ms) / replayer.recorded_step_ms
-    strategies = list(candidate_strategies(replayer.trace.model))
+    strategies = list(candidate_strategies(replayer.trace.model, replayer.recorded_strategy))
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
         result = replayer.replay(strategy)
@@ -80,19 +87,23 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     return SearchResult(
         baseline_ms=baseline.step_ms,
         recorded_ms=replayer.recorded_step_ms,
-        candidates=_best_first(candidates, replayer.trace.model),
+        candidates=_best_first(candidates, replayer.trace.model, baseline.step_ms),
         bound_ms=bound.decoupled_ms,
         elapsed_s=time.perf_counter() - begun,
     )
 
 
-def _best_first(candidates: list[Candidate], model: ModelSpec) -> tuple[Candidate, ...]:
-    """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first."""
+def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: float) -> tuple[Candidate, ...]:
+    """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first.
+
+    No plan that is slower than the recorded job, which takes ``baseline_ms``, comes before it.
+    """
     best_ms = min(candidate.predicted_ms for candidate in candidates)
 
-    def key(candidate: Candidate) -> tuple[int, int, float]:
+    def key(candidate: Candidate) -> tuple[int, bool, int, float]:
         band = int((candidate.predicted_ms / best_ms - 1) / TIE)
-        return band, len(candidate.strategy.decide(model).buckets), candidate.predicted_ms
+        slower = candidate.predicted_ms > baseline_ms
+        return band, slower, len(candidate.strategy.decide(model).buckets), candidate.predicted_ms
 
     return tuple(sorted(candidates, key=key))
 
