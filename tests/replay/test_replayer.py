@@ -11,6 +11,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.diagnose.diagnosis import diagnose
 from headway.errors import TraceError, UserError
+from headway.graph.timeline import Item, Point, Timeline
 from headway.model import ModelSpec
 from headway.replay.as_trace import replayed_trace
 from headway.replay.replayer import Replayer
@@ -216,3 +217,15 @@ def test_a_strategy_the_trace_names_wrongly_is_one_line() -> None:
     with pytest.raises(TraceError, match="bucket_cap_mb") as caught:
         Replayer(Trace(trace.path, manifest, trace.model, trace.events), cluster_of(job())).replay()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("point", [Point.BLOCKING, Point.BACKWARD_END])
+def test_everything_that_is_launched_counts_to_the_size(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayer = Replayer(as_bucketed(synthetic_trace(job())), cluster_of(job()))
+    monkeypatch.setattr("headway.replay.replayer.MAX_OPERATIONS", 5000)
+    replayer.replay()
+    first, *others = replayer.timelines[0]
+    more = Timeline(0, first.step, (*first.items, *[Item(point, "all_reduce", 0, 4)] * 200))
+    replayer.timelines = replayer.timelines | {0: (more, *others)}
+    with pytest.raises(UserError, match="too large"):
+        replayer.replay()

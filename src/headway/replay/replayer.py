@@ -12,7 +12,7 @@ from headway import files
 from headway.cluster import Cluster
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
-from headway.graph.timeline import Timeline, timelines_of
+from headway.graph.timeline import Point, Timeline, timelines_of
 from headway.network.fit import cluster_from_trace
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
@@ -143,9 +143,15 @@ def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
 
 
 def _check_size(ranks: list[list[Timeline]], world_size: int, buckets: int) -> None:
-    steps = len(ranks[0])
-    items = sum(len(timeline.items) for timelines in ranks for timeline in timelines)
-    operations = items + steps * buckets * world_size * (4 * world_size + 4)
+    """Refuse what would take too long, by what is launched: a bucket's collectives a pass, and blocking ones."""
+    items = collectives = 0
+    for timelines in ranks:
+        launched = 0
+        for item in (item for timeline in timelines for item in timeline.items):
+            items += 1
+            launched += buckets * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
+        collectives = max(collectives, launched)
+    operations = items + collectives * world_size * (4 * world_size + 4)
     if operations > MAX_OPERATIONS:
         raise UserError(
             "the replay would be too large",
