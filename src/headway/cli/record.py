@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import click
 
 from headway import files
+from headway.cli import output as output_of
 from headway.cli.command import trailing_command
 from headway.errors import LaunchError, TraceError, UserError
 from headway.integrations.launch import injected_environment, run_command
@@ -104,18 +104,16 @@ def _announce(output: Path, as_json: bool) -> None:
     count = sum(len(events) for events in trace.events.values())
     cells = trace.world_size * len(trace.steps)
     if as_json:
-        sys.stdout.write(
-            files.dump_json(
-                files.document(
-                    "recording",
-                    trace=str(output),
-                    world_size=trace.world_size,
-                    steps=list(trace.steps),
-                    events=count,
-                    size_bytes=size_bytes,
-                    bytes_per_rank_step=size_bytes / cells,
-                )
-            )
+        output_of.print_document(
+            "recording",
+            {
+                "trace": str(output),
+                "world_size": trace.world_size,
+                "steps": list(trace.steps),
+                "events": count,
+                "size_bytes": size_bytes,
+                "bytes_per_rank_step": size_bytes / cells,
+            },
         )
         return
     click.echo(

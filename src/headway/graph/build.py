@@ -8,6 +8,7 @@ from typing import Protocol
 
 from headway.cluster import Cluster
 from headway.collectives import program
+from headway.collectives.algorithms import GLOO_ALL_REDUCE
 from headway.collectives.dataflow import Links, ProgramOf, expand
 from headway.graph.dataflow import Dataflow, DataflowBuilder
 from headway.graph.timeline import Item, Part, Point, Timeline
@@ -183,7 +184,7 @@ def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, item
                 strategy.backward_end(walk)
             case Point.BLOCKING:
                 number = graph.launch(
-                    walk, item.name, blocking, item.size_bytes, bucket=-1, algorithm="gloo_all_reduce"
+                    walk, item.name, blocking, item.size_bytes, bucket=-1, algorithm=GLOO_ALL_REDUCE
                 )
                 graph.wait(walk, item.name, number)
                 blocking += 1

@@ -14,7 +14,6 @@ from headway.errors import LaunchError
 
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
-SKIP_VARIABLE = "HEADWAY_SKIP"
 ERRORS_VARIABLE = "HEADWAY_ERRORS"  # a folder in which ranks leave Headway's own errors
 
 _INJECT = Path(__file__).parent / "inject"
@@ -25,7 +24,6 @@ def injected_environment(
 ) -> dict[str, str]:
     """The environment under which ranks activate Headway: ``record`` is RecordOptions as JSON, ``plan`` a path."""
     environment = dict(base)
-    environment.pop(SKIP_VARIABLE, None)
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(_INJECT) not in entries:
         entries.insert(0, str(_INJECT))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.collectives.algorithms import GLOO_ALL_REDUCE, RING
 from headway.errors import TraceError
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
 VOLUME_FACTOR = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0}
-ALGORITHM = {"gloo": "gloo_all_reduce", "ring": "ring"}
+ALGORITHM = {"gloo": GLOO_ALL_REDUCE, RING: RING}
 DEFAULT_LATENCY_US = 100.0
 
 
@@ -49,7 +50,7 @@ def cluster_from_trace(trace: Trace) -> Cluster:
 def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], str]:
     """The periods of each recorded step in which a collective of gradients, asked for by all, was under way."""
     members: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
-    algorithm = "gloo_all_reduce"
+    algorithm = GLOO_ALL_REDUCE
     for events in trace.events.values():
         for row in events.of_kind(Kind.COLLECTIVE):
             if row.bucket >= 0 and row.name in VOLUME_FACTOR:

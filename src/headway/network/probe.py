@@ -23,6 +23,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives import live
+from headway.collectives.algorithms import GLOO_ALL_REDUCE, RING
 from headway.collectives.dataflow import Links, ProgramOf, expand
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
 from headway.graph.dataflow import DataflowBuilder
@@ -82,8 +83,8 @@ def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
         return cluster
     costs = {}
     for name, program_of, action in (
-        ("ring", ring_reduce_scatter, _ring_reduce_scatter),
-        ("gloo_all_reduce", ring_all_reduce, _gloo_all_reduce),
+        (RING, ring_reduce_scatter, _ring_reduce_scatter),
+        (GLOO_ALL_REDUCE, ring_all_reduce, _gloo_all_reduce),
     ):
         progress(name)
         costs[name] = _cost_of(cluster, program_of, action)

@@ -21,7 +21,7 @@ def _run_the_next_sitecustomize() -> None:
 
 def _activate_when_torch_arrives() -> None:
     wanted = "HEADWAY_RECORD" in os.environ or "HEADWAY_PLAN" in os.environ
-    if not wanted or "RANK" not in os.environ or "HEADWAY_SKIP" in os.environ:
+    if not wanted or "RANK" not in os.environ:
         return
     try:
         import wrapt

@@ -7,13 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from headway.collectives.algorithms import GLOO_THREADS, RING
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import align_ns
 from headway.trace.record.collectives import ObservedCollective
-
-# ProcessGroupGloo serves its queue with two threads, in order. It does not say when one takes a collective up.
-GLOO_THREADS = 2
 
 
 @dataclass(slots=True)
@@ -75,7 +73,7 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
             sequence=span.sequence,
             size_bytes=span.size_bytes,
             bucket=span.bucket,
-            algorithm="ring",
+            algorithm=RING,
         )
         for span in spans
         if span.kind == Kind.COLLECTIVE

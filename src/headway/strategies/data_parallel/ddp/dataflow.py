@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from headway.collectives.algorithms import GLOO_ALL_REDUCE, GLOO_THREADS
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
-
-ALGORITHM = "gloo_all_reduce"
-# ProcessGroupGloo serves its queue with two threads: a collective waits for the last but one before it.
-IN_FLIGHT = 2
 
 
 class Dataflow:
@@ -47,8 +44,8 @@ class Dataflow:
         launched = self._launched[walk.rank]
         key = self._passes[walk.rank] * len(self._missing) + index
         number = self._graph.launch(
-            walk, "all_reduce", key, bucket.size_bytes, bucket=index, algorithm=ALGORITHM,
-            after=launched[-IN_FLIGHT : len(launched) - IN_FLIGHT + 1],
+            walk, "all_reduce", key, bucket.size_bytes, bucket=index, algorithm=GLOO_ALL_REDUCE,
+            after=launched[-GLOO_THREADS : len(launched) - GLOO_THREADS + 1],
         )  # fmt: skip
         launched.append(number)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from headway.collectives.algorithms import RING
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 
-ALGORITHM = "ring"
 UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
 
 
@@ -89,7 +89,7 @@ class Dataflow:
             key,
             bucket.size_bytes,
             bucket=index,
-            algorithm=ALGORITHM,
+            algorithm=RING,
             after=self._last_job[walk.rank],
         )
         self._last_job[walk.rank] = [number]
