@@ -35,7 +35,7 @@ def settled(graph: GraphBuilder, step: int) -> list[tuple[int, bool]]:
 def test_forward_settles_what_it_uses_and_the_first_gradient_settles_the_rest() -> None:
     graph = walked(Item(Point.USE, "layer0"), *BACKWARD, *STEP)
     assert len(graph.schedule.buckets) == 2
-    first = graph.schedule.bucket_of["layer0.weight"]
+    (first,) = graph.schedule.buckets_of["layer0.weight"]
     assert settled(graph, 0) == []
     assert settled(graph, 1) == [(first, True), (1 - first, True)]
     after = [s for s in graph.stretches if s.rank == 0 and s.step == 1 and s.wait_name]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.models import layered_model
 
 from headway.model import ModelSpec, ParameterSpec
-from headway.scheduling.buckets import forward_gather_order, group_by_size, make_buckets
+from headway.scheduling.buckets import forward_gather_order, group_by_size, make_buckets, whole
 
 specs = st.lists(
     st.tuples(st.integers(0, 5000), st.sampled_from(["float32", "float64"])), min_size=1, max_size=30
@@ -30,9 +30,13 @@ def test_groups_keep_order_hold_everything_once_and_mix_no_dtypes(
 
 def test_gathers_follow_the_first_use_in_forward() -> None:
     model = layered_model(3)
-    buckets = make_buckets([[model.by_name["layer2.weight"], model.by_name["layer0.bias"]],
-                            [model.by_name["layer1.weight"], model.by_name["layer1.bias"]],
-                            [model.by_name["layer2.bias"]], [model.by_name["layer0.weight"]]])  # fmt: skip
+    groups = [
+        ["layer2.weight", "layer0.bias"],
+        ["layer1.weight", "layer1.bias"],
+        ["layer2.bias"],
+        ["layer0.weight"],
+    ]
+    buckets = make_buckets([[whole(model.by_name[name]) for name in group] for group in groups], model)
     assert forward_gather_order(model, buckets) == (3, 0, 1, 2)
 
 

@@ -45,7 +45,7 @@ def test_a_plan_with_its_buckets_spelled_out_decides_the_same() -> None:
         ((("layer0.weight", "nobody"),), "the model lacks"),
         ((("layer0.weight",),), "leave out"),
         ((("layer0.weight", "layer0.bias"), ()), "bucket is empty"),
-        ((("layer0.weight", "layer0.bias"), ("layer0.bias",)), "twice"),
+        ((("layer0.weight", "layer0.bias"), ("layer0.bias",)), "every element"),
     ],
 )
 def test_buckets_that_do_not_fit_the_model_are_refused(
@@ -53,3 +53,18 @@ def test_buckets_that_do_not_fit_the_model_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         DecoupledStrategy(buckets=buckets).decide(layered_model(1))
+
+
+def test_a_large_parameter_may_be_cut_over_several_buckets() -> None:
+    model = layered_model(1)
+    buckets = (("layer0.bias", "layer0.weight[600:1000]"), ("layer0.weight[0:600]",))
+    schedule = DecoupledStrategy(buckets=buckets).decide(model)
+    assert [bucket.size_bytes for bucket in schedule.buckets] == [4 * 410, 4 * 600]
+    assert schedule.buckets_of["layer0.weight"] == (0, 1)
+    assert DecoupledStrategy(buckets=buckets).spelled_out(model).buckets == buckets
+
+
+@pytest.mark.parametrize("text", ["layer0.weight[0:600]", "layer0.weight[5:5]", "layer0.weight[0:1001]"])
+def test_parts_that_do_not_make_up_a_parameter_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="element"):
+        DecoupledStrategy(buckets=(("layer0.bias", text),)).decide(layered_model(1))

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from headway.model import ModelSpec, ParameterSpec
+from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
+
+Gather = Literal["parameters", "gradients"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``start`` to ``end`` of one flattened parameter."""
+
+    parameter: str
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients share one collective. All have one dtype."""
+    """Parts of parameters whose gradients share one collective. All have one dtype."""
 
     index: int
-    parameters: tuple[str, ...]
+    parts: tuple[Part, ...]
     dtype: str
     size_bytes: int
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters that have a part in the bucket, in order."""
+        return tuple(dict.fromkeys(part.parameter for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +46,51 @@ class BucketSchedule:
     """A whole decision: buckets in the order of their reduction, and the order of their gathers.
 
     ``gather_order`` holds bucket indices in the order in which the next forward needs them; it is empty for
-    strategies whose collective leaves every rank with the whole result.
+    strategies whose collective leaves every rank with the whole result. ``gather`` says what is gathered: gradients,
+    right behind the reduce-scatters, or parameters, after the step of an optimizer whose state is sharded.
+    ``channels`` collectives may be under way at a time. With gradients, gather number ``i`` may stand right behind
+    reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one.
     """
 
     buckets: tuple[Bucket, ...]
     gather_order: tuple[int, ...] = ()
+    gather: Gather = "gradients"
+    channels: int = 1
+    gathers_after: tuple[int, ...] = ()
 
     @property
-    def bucket_of(self) -> dict[str, int]:
-        """The index of each parameter's bucket."""
-        return {name: bucket.index for bucket in self.buckets for name in bucket.parameters}
+    def buckets_of(self) -> dict[str, tuple[int, ...]]:
+        """The indices of the buckets that hold a part of each parameter."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for bucket in self.buckets:
+            for name in bucket.parameters:
+                found[name].append(bucket.index)
+        return {name: tuple(indices) for name, indices in found.items()}
 
-
-def make_buckets(groups: Iterable[Sequence[ParameterSpec]]) -> tuple[Bucket, ...]:
-    """Number ``groups`` of parameters in order; each group must be of one dtype and not empty."""
-    return tuple(
-        Bucket(
-            index=index,
-            parameters=tuple(p.name for p in group),
-            dtype=group[0].dtype,
-            size_bytes=sum(p.size_bytes for p in group),
+    def gathers_behind(self, index: int) -> tuple[int, ...]:
+        """The buckets whose gathers are queued right behind reduce-scatter ``index``; none with parameters."""
+        if self.gather == "parameters":
+            return ()
+        if not self.gathers_after:
+            return self.gather_order if index == len(self.buckets) - 1 else ()
+        return tuple(
+            g for g, after in zip(self.gather_order, self.gathers_after, strict=True) if after == index
         )
-        for index, group in enumerate(groups)
-    )
+
+
+def whole(parameter: ParameterSpec) -> Part:
+    """All of a parameter."""
+    return Part(parameter.name, 0, parameter.numel)
+
+
+def make_buckets(groups: Iterable[Sequence[Part]], model: ModelSpec) -> tuple[Bucket, ...]:
+    """Number ``groups`` of parts of ``model``'s parameters; each group must be of one dtype and not empty."""
+    buckets = []
+    for index, group in enumerate(groups):
+        dtype = model.by_name[group[0].parameter].dtype
+        size_bytes = sum(part.numel for part in group) * DTYPE_BYTES[dtype]
+        buckets.append(Bucket(index, tuple(group), dtype, size_bytes))
+    return tuple(buckets)
 
 
 def group_by_size(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[ParameterSpec]]:

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from headway import files, torch_private
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.model import ModelSpec
+from headway.strategies.data_parallel.decoupled.policy import options_of
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit, RankInfo, write_rank
@@ -312,7 +313,9 @@ class Recorder:
         schedule = getattr(self._model, "schedule", None)
         if schedule is not None:
             buckets = tuple(bucket.parameters for bucket in schedule.buckets)
-            return buckets, {"decoupled": {"buckets": buckets, "gather_order": schedule.gather_order}}
+            return buckets, {
+                "decoupled": options_of(schedule, model_spec(cast(nn.Module, self._model.module)))
+            }
         assert isinstance(self._model, nn.parallel.DistributedDataParallel)
         names = [name for name, p in self._model.module.named_parameters() if p.requires_grad]
         buckets = tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(self._model))

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule, make_buckets
+from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
 from headway.strategies.base import Strategy
 
 DEFAULT_CAP_MB = 25
@@ -35,7 +35,9 @@ class DistributedDataParallelStrategy(Strategy):
         groups = torch_private.ddp_bucket_assignment(
             [(p.shape, p.dtype) for p in parameters], self.size_limits_bytes()
         )
-        return BucketSchedule(make_buckets([[parameters[i] for i in group] for group in groups]))
+        return BucketSchedule(
+            make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
+        )
 
     def size_limits_bytes(self) -> list[int]:
         """The size limits DDP hands to its bucketing: the first bucket's, then everybody else's."""

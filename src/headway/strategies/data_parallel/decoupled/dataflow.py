@@ -7,6 +7,7 @@ from collections import defaultdict
 from headway.collectives.algorithms import RING
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
+from headway.scheduling.filling import Filling
 
 UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
 
@@ -16,16 +17,14 @@ class Dataflow:
 
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
-        self._bucket_of = graph.schedule.bucket_of
+        self._fillings = [Filling(graph.schedule) for _ in range(graph.world_size)]
+        buckets_of = graph.schedule.buckets_of
         self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))
         self._buckets_of_module: dict[str, list[int]] = defaultdict(list)
         for parameter in graph.model.parameters:
-            index = self._bucket_of.get(parameter.name)
-            if index is not None and index not in self._buckets_of_module[parameter.module]:
-                self._buckets_of_module[parameter.module].append(index)
-        self._missing = {bucket.index: len(bucket.parameters) for bucket in graph.schedule.buckets}
-        self._counts: dict[int, dict[int, int]] = {}
-        self._next: dict[int, int] = defaultdict(int)
+            known = self._buckets_of_module[parameter.module]
+            known += [index for index in buckets_of.get(parameter.name, ()) if index not in known]
+        self._begun: set[int] = set()  # ranks whose backward has begun
         self._passes: dict[int, int] = defaultdict(int)
         self._last_job: dict[int, list[int]] = defaultdict(list)
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> collective
@@ -56,33 +55,23 @@ class Dataflow:
 
     def ready(self, walk: Walk, parameter: str) -> None:
         """Count down the parameter's bucket; reduce-scatter what is full, in order."""
-        bucket_index = self._bucket_of.get(parameter)
-        if bucket_index is None:
-            return
-        if walk.rank not in self._counts:  # the first gradient of a pass
+        filling = self._fillings[walk.rank]
+        if walk.rank not in self._begun:  # the first gradient of a pass
+            self._begun.add(walk.rank)
             self._settle_all(walk)
-        missing = self._counts.setdefault(walk.rank, dict(self._missing))
-        missing[bucket_index] -= 1
-        buckets = self._graph.schedule.buckets
-        while self._next[walk.rank] < len(buckets) and missing[self._next[walk.rank]] <= 0:
-            self._job(walk, "reduce_scatter", self._next[walk.rank])
-            self._next[walk.rank] += 1
-            if self._next[walk.rank] == len(buckets):
-                self._queue_gathers(walk)
+        for index in filling.ready(parameter):
+            self._job(walk, "reduce_scatter", index)
+            for gathered in self._graph.schedule.gathers_behind(index):
+                self._gathers[walk.rank][gathered] = self._job(walk, "all_gather", gathered)
 
     def _settle_all(self, walk: Walk) -> None:
         """What forward left untouched is settled, in gather order, before the first gradient is accumulated."""
         for index in self._graph.schedule.gather_order:
             self._materialise(walk, index)
 
-    def _queue_gathers(self, walk: Walk) -> None:
-        """The gathers stand behind the last reduce-scatter, in the order of the next forward."""
-        for index in self._graph.schedule.gather_order:
-            self._gathers[walk.rank][index] = self._job(walk, "all_gather", index)
-
     def _job(self, walk: Walk, name: str, index: int) -> int:
         bucket = self._graph.schedule.buckets[index]
-        key = self._passes[walk.rank] * len(self._missing) + index
+        key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
         number = self._graph.launch(
             walk,
             name,
@@ -97,8 +86,8 @@ class Dataflow:
 
     def backward_end(self, walk: Walk) -> None:
         """Nobody waits here; the next pass counts anew."""
-        self._counts.pop(walk.rank, None)
-        self._next[walk.rank] = 0
+        self._begun.discard(walk.rank)
+        self._fillings[walk.rank].restart()
         self._passes[walk.rank] += 1
 
     def finalize(self, walk: Walk, duration_ns: int) -> None:

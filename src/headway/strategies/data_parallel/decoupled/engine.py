@@ -291,7 +291,7 @@ class Engine:
     ) -> list[LiveBucket]:
         buckets = []
         for planned in schedule.buckets:
-            bucket = LiveBucket(planned, sum(parameters[name].numel() for name in planned.parameters))
+            bucket = LiveBucket(planned, sum(part.numel for part in planned.parts))
             start = 0
             for name in planned.parameters:
                 parameter = parameters[name]

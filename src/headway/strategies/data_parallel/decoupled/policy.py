@@ -1,89 +1,156 @@
-"""Policy of the decoupled all-reduce (DeAR, arXiv 2302.12445): buckets, and the order of their gathers."""
+"""Policy of the decoupled all-reduce (DeAR, arXiv 2302.12445): buckets, the order of their gathers, what is gathered."""
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from headway.errors import PlanError
-from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule, forward_gather_order, group_by_size, make_buckets
+from headway.model import ModelSpec, ParameterSpec
+from headway.scheduling.buckets import (
+    BucketSchedule,
+    Gather,
+    Part,
+    forward_gather_order,
+    group_by_size,
+    make_buckets,
+    whole,
+)
 from headway.strategies.base import Strategy
 
 DEFAULT_CAP_BYTES = 4 * 2**20
+_PART = re.compile(r"(?P<name>.+?)(?:\[(?P<start>\d+):(?P<end>\d+)\])?")
 
 
 class DecoupledStrategy(Strategy):
     """Reduce-scatter under backward, all-gather under the next forward.
 
-    ``buckets`` names the parameters of each bucket in the order of reduction; where it is empty, buckets of
-    ``bucket_cap_bytes`` are cut from the order in which gradients become ready. ``gather_order`` holds bucket
-    indices in the order of the next forward, and follows from the model where it is empty.
+    ``gather`` says what is gathered: "parameters", after each rank has updated its share of them, or "gradients",
+    after which every rank updates everything. ``buckets`` names the parameters of each bucket in the order of
+    reduction, or parts of them as ``name[start:end]`` (elements); where it is empty, buckets of ``bucket_cap_bytes``
+    are cut from the order in which gradients become ready. ``gather_order`` holds bucket indices in the order of the
+    next forward, and follows from the model where it is empty. ``channels`` collectives are under way at a time.
+    ``gathers_after`` lets gathers of gradients begin during backward (see ``BucketSchedule``).
     """
 
     name: ClassVar[str] = "decoupled"
 
     bucket_cap_bytes: int = Field(default=DEFAULT_CAP_BYTES, gt=0)
+    gather: Gather = "gradients"
+    channels: int = Field(default=1, ge=1, le=8)
     buckets: tuple[tuple[str, ...], ...] = ()
     gather_order: tuple[int, ...] = ()
+    gathers_after: tuple[int, ...] = ()
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
         if self.gather_order and sorted(self.gather_order) != list(range(len(self.buckets))):
             raise ValueError("gather_order must name every bucket once")
+        if self.gathers_after:
+            if self.gather != "gradients" or len(self.gathers_after) != len(self.gather_order):
+                raise ValueError(
+                    "gathers_after needs gather: gradients, and an entry for each of gather_order"
+                )
+            pairs = zip(self.gather_order, self.gathers_after, strict=True)
+            if any(not bucket <= after < len(self.buckets) for bucket, after in pairs):
+                raise ValueError("gathers_after lets a bucket be gathered before it is reduced, or never")
         return self
 
     def decide(self, model: ModelSpec) -> BucketSchedule:
-        """Cut or look up the buckets. Raises PlanError where named parameters are not exactly the model's."""
+        """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's."""
         if self.buckets:
-            groups = [[model.by_name[name] for name in names] for names in self._checked(model)]
+            groups = self._looked_up(model)
         else:
-            groups = group_by_size(model.ready_parameters(), self.bucket_cap_bytes)
-        buckets = make_buckets(groups)
-        return BucketSchedule(buckets, self.gather_order or forward_gather_order(model, buckets))
+            runs = group_by_size(model.ready_parameters(), self.bucket_cap_bytes)
+            groups = [[whole(parameter) for parameter in run] for run in runs]
+        buckets = make_buckets(groups, model)
+        return BucketSchedule(
+            buckets=buckets,
+            gather_order=self.gather_order or forward_gather_order(model, buckets),
+            gather=self.gather,
+            channels=self.channels,
+            gathers_after=self.gathers_after,
+        )
 
     def spelled_out(self, model: ModelSpec) -> DecoupledStrategy:
         """The same decision with its buckets and gather order written out, as a plan file holds it."""
         schedule = self.decide(model)
-        return DecoupledStrategy(
-            bucket_cap_bytes=self.bucket_cap_bytes,
-            buckets=tuple(bucket.parameters for bucket in schedule.buckets),
-            gather_order=schedule.gather_order,
+        return self.model_copy(update=options_of(schedule, model))
+
+    def _looked_up(self, model: ModelSpec) -> list[list[Part]]:
+        _refuse(
+            "a plan bucket is empty", [f"bucket {i}" for i, names in enumerate(self.buckets) if not names]
         )
-
-    def _checked(self, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
-        empty = [index for index, names in enumerate(self.buckets) if not names]
-        if empty:
-            raise PlanError(
-                "a plan bucket is empty", got=f"bucket {empty[0]}", expected="one parameter or more",
-                fix="Remove it, and number gather_order anew.",
-            )  # fmt: skip
-        planned = [name for names in self.buckets for name in names]
-        trained = set(model.by_name)
-        for problem, names in (
-            ("plan buckets name parameters the model lacks", sorted(set(planned) - trained)),
-            ("plan buckets leave out parameters of the model", sorted(trained - set(planned))),
-            ("plan buckets name a parameter twice", sorted({n for n in planned if planned.count(n) > 1})),
-            ("plan buckets mix dtypes", self._mixed(model)),
-        ):
-            if names:
-                raise PlanError(
-                    problem,
-                    got=", ".join(names[:3]),
-                    expected="each of the model's parameters once, one dtype a bucket",
-                    fix="Record this model again and optimize from that trace.",
-                )
-        return self.buckets
-
-    def _mixed(self, model: ModelSpec) -> list[str]:
-        return [
-            names[0]
-            for names in self.buckets
-            if len({model.by_name[name].dtype for name in names if name in model.by_name}) > 1
-        ]
+        groups = [[_parse(text, model) for text in bucket] for bucket in self.buckets]
+        _refuse(
+            "plan buckets mix dtypes",
+            [g[0].parameter for g in groups if len({model.by_name[part.parameter].dtype for part in g}) > 1],
+        )
+        planned: dict[str, list[Part]] = {parameter.name: [] for parameter in model.parameters}
+        for group in groups:
+            for part in group:
+                planned[part.parameter].append(part)
+        _refuse(
+            "plan buckets leave out parameters of the model", sorted(n for n, p in planned.items() if not p)
+        )
+        _refuse(
+            "plan buckets do not hold every element of a parameter once",
+            sorted(name for name, parts in planned.items() if not _covers(parts, model.by_name[name])),
+        )
+        return groups
 
     def describe(self) -> str:
         """Say the strategy in a few words."""
         count = f"{len(self.buckets)} buckets" if self.buckets else "buckets"
-        return f"decoupled, {count} of {self.bucket_cap_bytes / 2**20:g} MiB"
+        return f"decoupled, {count} of {self.bucket_cap_bytes / 2**20:g} MiB, gathering {self.gather}"
+
+
+def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:
+    """The fields of a DecoupledStrategy that decides ``schedule``."""
+    return {
+        "buckets": tuple(tuple(_text(part, model) for part in bucket.parts) for bucket in schedule.buckets),
+        "gather_order": schedule.gather_order,
+        "gather": schedule.gather,
+        "channels": schedule.channels,
+        "gathers_after": schedule.gathers_after,
+    }
+
+
+def _text(part: Part, model: ModelSpec) -> str:
+    if part == whole(model.by_name[part.parameter]):
+        return part.parameter
+    return f"{part.parameter}[{part.start}:{part.end}]"
+
+
+def _parse(text: str, model: ModelSpec) -> Part:
+    match = None if text in model.by_name else _PART.fullmatch(text)
+    name = text if match is None else match["name"]
+    if name not in model.by_name:
+        _refuse("plan buckets name parameters the model lacks", [name])
+    if match is None:
+        return whole(model.by_name[name])
+    part = Part(name, int(match["start"]), int(match["end"]))
+    if not part.start < part.end <= model.by_name[name].numel:
+        _refuse("a plan bucket names elements its parameter does not have", [text])
+    return part
+
+
+def _covers(parts: list[Part], parameter: ParameterSpec) -> bool:
+    end = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        if part.start != end:
+            return False
+        end = part.end
+    return end == parameter.numel
+
+
+def _refuse(problem: str, names: list[str]) -> None:
+    if names:
+        raise PlanError(
+            problem,
+            got=", ".join(names[:3]),
+            expected="each element of the model's parameters once, one dtype a bucket",
+            fix="Record this model again and optimize from that trace.",
+        )
