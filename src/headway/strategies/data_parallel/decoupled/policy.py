@@ -1,4 +1,4 @@
-"""Policy of the decoupled all-reduce (DeAR, arXiv 2302.12445): buckets, the order of their gathers, what is gathered."""
+"""Policy of the decoupled all-reduce (DeAR, arXiv 2302.12445): buckets, their gathers, and what is gathered."""
 
 from __future__ import annotations
 
