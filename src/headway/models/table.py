@@ -1,0 +1,99 @@
+"""LayerTable: a model as its layers in forward order, their parameters and their work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from headway.model import ModelSpec, ParameterSpec
+
+FLOAT_BYTES = 4
+"""All tables are of single precision, as the published benchmarks that use these models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One trainable tensor. ``name`` is relative to its layer."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a forward does: floating-point operations, bytes to and from memory, kernels launched."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    kernels: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.kernels + other.kernels
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that owns parameters, with its forward's work for the table's batch.
+
+    What follows a module and owns nothing (activations, pooling, attention scores) is counted with it. ``tied`` holds
+    full names of parameters of other layers that it also uses; their gradient is complete after both have run.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    work: Work
+    tied: tuple[str, ...] = ()
+
+    def full_name(self, parameter: Parameter) -> str:
+        """The name of one of its parameters in the whole model."""
+        return f"{self.name}.{parameter.name}"
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """A model's layers in forward order, which is the order of registration too.
+
+    ``batch`` says for which input the work was counted, ``samples`` how many samples that is.
+    """
+
+    name: str
+    batch: str
+    samples: int
+    layers: tuple[Layer, ...] = field(repr=False)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter under its full name, each once."""
+        return {layer.full_name(p): p for layer in self.layers for p in layer.parameters}
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of trainable scalars."""
+        return sum(parameter.numel for parameter in self.parameters.values())
+
+    @property
+    def work(self) -> Work:
+        """One forward's work."""
+        return sum((layer.work for layer in self.layers), Work())
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as communication decisions see it, with the orders of its forward and backward."""
+        parameters = tuple(
+            ParameterSpec(name=layer.full_name(p), shape=p.shape, dtype="float32", module=layer.name)
+            for layer in self.layers
+            for p in layer.parameters
+        )
+        return ModelSpec(
+            parameters=parameters,
+            forward_order=tuple(layer.name for layer in self.layers),
+            ready_order=tuple(p.name for p in reversed(parameters)),
+        )
