@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.synthetic import SyntheticJob, events_of, synthetic_trace, trace_of
 
 from headway.graph.timeline import Part, Point, timelines_of
-from headway.trace.events import Event, Kind
+from headway.trace.events import Event, Kind, Stream
 
 PARTS = {Part.INPUT, Part.FORWARD, Part.BACKWARD, Part.FINALIZE, Part.OPTIMIZER, Part.REST}
 
@@ -63,3 +63,14 @@ def test_a_backward_that_synchronises_nothing_readies_nothing() -> None:
         rows.append(Event(Kind.GRADIENT_READY, name, "compute", step.step, step.start_ns + 500, 0))
     (timeline,) = timelines_of(trace_of(ranks))[0]
     assert [item.name for item in timeline.items if item.kind == Point.READY].count(name) == 1
+
+
+def test_updates_beside_the_main_thread_take_nothing_of_it_and_count_for_every_rank() -> None:
+    ranks = events_of(SyntheticJob(world_size=2, steps=1))
+    (before,) = timelines_of(trace_of(ranks))[0]
+    for rows in ranks.values():
+        start_ns = rows[0].start_ns
+        rows.append(Event(Kind.UPDATE, "bucket 0", Stream.COMMUNICATION, 0, start_ns, 1000, bucket=0))
+    (after,) = timelines_of(trace_of(ranks))[0]
+    assert after.items == before.items
+    assert after.optimizer_ns == before.optimizer_ns + 2 * 1000

@@ -11,7 +11,7 @@ from headway.collectives import program
 from headway.collectives.algorithms import GLOO_ALL_REDUCE
 from headway.collectives.dataflow import Links, ProgramOf, expand
 from headway.graph.dataflow import Dataflow, DataflowBuilder
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.timeline import Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 
@@ -44,6 +44,16 @@ class Stretch:
     bucket: int = -1
     wait_name: str = ""
     waited_for: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Work:
+    """Computation beside a rank's main thread: the update of its share of a bucket."""
+
+    rank: int
+    step: int
+    operation: int
+    bucket: int
 
 
 @dataclass(slots=True)
@@ -87,6 +97,7 @@ class GraphBuilder:
         self.schedule = schedule
         self.world_size = cluster.world_size
         self.stretches: list[Stretch] = []
+        self.works: list[Work] = []
         self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
         self.collectives: list[PlacedCollective] = []
         self._links = Links(cluster)
@@ -109,6 +120,17 @@ class GraphBuilder:
             walk.pending.append(collective)
         walk.wait_name = name
 
+    def work(self, walk: Walk, duration_ns: int, *, bucket: int, after: Sequence[int] = ()) -> int:
+        """Add computation beside the main thread, of ``bucket``; returns its operation.
+
+        It begins after everything on this rank's main thread so far and after the collectives ``after``.
+        """
+        before = [walk.tail] if walk.tail >= 0 else []
+        before += [self.collectives[number].ends[walk.rank] for number in after]
+        operation = self._operations.operation(duration_ns, after=before)
+        self.works.append(Work(walk.rank, walk.step, operation, bucket))
+        return operation
+
     def launch(
         self,
         walk: Walk,
@@ -119,10 +141,12 @@ class GraphBuilder:
         bucket: int,
         algorithm: str,
         after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
     ) -> int:
         """Have this rank ask for a collective, matched over ranks by (name, bucket, step, key). Returns its number.
 
-        On this rank it begins after everything on its main thread so far and after the collectives ``after``.
+        On this rank it begins after everything on its main thread so far, after the collectives ``after`` and after
+        the operations ``after_work``.
         """
         place = (name, bucket, walk.step, key)
         number = self._placed.get(place, -1)
@@ -138,6 +162,8 @@ class GraphBuilder:
             self._operations.edge(walk.tail, begin)
         for earlier in after:
             self._operations.edge(self.collectives[earlier].ends[walk.rank], begin)
+        for operation in after_work:
+            self._operations.edge(operation, begin)
         return number
 
     def boundary(self, walk: Walk) -> None:
@@ -167,14 +193,14 @@ def walk_timelines(
         walk = Walk(rank)
         for position, timeline in enumerate(timelines):
             walk.step = position
-            _walk_step(graph, strategy, walk, timeline.items)
+            _walk_step(graph, strategy, walk, timeline)
             graph.boundary(walk)
 
 
-def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, items: Sequence[Item]) -> None:
+def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, timeline: Timeline) -> None:
     blocking = 0
-    optimizer_ns = sum(item.duration_ns for item in items if item.kind == Part.OPTIMIZER)
-    for item in items:
+    optimizer_ns = timeline.optimizer_ns
+    for item in timeline.items:
         match item.kind:
             case Point.USE:
                 strategy.use(walk, item.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headway.graph.intervals import Intervals
-from headway.trace.events import Event, Events, Kind
+from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Trace
 
 
@@ -48,11 +48,20 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One rank's step without its waits, in order."""
+    """One rank's step without its waits, in order.
+
+    ``beside_ns`` is the optimizer's work that ranks shared and did beside their main threads, over all of them.
+    """
 
     rank: int
     step: int
     items: tuple[Item, ...]
+    beside_ns: int = 0
+
+    @property
+    def optimizer_ns(self) -> int:
+        """What the optimizer's whole update of all parameters takes one rank."""
+        return sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER) + self.beside_ns
 
     def scaled(self, compute: float) -> Timeline:
         """The same step with computation taking ``compute`` times as long; input waits stay."""
@@ -60,7 +69,7 @@ class Timeline:
             item if item.kind == Part.INPUT else item._replace(duration_ns=round(item.duration_ns * compute))
             for item in self.items
         )
-        return Timeline(self.rank, self.step, items)
+        return Timeline(self.rank, self.step, items, round(self.beside_ns * compute))
 
     def undisturbed(self, slowdown: float) -> Timeline:
         """The same step as if no communication had slowed its computation down, by ``slowdown`` while under way."""
@@ -70,7 +79,7 @@ class Timeline:
             else item
             for item in self.items
         )
-        return Timeline(self.rank, self.step, items)
+        return Timeline(self.rank, self.step, items, self.beside_ns)
 
 
 def timelines_of(trace: Trace) -> dict[int, tuple[Timeline, ...]]:
@@ -79,7 +88,7 @@ def timelines_of(trace: Trace) -> dict[int, tuple[Timeline, ...]]:
     under_way = collectives_under_way(trace)
     return {
         rank: tuple(
-            _timeline(rank, step, events.of_step(step), forward_order, under_way[rank])
+            _timeline(rank, step, events.of_step(step), forward_order, under_way[rank], trace.world_size)
             for step in trace.steps
         )
         for rank, events in trace.events.items()
@@ -108,7 +117,9 @@ class _Cut(NamedTuple):
     item: Item | None
 
 
-def _timeline(rank: int, step: int, events: Events, owners: frozenset[str], under_way: Intervals) -> Timeline:
+def _timeline(
+    rank: int, step: int, events: Events, owners: frozenset[str], under_way: Intervals, world_size: int
+) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
     waits = _merged([row for row in rows if row.kind == Kind.WAIT])
@@ -131,7 +142,8 @@ def _timeline(rank: int, step: int, events: Events, owners: frozenset[str], unde
             now_ns = time_ns
         if cut.item is not None:
             items.append(cut.item)
-    return Timeline(rank, step, tuple(_joined(items)))
+    beside_ns = sum(r.duration_ns for r in rows if r.kind == Kind.UPDATE and r.stream != Stream.COMPUTE)
+    return Timeline(rank, step, tuple(_joined(items)), beside_ns * world_size)
 
 
 def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
@@ -176,7 +188,9 @@ def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
             parts.append((row.start_ns, row.end_ns, Part.INPUT))
     # A deferred update runs under the next forward, and is the optimizer's work all the same.
     return parts + [
-        (r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in (Kind.OPTIMIZER, Kind.UPDATE)
+        (r.start_ns, r.end_ns, Part.OPTIMIZER)
+        for r in rows
+        if r.kind in (Kind.OPTIMIZER, Kind.UPDATE) and r.stream == Stream.COMPUTE
     ]
 
 

@@ -119,7 +119,7 @@ class Replayer:
             step_times_ms=tuple(times_ms),
             operations=len(dataflow),
             elapsed_s=time.perf_counter() - begun,
-            peak_bytes=peak_bytes(model, schedule),
+            peak_bytes=peak_bytes(model, schedule, cluster.world_size),
             graph=graph,
             schedule=played,
         )

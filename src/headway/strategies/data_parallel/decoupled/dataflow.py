@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from headway.collectives.algorithms import RING
 from headway.graph.build import GraphBuilder, Walk
@@ -10,30 +11,33 @@ from headway.graph.timeline import Part
 from headway.scheduling.filling import Filling
 
 UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
+STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
 
 
 class Dataflow:
-    """The runtime's reactions. One communication thread a rank serves its jobs in order, one at a time."""
+    """The runtime's reactions, for gathers of gradients and of parameters.
+
+    Job number ``n`` of a rank is served by its channel ``n % channels``, one at a time and in order.
+    """
 
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
+        self._schedule = graph.schedule
         self._fillings = [Filling(graph.schedule) for _ in range(graph.world_size)]
-        buckets_of = graph.schedule.buckets_of
         self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))
-        self._buckets_of_module: dict[str, list[int]] = defaultdict(list)
-        for parameter in graph.model.parameters:
-            known = self._buckets_of_module[parameter.module]
-            known += [index for index in buckets_of.get(parameter.name, ()) if index not in known]
+        self._buckets_of_module = _buckets_of_modules(graph)
         self._begun: set[int] = set()  # ranks whose backward has begun
         self._passes: dict[int, int] = defaultdict(int)
-        self._last_job: dict[int, list[int]] = defaultdict(list)
-        self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> collective
+        self._jobs: dict[int, list[int]] = defaultdict(list)  # rank -> its latest jobs, one a channel at most
+        self._reduced: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its reduce-scatter
+        self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its all-gather
         self._due: dict[int, set[int]] = defaultdict(set)  # rank -> buckets the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
         self._update_overhead_ns = graph.cluster.cost_of(UPDATE).overhead_us * 1e3
+        self._step_call_ns = round(graph.cluster.cost_of(STEP_CALL).overhead_us * 1e3)
 
     def use(self, walk: Walk, module: str) -> None:
-        """Forward needs a module: wait for its buckets' gathers, and update their parameters.
+        """Forward needs a module: wait for its buckets' gathers, and bring their parameters up to date.
 
         Buckets that the optimizer has not stepped hold gradients only, which forward has no need of.
         """
@@ -45,13 +49,18 @@ class Dataflow:
         gather = self._gathers[walk.rank].pop(index, None)
         if gather is None:
             return
-        share = self._graph.schedule.buckets[index].size_bytes / self._total_bytes
         self._graph.wait(walk, "parameters", gather)
         update_ns = 0
         if index in self._due[walk.rank]:
             self._due[walk.rank].remove(index)
-            update_ns = round(self._update_ns[walk.rank] * share + self._update_overhead_ns)
+            if self._schedule.gather == "gradients":
+                update_ns = self._share_ns(walk.rank, index)
         self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=index)
+
+    def _share_ns(self, rank: int, index: int, ranks: int = 1) -> int:
+        """What the update of a bucket takes where ``ranks`` share it."""
+        share = self._schedule.buckets[index].size_bytes / self._total_bytes
+        return round(self._update_ns[rank] * share / ranks + self._update_overhead_ns)
 
     def ready(self, walk: Walk, parameter: str) -> None:
         """Count down the parameter's bucket; reduce-scatter what is full, in order."""
@@ -60,18 +69,38 @@ class Dataflow:
             self._begun.add(walk.rank)
             self._settle_all(walk)
         for index in filling.ready(parameter):
-            self._job(walk, "reduce_scatter", index)
-            for gathered in self._graph.schedule.gathers_behind(index):
-                self._gathers[walk.rank][gathered] = self._job(walk, "all_gather", gathered)
+            self._reduced[walk.rank][index] = self._job(walk, "reduce_scatter", index)
+            for gathered in self._schedule.gathers_behind(index):
+                self._gather(walk, gathered)
 
     def _settle_all(self, walk: Walk) -> None:
-        """What forward left untouched is settled, in gather order, before the first gradient is accumulated."""
-        for index in self._graph.schedule.gather_order:
-            self._materialise(walk, index)
+        """What forward left untouched is settled, in gather order, before the first gradient is accumulated.
 
-    def _job(self, walk: Walk, name: str, index: int) -> int:
-        bucket = self._graph.schedule.buckets[index]
-        key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
+        Gradients that were reduced and neither gathered nor stepped are waited for too: their buckets fill again.
+        """
+        for index in self._schedule.gather_order:
+            self._materialise(walk, index)
+        if self._schedule.gather == "parameters" and (reduced := self._reduced[walk.rank]):
+            for number in reduced.values():
+                self._graph.wait(walk, "gradients", number)
+            self._graph.compute(walk, Part.FINALIZE, 0)
+        self._reduced[walk.rank].clear()
+
+    def _gather(self, walk: Walk, index: int, after_work: Sequence[int] = ()) -> None:
+        reduced = self._reduced[walk.rank].get(index)
+        after = [] if reduced is None else [reduced]
+        self._gathers[walk.rank][index] = self._job(walk, "all_gather", index, after, after_work)
+
+    def _job(
+        self,
+        walk: Walk,
+        name: str,
+        index: int,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+    ) -> int:
+        bucket = self._schedule.buckets[index]
+        key = self._passes[walk.rank] * len(self._schedule.buckets) + index
         number = self._graph.launch(
             walk,
             name,
@@ -79,10 +108,16 @@ class Dataflow:
             bucket.size_bytes,
             bucket=index,
             algorithm=RING,
-            after=self._last_job[walk.rank],
+            after=[*self._channel(walk), *after],
+            after_work=after_work,
         )
-        self._last_job[walk.rank] = [number]
+        self._jobs[walk.rank] = [*self._jobs[walk.rank], number][-self._schedule.channels :]
         return number
+
+    def _channel(self, walk: Walk) -> list[int]:
+        """The job before the next one on its channel."""
+        jobs = self._jobs[walk.rank]
+        return jobs[:1] if len(jobs) == self._schedule.channels else []
 
     def backward_end(self, walk: Walk) -> None:
         """Nobody waits here; the next pass counts anew."""
@@ -94,7 +129,35 @@ class Dataflow:
         """There is nothing to copy back: the deferred update reads the bucket."""
 
     def optimizer(self, walk: Walk, duration_ns: int) -> None:
-        """Go on at once; each bucket's share of the update waits for its first use."""
-        self._graph.compute(walk, Part.OPTIMIZER, 0)
+        """Go on at once.
+
+        With gradients each bucket's update waits for its first use. With parameters the channels update this rank's
+        share of every bucket that was reduced, each as soon as it is, and gather it.
+        """
         self._update_ns[walk.rank] = duration_ns
-        self._due[walk.rank] = set(self._gathers[walk.rank])
+        if self._schedule.gather == "gradients":
+            self._graph.compute(walk, Part.OPTIMIZER, 0)
+            self._due[walk.rank] = set(self._gathers[walk.rank])
+            return
+        self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns)
+        reduced = self._reduced[walk.rank]
+        for index in self._schedule.gather_order:
+            if index in reduced:
+                update = self._graph.work(
+                    walk,
+                    self._share_ns(walk.rank, index, self._graph.world_size),
+                    bucket=index,
+                    after=[*self._channel(walk), reduced[index]],
+                )
+                self._gather(walk, index, [update])
+        self._due[walk.rank] |= set(reduced)
+        reduced.clear()
+
+
+def _buckets_of_modules(graph: GraphBuilder) -> dict[str, list[int]]:
+    buckets_of = graph.schedule.buckets_of
+    found: dict[str, list[int]] = defaultdict(list)
+    for parameter in graph.model.parameters:
+        known = found[parameter.module]
+        known += [index for index in buckets_of.get(parameter.name, ()) if index not in known]
+    return found
