@@ -1,0 +1,159 @@
+"""Step profiles: when a step readies each gradient and needs each module, without any wait.
+
+What a planner has to know of a recorded step. It can be taken from recorded timelines, or written from the times of a
+model's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.graph.timeline import Part, Point, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One step of computation on the rank that has the most of it. All times are nanoseconds.
+
+    ``needs_ns`` says for each module when forward first needs its parameters, after forward's start; ``ready_ns`` for
+    each parameter when its gradient is complete, after backward's start. ``between_ns`` lies between forward's end and
+    backward's start, ``tail_ns`` between backward's end and the optimizer's step, ``rest_ns`` from there to the next
+    forward. ``optimizer_ns`` is one update of all parameters by one rank, and is in none of the others.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    needs_ns: Mapping[str, int]
+    ready_ns: Mapping[str, int]
+    between_ns: int = 0
+    tail_ns: int = 0
+    rest_ns: int = 0
+    optimizer_ns: int = 0
+
+    @property
+    def computation_ns(self) -> int:
+        """The whole step without the optimizer's update."""
+        return self.forward_ns + self.between_ns + self.backward_ns + self.tail_ns + self.rest_ns
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """How long one module computes in forward and in backward, and the parameters that are its own."""
+
+    module: str
+    parameters: tuple[str, ...]
+    forward_ns: int
+    backward_ns: int
+
+
+def profile_of_layers(
+    layers: Sequence[LayerTimes],
+    *,
+    between_ns: int = 0,
+    tail_ns: int = 0,
+    rest_ns: int = 0,
+    optimizer_ns: int = 0,
+) -> StepProfile:
+    """The profile of ``layers`` that run one after the other, in the order of forward.
+
+    Backward runs them in reverse and readies a layer's gradients at its end, the last parameter first. A parameter
+    that several layers name is ready when the last of them is done.
+    """
+    needs_ns: dict[str, int] = {}
+    ready_ns: dict[str, int] = {}
+    forward_ns = backward_ns = 0
+    for layer in layers:
+        needs_ns.setdefault(layer.module, forward_ns)
+        forward_ns += layer.forward_ns
+    for layer in reversed(layers):
+        backward_ns += layer.backward_ns
+        for parameter in reversed(layer.parameters):
+            ready_ns.pop(parameter, None)
+            ready_ns[parameter] = backward_ns
+    return StepProfile(
+        forward_ns, backward_ns, needs_ns, ready_ns, between_ns, tail_ns, rest_ns, optimizer_ns
+    )
+
+
+def profile_of(timelines: Mapping[int, Sequence[Timeline]]) -> StepProfile:
+    """The mean step of the slowest of the recorded ranks (``timelines[rank][position]``).
+
+    In a step of several passes, forward is the first use of a module and backward the last one that readies gradients.
+    What lies between them counts to ``between_ns``. Steps that readied nothing are left out, unless all did.
+    """
+    means = [_mean([_one(timeline) for timeline in steps]) for steps in timelines.values()]
+    return max(means, key=lambda profile: profile.computation_ns + profile.optimizer_ns)
+
+
+def _one(timeline: Timeline) -> StepProfile:
+    """One step's profile. Time is that of its computation, without waits and without the optimizer's update."""
+    forward_at = forward_end = backward_at = backward_end = step_at = None
+    uses: dict[str, int] = {}
+    ready: dict[str, int] = {}
+    before = ""  # the last pass that computed
+    now = 0
+    for item in timeline.items:
+        match item.kind:
+            case Point.USE:
+                forward_at = now if forward_at is None else forward_at
+                uses.setdefault(item.name, now)
+            case Part.FORWARD:
+                forward_at = now if forward_at is None else forward_at
+                forward_end = now + item.duration_ns if backward_at is None else forward_end
+            case Part.BACKWARD if before != Part.BACKWARD:
+                backward_at = now
+            case Point.READY:
+                ready[item.name] = now
+            case Point.BACKWARD_END:
+                backward_end = now
+            case Point.STEP:
+                step_at = now if step_at is None else step_at
+        if item.kind in (Part.FORWARD, Part.BACKWARD) and item.duration_ns:
+            before = item.kind
+        if item.kind not in (Part.OPTIMIZER, Part.FINALIZE):
+            now += item.duration_ns
+    begin, end_forward, at, end, step = _ordered(forward_at, forward_end, backward_at, backward_end, step_at)
+    return StepProfile(
+        forward_ns=end_forward - begin,
+        between_ns=at - end_forward,
+        backward_ns=end - at,
+        tail_ns=step - end,
+        rest_ns=now - step + begin,
+        needs_ns={name: moment - begin for name, moment in uses.items()},
+        ready_ns={name: max(0, moment - at) for name, moment in ready.items()},
+        optimizer_ns=timeline.optimizer_ns,
+    )
+
+
+def _ordered(*moments: int | None) -> list[int]:
+    """The moments, none before the one before it; those that are unknown fall on it."""
+    found = [0]
+    for moment in moments:
+        found.append(found[-1] if moment is None else max(found[-1], moment))
+    return found[1:]
+
+
+def _mean(profiles: Sequence[StepProfile]) -> StepProfile:
+    profiles = [profile for profile in profiles if profile.ready_ns] or profiles
+    lengths = {
+        name: round(float(np.mean([getattr(profile, name) for profile in profiles])))
+        for name in ("forward_ns", "backward_ns", "between_ns", "tail_ns", "rest_ns", "optimizer_ns")
+    }
+    return StepProfile(
+        needs_ns=_mean_of(profile.needs_ns for profile in profiles),
+        ready_ns=_mean_of(profile.ready_ns for profile in profiles),
+        **lengths,
+    )
+
+
+def _mean_of(offsets: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The mean of every name's offsets, over the steps that have it, in the order of time."""
+    known: dict[str, list[int]] = {}
+    for each in offsets:
+        for name, offset in each.items():
+            known.setdefault(name, []).append(offset)
+    means = {name: round(float(np.mean(values))) for name, values in known.items()}
+    return dict(sorted(means.items(), key=lambda pair: pair[1]))
