@@ -6,35 +6,23 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.collectives.interpreter import interpret
 
 from headway.collectives.program import (
-    ChunkProgram,
     chunk_bounds,
+    largest_piece,
     owned_chunk,
+    piece_bounds,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
 
-
-def interpret(programs: list[ChunkProgram], tensors: list[np.ndarray]) -> list[np.ndarray]:
-    """Run all ranks' programs in lockstep."""
-    results = [tensor.copy() for tensor in tensors]
-    bounds = chunk_bounds(len(tensors[0]), programs[0].chunks)
-    for number in range(len(programs[0].rounds)):
-        rounds = [program.rounds[number] for program in programs]
-        sent = [
-            results[p.rank][slice(*bounds[r.send_chunk])].copy()
-            for p, r in zip(programs, rounds, strict=True)
-        ]
-        for program, step in zip(programs, rounds, strict=True):
-            assert rounds[step.receive_from].send_to == program.rank
-            assert rounds[step.receive_from].send_chunk == step.receive_chunk
-            own = results[program.rank][slice(*bounds[step.receive_chunk])]
-            own[:] = own + sent[step.receive_from] if step.reduce else sent[step.receive_from]
-    return results
+WORLD_SIZES = st.integers(1, 16)
+PIECES = st.integers(1, 4)
+SEEDS = st.integers(0, 2**32)
 
 
 @given(numel=st.integers(0, 100_000), chunks=st.integers(1, 64))
@@ -47,19 +35,55 @@ def test_chunks_cover_the_tensor_in_near_equal_runs(numel: int, chunks: int) -> 
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-@pytest.mark.parametrize("numel", [0, 1, 7, 64, 1001])
-def test_rings_sum_like_one_process(world_size: int, numel: int) -> None:
-    generator = np.random.default_rng(world_size * 1000 + numel)
+@given(numel=st.integers(0, 5000), chunks=st.integers(1, 16), pieces=PIECES)
+def test_pieces_cut_chunks_where_the_chunks_are(numel: int, chunks: int, pieces: int) -> None:
+    bounds = piece_bounds(numel, chunks, pieces)
+    for index, chunk in enumerate(chunk_bounds(numel, chunks)):
+        of_chunk = bounds[index * pieces : (index + 1) * pieces]
+        assert (of_chunk[0][0], of_chunk[-1][1]) == chunk
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(of_chunk))
+    assert max(end - start for start, end in bounds) == largest_piece(numel, chunks, pieces)
+
+
+@settings(deadline=None)
+@given(world_size=WORLD_SIZES, pieces=PIECES, numel=st.integers(0, 200), seed=SEEDS)
+def test_rings_sum_like_one_process_however_they_interleave(
+    world_size: int, pieces: int, numel: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
     tensors = [generator.integers(-1000, 1000, numel) for _ in range(world_size)]
     total = np.sum(tensors, axis=0)
-    bounds = chunk_bounds(numel, world_size)
+    ranks = range(world_size)
 
-    scattered = interpret([ring_reduce_scatter(r, world_size) for r in range(world_size)], tensors)
+    scattered = interpret([ring_reduce_scatter(r, world_size, pieces) for r in ranks], tensors, seed)
     for rank, result in enumerate(scattered):
-        own = slice(*bounds[owned_chunk(rank, world_size)])
+        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
         assert (result[own] == total[own]).all()
-    gathered = interpret([ring_all_gather(r, world_size) for r in range(world_size)], scattered)
+    gathered = interpret([ring_all_gather(r, world_size, pieces) for r in ranks], scattered, seed)
     assert all((result == total).all() for result in gathered)
-    reduced = interpret([ring_all_reduce(r, world_size) for r in range(world_size)], tensors)
+    reduced = interpret([ring_all_reduce(r, world_size, pieces) for r in ranks], tensors, seed)
     assert all((result == total).all() for result in reduced)
+
+
+@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("pieces", range(1, 5))
+def test_a_send_waits_for_the_receive_of_its_very_piece_alone(world_size: int, pieces: int) -> None:
+    for make in (ring_reduce_scatter, ring_all_gather, ring_all_reduce):
+        for rank in range(world_size):
+            program = make(rank, world_size, pieces)
+            delivered: dict[int, int] = {}
+            for number, step in enumerate(program.steps):
+                assert step.send_after == delivered.get(step.send_piece, -1)
+                delivered[step.receive_piece] = number
+            assert [s.send_after for s in program.steps] == sorted(s.send_after for s in program.steps)
+
+
+def test_a_rank_owns_the_chunk_of_its_number() -> None:
+    assert [owned_chunk(rank, 5) for rank in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_every_ring_moves_each_chunk_once_over_each_link_but_one() -> None:
+    for make, rounds in ((ring_reduce_scatter, 4), (ring_all_gather, 4), (ring_all_reduce, 8)):
+        steps = make(2, 5, 3).steps
+        assert len(steps) == rounds * 3
+        assert {(step.send_to, step.receive_from) for step in steps} == {(3, 1)}

@@ -1,9 +1,96 @@
-"""The names under which a cluster holds what collectives cost, and what is known of who carries them out."""
+"""Collective algorithms by name: what a plan may choose, what it costs on a cluster, and what carries it out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+ALL_REDUCE = "all_reduce"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_GATHER = "all_gather"
+KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+
+RING = "ring"  # Headway's chunk programs
+NATIVE = "native"  # the process group's own collectives
+ALGORITHMS = (RING, NATIVE)
+
 GLOO_ALL_REDUCE = "gloo_all_reduce"
-RING = "ring"
 
 # ProcessGroupGloo serves its queue with two threads, in order. It does not say when one takes a collective up.
 GLOO_THREADS = 2
+
+Collective = Callable[["torch.Tensor", "dist.ProcessGroup", "torch.Tensor"], None]
+"""Carries out one collective in place: (flat tensor, group, scratch)."""
+
+
+def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
+    """The name under which ``Cluster.algorithms`` holds what a collective costs.
+
+    Both halves of a ring share a name ("ring", "ring_2", …); native ones have one each. Raises PlanError for an
+    unknown name.
+    """
+    _check(algorithm, kind)
+    if algorithm == RING:
+        return RING if pieces == 1 else f"{RING}_{pieces}"
+    return GLOO_ALL_REDUCE if kind == ALL_REDUCE else f"{NATIVE}_{kind}"
+
+
+def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
+    """The chunk programs of a collective, for the live executor and for replay.
+
+    A native collective is replayed as what Gloo does: its reduce-scatter moves as much as a whole all-reduce (as
+    measured), its all-gather is a ring. Raises PlanError for an unknown name.
+    """
+    _check(algorithm, kind)
+    if algorithm == NATIVE:
+        return ring_all_gather if kind == ALL_GATHER else ring_all_reduce
+    ring = {ALL_REDUCE: ring_all_reduce, REDUCE_SCATTER: ring_reduce_scatter, ALL_GATHER: ring_all_gather}[
+        kind
+    ]
+    return ring if pieces == 1 else partial(ring, pieces=pieces)
+
+
+def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: int = 1) -> Collective:
+    """What carries a collective out on this rank.
+
+    All do the same in place: after a reduce-scatter ``owned_chunk`` holds sums and the rest is undefined, an
+    all-gather starts from it. ``pieces`` is for rings. The native halves need a numel that is a multiple of the world
+    size. Raises PlanError for an unknown name.
+    """
+    _check(algorithm, kind)
+    from headway.collectives import live, native
+
+    if algorithm == NATIVE:
+        return native.COLLECTIVES[kind]
+    return partial(live.run, program_of(algorithm, kind, pieces)(rank, world_size))
+
+
+def prepare(
+    algorithm: str,
+    kind: str,
+    flat: torch.Tensor,
+    group: dist.ProcessGroup,
+    scratch: torch.Tensor,
+    pieces: int = 1,
+) -> Callable[[], None]:
+    """``collective`` bound to its tensors, to be called over and over at the least cost a call."""
+    from headway.collectives import live
+
+    if algorithm == RING:
+        program = program_of(algorithm, kind, pieces)(group.rank(), group.size())
+        return live.Prepared(program, flat, group, scratch).run
+    return partial(collective(algorithm, kind, group.rank(), group.size()), flat, group, scratch)
+
+
+def _check(algorithm: str, kind: str) -> None:
+    for what, name, known in (("algorithm", algorithm, ALGORITHMS), ("kind", kind, KINDS)):
+        if name not in known:
+            raise PlanError(f"there is no such collective {what}", got=name, expected=" or ".join(known))

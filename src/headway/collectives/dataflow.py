@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from headway.cluster import AlgorithmCost, Cluster
-from headway.collectives.program import ChunkProgram, chunk_bounds
+from headway.collectives.program import ProgramOf, piece_bounds
 from headway.graph.dataflow import NO_RESOURCE, DataflowBuilder
 
-ProgramOf = Callable[[int, int], ChunkProgram]
+__all__ = ["Links", "ProgramOf", "expand"]
 
 
 class Links:
@@ -62,22 +62,29 @@ def expand(
 ) -> None:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
-    A message leaves when its sender has finished the round before and its receiver has come to the round, as
-    Gloo's and NCCL's rendezvous have it. A rank ends when its last message has been received and sent.
+    Every rule is that of ``collectives.program``: a message leaves when its sender has done the step that delivered
+    it and its receiver has posted the receive. A rank ends when its last message has been received and its last
+    one has arrived. An empty piece, as of a barrier, takes the latency of a message and no link.
     """
     world_size = len(begins)
     programs = [program_of(rank, world_size) for rank in range(world_size)]
-    ready = [builder.operation(round(cost.overhead_us * 1e3), after=[begin]) for begin in begins]
-    bounds = chunk_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks)
-    for number in range(len(programs[0].rounds)):
+    begun = [builder.operation(round(cost.overhead_us * 1e3), after=[begin]) for begin in begins]
+    done: list[list[int]] = [[] for _ in begins]  # for each rank, the operation that ends each step
+    last_sent = list(begun)
+    bounds = piece_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks, programs[0].pieces)
+    for number in range(len(programs[0].steps)):
         arrivals: dict[int, int] = {}
         for rank, program in enumerate(programs):
-            step = program.rounds[number]
-            start, end = bounds[step.send_chunk]
-            arrivals[step.send_to] = links.transfer(
-                builder, rank, step.send_to, end - start, [ready[rank], ready[step.send_to]]
-            )
-        sent = {rank: arrivals[program.rounds[number].send_to] for rank, program in enumerate(programs)}
-        ready = [builder.operation(after=[arrivals[rank], sent[rank]]) for rank in range(world_size)]
-    for operation, end in zip(ready, ends, strict=True):
-        builder.edge(operation, end)
+            step = program.steps[number]
+            start, end = bounds[step.send_piece]
+            receiver, posted_after = step.send_to, number - programs[step.send_to].lookahead
+            held = done[rank][step.send_after] if step.send_after >= 0 else begun[rank]
+            posted = done[receiver][posted_after] if posted_after >= 0 else begun[receiver]
+            arrivals[receiver] = links.transfer(builder, rank, receiver, end - start, [held, posted])
+            last_sent[rank] = arrivals[receiver]
+        for rank, steps in enumerate(done):
+            before = steps[-1] if steps else begun[rank]
+            steps.append(builder.operation(after=[arrivals[rank], before]))
+    for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
+        builder.edge(steps[-1] if steps else start, end)
+        builder.edge(sent, end)

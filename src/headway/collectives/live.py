@@ -5,39 +5,74 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from headway.collectives.program import ChunkProgram, chunk_bounds
+from headway.collectives import executor
+from headway.collectives.program import LOOKAHEAD_ROUNDS, ChunkProgram, largest_piece, piece_bounds
 
 
-def scratch_numel(numel: int, chunks: int) -> int:
-    """How many elements ``run`` needs as scratch for a tensor of ``numel`` elements: the largest chunk."""
-    return -(-numel // chunks)
+def scratch_numel(numel: int, chunks: int, pieces: int = 1) -> int:
+    """How many elements a ring of ``chunks`` ranks needs as scratch for a tensor of ``numel`` elements.
+
+    These are the pieces whose receives are posted at a time; no more than two chunks, but for rounding.
+    """
+    return min(LOOKAHEAD_ROUNDS, chunks - 1) * pieces * largest_piece(numel, chunks, pieces)
+
+
+class Prepared:
+    """One rank's program bound to its tensors, to be run over and over.
+
+    ``flat`` is a contiguous tensor of shape (numel,), the same numel and dtype on every rank; ``scratch`` is a
+    contiguous tensor of its dtype and device with at least ``scratch_numel`` elements, which collectives that run
+    one after the other may share. Both keep their memory for as long as this object is used.
+    """
+
+    def __init__(
+        self, program: ChunkProgram, flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor
+    ) -> None:
+        assert flat.dim() == scratch.dim() == 1
+        assert flat.is_contiguous()
+        assert scratch.is_contiguous()
+        assert flat.dtype == scratch.dtype
+        assert program.world_size == group.size()
+        assert program.rank == group.rank()
+        numel, chunks = flat.numel(), program.chunks
+        slot = largest_piece(numel, chunks, program.pieces)
+        assert scratch.numel() >= program.scratch_slots * slot
+        flat, scratch = flat.detach(), scratch.detach()
+        views = [flat[start:end] for start, end in piece_bounds(numel, chunks, program.pieces)]
+        nothing = flat[:0]
+        landings, targets = [], []
+        for number, step in enumerate(program.steps):
+            place = views[step.receive_piece]
+            start = number % program.lookahead * slot
+            landings.append(scratch[start : start + place.numel()] if step.reduce else place)
+            targets.append(place if step.reduce else nothing)
+        self._execute = executor.compiled()
+        self._arguments = (
+            group.boxed(),
+            [views[step.send_piece] for step in program.steps],
+            [step.send_to for step in program.steps],
+            [step.send_after for step in program.steps],
+            landings,
+            [step.receive_from for step in program.steps],
+            targets,
+            program.lookahead,
+        )
+
+    def run(self) -> None:
+        """Run this rank's program in place, and return when the rank has done its part.
+
+        All ranks of the group must run their programs in the same order, one at a time; programs on different
+        groups may run at the same time. Arriving pieces are added in the dtype of the tensor.
+
+        Raises RuntimeError where a peer closes its connection or outlasts the timeout of the group.
+        """
+        try:
+            self._execute(*self._arguments)
+        except RuntimeError as error:
+            # The compiled loop puts a trace of itself before the reason.
+            raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from error
 
 
 def run(program: ChunkProgram, flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor) -> None:
-    """Run this rank's ``program`` in place on ``flat``, and return when the rank has done its part.
-
-    ``flat`` is a contiguous tensor of shape (numel,), the same numel and dtype on every rank; ``scratch`` has
-    its dtype and at least ``scratch_numel`` elements. All ranks of ``group`` must run their programs of one
-    collective in the same order. Arriving chunks are added in the dtype of ``flat``. Empty chunks are not sent.
-
-    Raises RuntimeError where a peer closes its connection or outlasts the timeout of ``group``.
-    """
-    assert flat.dim() == 1
-    assert flat.is_contiguous()
-    assert program.world_size == group.size()
-    bounds = chunk_bounds(flat.numel(), program.chunks)
-    for step in program.rounds:
-        outgoing = flat[slice(*bounds[step.send_chunk])]
-        incoming = flat[slice(*bounds[step.receive_chunk])]
-        landing = scratch[: incoming.numel()] if step.reduce else incoming
-        receiving = sending = None
-        if incoming.numel():
-            receiving = dist.irecv(landing, group=group, group_src=step.receive_from)
-        if outgoing.numel():
-            sending = dist.isend(outgoing, group=group, group_dst=step.send_to)
-        if receiving is not None:
-            receiving.wait()
-            if step.reduce:
-                incoming.add_(landing)
-        if sending is not None:
-            sending.wait()
+    """Run this rank's ``program`` once; see ``Prepared``, which is quicker where a buffer is used again."""
+    Prepared(program, flat, group, scratch).run()

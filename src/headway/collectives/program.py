@@ -1,41 +1,79 @@
 """Chunk programs: collectives as values.
 
-A program says, for one rank, which chunk of a flat tensor goes to whom in which round and what is done with
-the chunk that arrives. The live executor runs it on point-to-point messages; replay expands it into
-transfers on links. Both read the same value.
+A program says, for one rank, which piece of a flat tensor goes to whom in which step, what is done with the piece
+that arrives, and what has to have arrived before. The live executor runs it on point-to-point messages; replay
+expands it into transfers on links. Both read the same value, and both keep to what follows.
+
+**Tensors.** A tensor is cut into ``chunks`` chunks, one a rank (``chunk_bounds``), and every chunk into ``pieces``
+pieces (``piece_bounds``). Piece ``p`` of chunk ``c`` has the number ``c * pieces + p``. Which chunk a rank owns does
+not depend on ``pieces``.
+
+**Order.** Steps are numbered round by round, and piece by piece within a round. Between two ranks messages match in
+the order of the steps: receives are posted in it, and sends leave in it.
+
+**Receives.** The receive of step ``i`` is posted when step ``i - lookahead`` is done, or at the beginning where there
+is none; a message moves only once its receive is posted. Where a step replaces, its piece lands in place; where it
+adds, it lands in scratch slot ``i % lookahead``, which is free again as soon as the addition is done.
+
+**Done.** Step ``i`` is done when its piece has arrived and has been added, and step ``i - 1`` is done.
+
+**Sends.** Step ``i`` sends as soon as step ``send_after`` is done (at the beginning where that is -1): the one that
+delivered this very piece. So a piece is added and forwarded while the next one is on the wire. Nothing waits for a
+send before the end, and the rank is done when all its steps are done and all its sends have left. No piece is written
+while it is still leaving: what arrives for it later is made from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+LOOKAHEAD_ROUNDS = 2  # rounds whose receives are posted where they need scratch
+
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One exchange of one rank: it sends a chunk and receives another at the same time."""
+class Step:
+    """One exchange of one rank: it sends a piece and receives another, each when the program's rules allow it."""
 
-    send_chunk: int
+    send_piece: int
     send_to: int
-    receive_chunk: int
+    receive_piece: int
     receive_from: int
-    reduce: bool  # add what arrives to the own chunk; otherwise it replaces the own chunk
+    reduce: bool  # add what arrives to the own piece; otherwise it replaces the own piece
+    send_after: int = -1  # the step that must be done before the send; never decreases along a program
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkProgram:
-    """The rounds of one rank over a tensor cut into ``chunks`` pieces (see ``chunk_bounds``)."""
+    """The steps of one rank over a tensor cut into ``chunks`` chunks of ``pieces`` pieces each.
+
+    ``lookahead`` is how many receives are posted at a time, at least 1.
+    """
 
     algorithm: str
     rank: int
     world_size: int
     chunks: int
-    rounds: tuple[Round, ...]
+    steps: tuple[Step, ...]
+    pieces: int = 1
+    lookahead: int = 1
+
+    @property
+    def scratch_slots(self) -> int:
+        """How many scratch slots, each of the largest piece, the program's additions use."""
+        return max(
+            (number % self.lookahead + 1 for number, s in enumerate(self.steps) if s.reduce), default=0
+        )
+
+
+ProgramOf = Callable[[int, int], ChunkProgram]
+"""What makes the program of (rank, world size)."""
 
 
 def owned_chunk(rank: int, world_size: int) -> int:
-    """The chunk whose sum ``rank`` holds after a ring reduce-scatter, and brings to a ring all-gather."""
-    return (rank + 1) % world_size
+    """The chunk whose sum ``rank`` holds after a ring reduce-scatter, and brings to a ring all-gather: its own."""
+    return rank % world_size
 
 
 def chunk_bounds(numel: int, chunks: int) -> tuple[tuple[int, int], ...]:
@@ -53,33 +91,78 @@ def chunk_bounds(numel: int, chunks: int) -> tuple[tuple[int, int], ...]:
     return tuple(bounds)
 
 
+def piece_bounds(numel: int, chunks: int, pieces: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of every piece, chunk by chunk: ``chunk_bounds`` applied again inside each chunk."""
+    return tuple(
+        (start + first, start + last)
+        for start, end in chunk_bounds(numel, chunks)
+        for first, last in chunk_bounds(end - start, pieces)
+    )
+
+
+def largest_piece(numel: int, chunks: int, pieces: int) -> int:
+    """How many elements the largest piece has."""
+    chunk = (numel + chunks - 1) // chunks
+    return (chunk + pieces - 1) // pieces
+
+
 @lru_cache(maxsize=4096)
-def ring_reduce_scatter(rank: int, world_size: int) -> ChunkProgram:
+def ring_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
     """The ring reduce-scatter (Patarasuk and Yuan, 2009): ``world_size - 1`` rounds of one chunk each way.
 
-    Round ``t`` sends chunk ``rank - t`` onwards, with the sums gathered so far.
+    Round ``t`` sends chunk ``rank - 1 - t`` onwards, with the sums gathered so far; at the end chunk ``rank`` is
+    whole. It has been added up in the order of ranks ``rank + 1, rank + 2, …, rank``.
+    """
+    steps = _ring_steps(rank, world_size, pieces, [rank - 1 - t for t in range(world_size)], reduce=True)
+    return ChunkProgram(
+        "ring_reduce_scatter", rank, world_size, world_size, steps, pieces, LOOKAHEAD_ROUNDS * pieces
+    )
+
+
+@lru_cache(maxsize=4096)
+def ring_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
+    """The ring all-gather that follows: round ``t`` sends on what the round before brought, first chunk ``rank``.
+
+    Every piece lands in a place of its own, so that all receives are posted at the beginning.
+    """
+    steps = _ring_steps(rank, world_size, pieces, [rank - t for t in range(world_size)], reduce=False)
+    return ChunkProgram("ring_all_gather", rank, world_size, world_size, steps, pieces, max(1, len(steps)))
+
+
+@lru_cache(maxsize=4096)
+def ring_all_reduce(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram:
+    """Reduce-scatter, then all-gather: what Gloo and NCCL document for large tensors."""
+    scatter = ring_reduce_scatter(rank, world_size, pieces)
+    gather = _ring_steps(
+        rank,
+        world_size,
+        pieces,
+        [rank - t for t in range(world_size)],
+        reduce=False,
+        first=len(scatter.steps),
+    )
+    return ChunkProgram(
+        "ring_all_reduce", rank, world_size, world_size, scatter.steps + gather, pieces, scatter.lookahead
+    )
+
+
+def _ring_steps(
+    rank: int, world_size: int, pieces: int, chunks: list[int], *, reduce: bool, first: int = 0
+) -> tuple[Step, ...]:
+    """Rounds of a ring that sends ``chunks[t]`` to the right in round ``t`` and receives ``chunks[t + 1]``.
+
+    ``first`` is the number of the first step. What a round sends came in the round before it.
     """
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    rounds = tuple(
-        Round((rank - t) % world_size, right, (rank - t - 1) % world_size, left, reduce=True)
+    return tuple(
+        Step(
+            send_piece=chunks[t] % world_size * pieces + piece,
+            send_to=right,
+            receive_piece=chunks[t + 1] % world_size * pieces + piece,
+            receive_from=left,
+            reduce=reduce,
+            send_after=max(-1, first + (t - 1) * pieces + piece),
+        )
         for t in range(world_size - 1)
+        for piece in range(pieces)
     )
-    return ChunkProgram("ring_reduce_scatter", rank, world_size, world_size, rounds)
-
-
-@lru_cache(maxsize=4096)
-def ring_all_gather(rank: int, world_size: int) -> ChunkProgram:
-    """The ring all-gather that follows: round ``t`` sends on what the round before brought."""
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    rounds = tuple(
-        Round((rank + 1 - t) % world_size, right, (rank - t) % world_size, left, reduce=False)
-        for t in range(world_size - 1)
-    )
-    return ChunkProgram("ring_all_gather", rank, world_size, world_size, rounds)
-
-
-@lru_cache(maxsize=4096)
-def ring_all_reduce(rank: int, world_size: int) -> ChunkProgram:
-    """Reduce-scatter, then all-gather: what Gloo and NCCL document for large tensors."""
-    rounds = ring_reduce_scatter(rank, world_size).rounds + ring_all_gather(rank, world_size).rounds
-    return ChunkProgram("ring_all_reduce", rank, world_size, world_size, rounds)

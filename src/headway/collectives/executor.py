@@ -1,0 +1,71 @@
+"""The loop of the live executor: what ``collectives.program`` says, on prepared lists.
+
+A thread beside training that asks for the interpreter after every message waits for it every time. TorchScript runs
+this very function without the interpreter, so a collective asks for it once. Where TorchScript is not to be had,
+the function runs as the Python that it is.
+"""
+
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Callable, List  # noqa: UP035 - TorchScript knows these names
+
+import torch
+
+if TYPE_CHECKING:
+    BoxedGroup = Any
+    BoxedWork = Any
+else:
+    BoxedGroup = torch.classes.c10d.ProcessGroup
+    BoxedWork = torch.classes.c10d.Work
+
+
+def execute(
+    group: BoxedGroup,
+    outgoing: List[torch.Tensor],  # noqa: UP006
+    send_to: List[int],  # noqa: UP006
+    send_after: List[int],  # noqa: UP006
+    landing: List[torch.Tensor],  # noqa: UP006
+    receive_from: List[int],  # noqa: UP006
+    target: List[torch.Tensor],  # noqa: UP006
+    lookahead: int,
+) -> None:
+    """Run a program whose step ``i`` sends ``outgoing[i]`` and receives into ``landing[i]``.
+
+    What has landed is added to ``target[i]`` unless that is empty. Empty tensors are neither sent nor received. A
+    receive is posted before any send of its time: Gloo tells the peer of it over the connection that carries the
+    payload too, and a payload in front of that message would make both directions take turns.
+    """
+    count = len(outgoing)
+    receiving: List[BoxedWork] = []  # noqa: UP006
+    sending: List[BoxedWork] = []  # noqa: UP006
+    posted = 0
+    sent = 0
+    awaited = 0
+    for done in range(-1, count):
+        if done >= 0 and landing[done].numel() > 0:
+            receiving[awaited].wait()
+            awaited += 1
+            if target[done].numel() > 0:
+                target[done].add_(landing[done])
+        while posted < count and posted <= done + lookahead:
+            if landing[posted].numel() > 0:
+                receiving.append(torch.ops.c10d.recv_([landing[posted]], group, receive_from[posted], 0))
+            posted += 1
+        while sent < count and send_after[sent] <= done:
+            if outgoing[sent].numel() > 0:
+                sending.append(torch.ops.c10d.send([outgoing[sent]], group, send_to[sent], 0))
+            sent += 1
+    for work in sending:
+        work.wait()
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Callable[..., None]:
+    """``execute`` as it runs without the interpreter, or itself where it cannot."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scripted: Callable[..., None] = torch.jit.script(execute)
+    except (RuntimeError, OSError, AttributeError):
+        return execute
+    return scripted

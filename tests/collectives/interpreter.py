@@ -1,0 +1,99 @@
+"""Chunk programs in plain Python: all ranks in one process, in any order that the rules of a program allow."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+
+from headway.collectives.program import ChunkProgram, piece_bounds
+
+
+class Rank:
+    """One rank: its tensor, its scratch, and how far it has come."""
+
+    def __init__(self, program: ChunkProgram, tensor: np.ndarray[Any, Any]) -> None:
+        self.program = program
+        self.tensor = tensor.copy()
+        self.bounds = piece_bounds(len(tensor), program.chunks, program.pieces)
+        self.scratch: dict[int, np.ndarray[Any, Any]] = {}
+        self.done = self.arrived = self.sent = 0
+
+    def piece(self, number: int) -> np.ndarray[Any, Any]:
+        """A view of a piece."""
+        return self.tensor[slice(*self.bounds[number])]
+
+    @property
+    def posted(self) -> int:
+        """How many receives are posted."""
+        return min(len(self.program.steps), self.done + self.program.lookahead)
+
+    @property
+    def released(self) -> bool:
+        """Whether the next send may leave."""
+        steps = self.program.steps
+        return self.sent < len(steps) and steps[self.sent].send_after < self.done
+
+    def land(self, piece: int, data: np.ndarray[Any, Any], sender: int) -> None:
+        """A message lands where the next posted receive says."""
+        step = self.program.steps[self.arrived]
+        assert (step.receive_piece, step.receive_from) == (piece, sender)
+        if step.reduce:
+            slot = self.arrived % self.program.lookahead
+            assert slot not in self.scratch, "a scratch slot is overwritten"
+            assert slot < self.program.scratch_slots
+            self.scratch[slot] = data.copy()
+        else:
+            self.piece(piece)[:] = data
+        self.arrived += 1
+
+    def finish_step(self) -> None:
+        """Add what the next step has waited for."""
+        step = self.program.steps[self.done]
+        if step.reduce:
+            self.piece(step.receive_piece)[:] += self.scratch.pop(self.done % self.program.lookahead)
+        self.done += 1
+
+
+def interpret(
+    programs: list[ChunkProgram], tensors: list[np.ndarray[Any, Any]], seed: int
+) -> list[np.ndarray[Any, Any]]:
+    """Play all ranks' programs to the end, choosing at random what happens next; return their tensors.
+
+    A payload is read at the latest moment, when it lands, so that a send whose piece is written meanwhile shows.
+    """
+    choose = random.Random(seed)
+    ranks = [Rank(program, tensor) for program, tensor in zip(programs, tensors, strict=True)]
+    wires: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # released sends, in order
+    while any(_may_go_on(number, ranks, wires) for number in range(len(ranks))):
+        for number in choose.sample(range(len(ranks)), len(ranks)):
+            rank = ranks[number]
+            for _ in range(choose.randint(0, 4)):
+                if choose.random() < 0.5 and rank.done < rank.arrived:
+                    rank.finish_step()
+                if choose.random() < 0.5 and rank.released:
+                    step = rank.program.steps[rank.sent]
+                    wires[number, step.send_to].append(step.send_piece)
+                    rank.sent += 1
+                for (source, target), wire in wires.items():
+                    if target == number and wire and rank.arrived < rank.posted and choose.random() < 0.5:
+                        piece = wire.popleft()
+                        rank.land(piece, ranks[source].piece(piece), source)
+    for rank in ranks:
+        assert rank.done == rank.sent == len(rank.program.steps), "the programs wait for each other"
+    return [rank.tensor for rank in ranks]
+
+
+def _may_go_on(number: int, ranks: list[Rank], wires: dict[tuple[int, int], deque[int]]) -> bool:
+    rank = ranks[number]
+    return (
+        rank.done < rank.arrived
+        or rank.released
+        or any(
+            wire and ranks[target].arrived < ranks[target].posted
+            for (_source, target), wire in wires.items()
+            if target == number
+        )
+    )
