@@ -1,9 +1,16 @@
 from __future__ import annotations
 
-import pytest
-from tests.models import layered_model
+from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import layered_model
+from torch import nn
+
+from headway import torch_private
 from headway.errors import PlanError
+from headway.strategies.data_parallel import module_spec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.loading import driver
@@ -31,6 +38,27 @@ def test_ddp_closes_a_bucket_once_it_is_full() -> None:
 
     each = DistributedDataParallelStrategy(bucket_cap_mb=0).decide(model)
     assert [len(b.parameters) for b in each.buckets] == [1] * 8
+
+
+def test_ddp_caps_a_bucket_at_a_time_live_as_decided(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
+    spec = module_spec.model_spec(model)
+    strategy = DistributedDataParallelStrategy(bucket_caps_mb=(0.001, 0.013, 0.004))
+    decided = [len(bucket.parameters) for bucket in strategy.decide(spec).buckets]
+    assert len(set(decided)) > 1
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = driver(strategy, "runtime").wrap(model, strategy, bucket_cap_mb=1, bucket_cap_mb_list=[3])
+        for _ in range(3):
+            wrapped(torch.ones(2, 40)).sum().backward()
+        assert [len(bucket) for bucket in torch_private.ddp_buckets(wrapped)] == decided
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_kinds_of_caps_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude"):
+        DistributedDataParallelStrategy(bucket_cap_mb=1.0, bucket_caps_mb=(1.0,))
 
 
 def test_a_plan_with_its_buckets_spelled_out_decides_the_same() -> None:

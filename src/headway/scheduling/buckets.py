@@ -121,3 +121,22 @@ def forward_gather_order(model: ModelSpec, buckets: Sequence[Bucket]) -> tuple[i
     position = {parameter.name: index for index, parameter in enumerate(model.forward_parameters())}
     first_use = {bucket.index: min(position[name] for name in bucket.parameters) for bucket in buckets}
     return tuple(sorted(first_use, key=lambda index: (first_use[index], index)))
+
+
+def restricted(schedule: BucketSchedule, model: ModelSpec) -> BucketSchedule:
+    """``schedule`` for another set of trainable parameters: without those frozen, with those new to it in front.
+
+    Gathers follow the order of the model's forward, behind the last reduce-scatter.
+    """
+    known = schedule.buckets_of
+    groups = [[p for p in bucket.parts if p.parameter in model.by_name] for bucket in schedule.buckets]
+    new = [parameter for parameter in model.ready_parameters() if parameter.name not in known]
+    largest = max((bucket.size_bytes for bucket in schedule.buckets), default=1)
+    runs = [[whole(parameter) for parameter in run] for run in group_by_size(new, largest)]
+    buckets = make_buckets([*runs, *(group for group in groups if group)], model)
+    return BucketSchedule(
+        buckets=buckets,
+        gather_order=forward_gather_order(model, buckets),
+        gather=schedule.gather,
+        channels=schedule.channels,
+    )

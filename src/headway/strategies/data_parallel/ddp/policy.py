@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
@@ -13,16 +13,27 @@ from headway.strategies.base import Strategy
 DEFAULT_CAP_MB = 25
 DEFAULT_FIRST_BUCKET_BYTES = 2**20
 
+Cap = Annotated[float, Field(ge=0, le=1e6)]
+
 
 class DistributedDataParallelStrategy(Strategy):
     """Stock DDP with one all-reduce a bucket.
 
     ``bucket_cap_mb`` of None leaves torch's default in place, and 0 makes a bucket of every parameter.
+    ``bucket_caps_mb`` gives every bucket a cap of its own (MiB), in the order of readiness; the last one is for all
+    that follow. ``scheduling.fusion.bucket_caps_mb`` writes groups as such caps.
     """
 
     name: ClassVar[str] = "ddp"
 
-    bucket_cap_mb: float | None = Field(default=None, ge=0, le=1e6)
+    bucket_cap_mb: Cap | None = None
+    bucket_caps_mb: tuple[Cap, ...] = Field(default=(), max_length=100_000)
+
+    @model_validator(mode="after")
+    def _one_kind_of_cap(self) -> Self:
+        if self.bucket_caps_mb and self.bucket_cap_mb is not None:
+            raise ValueError("bucket_cap_mb and bucket_caps_mb exclude each other")
+        return self
 
     def decide(self, model: ModelSpec) -> BucketSchedule:
         """Assign buckets as DDP does from its second iteration on, when it knows the order of readiness.
@@ -40,13 +51,17 @@ class DistributedDataParallelStrategy(Strategy):
         )
 
     def size_limits_bytes(self) -> list[int]:
-        """The size limits DDP hands to its bucketing: the first bucket's, then everybody else's."""
+        """The size limits DDP hands to its bucketing, bucket by bucket; the last is for all that follow."""
+        if self.bucket_caps_mb:
+            return [int(cap * 2**20) for cap in self.bucket_caps_mb]
         if self.bucket_cap_mb is None:
             return [DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP_MB * 2**20]
         return [int(self.bucket_cap_mb * 2**20)]
 
     def describe(self) -> str:
         """Say the strategy in a few words."""
+        if self.bucket_caps_mb:
+            return f"DDP, caps for {len(self.bucket_caps_mb)} buckets"
         return (
             "DDP, default buckets"
             if self.bucket_cap_mb is None

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.models import layered_model
+
+from headway import torch_private
+from headway.errors import PlanError
+from headway.model import ModelSpec, ParameterSpec
+from headway.scheduling import fusion
+from headway.scheduling.buckets import make_buckets, whole
+from headway.scheduling.partition import Groups, cut, fill, size_bytes
+
+MIB = 2**20
+
+
+@st.composite
+def models(draw: st.DrawFn, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> ModelSpec:
+    rows = draw(
+        st.lists(
+            st.tuples(st.integers(0, 5000), st.sampled_from(dtypes), st.integers(0, 5)),
+            min_size=1,
+            max_size=25,
+        )
+    )
+    parameters = tuple(
+        ParameterSpec(name=f"p{i}", shape=(numel,), dtype=dtype, module=f"m{module}")
+        for i, (numel, dtype, module) in enumerate(rows)
+    )
+    ready = draw(st.permutations([p.name for p in parameters]))
+    return ModelSpec(parameters=parameters, ready_order=tuple(ready))
+
+
+def ready_times(model: ModelSpec, gap_ns: int = 1000) -> dict[str, int]:
+    return {p.name: (index + 1) * gap_ns for index, p in enumerate(model.ready_parameters())}
+
+
+POLICIES: dict[str, Callable[[ModelSpec, int], Groups]] = {
+    "fixed": fusion.fixed,
+    "ddp_like": lambda model, cap: fusion.ddp_like(model, cap, cap // 4 + 1),
+    "wfbp": lambda model, cap: fusion.wfbp(model),
+    "mg_wfbp": lambda model, cap: fusion.mg_wfbp(model, ready_times(model), cap / 4, 0.1),
+    "registration": fusion.registration,
+    "partitioned": lambda model, cap: fusion.partitioned(model, cap, cap // 3 + 1),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(model=models(), cap_bytes=st.integers(1, 50_000))
+def test_every_element_is_held_once_and_no_group_mixes_dtypes(
+    name: str, model: ModelSpec, cap_bytes: int
+) -> None:
+    groups = POLICIES[name](model, cap_bytes)
+    held: dict[str, list[tuple[int, int]]] = {}
+    for group in groups:
+        assert group
+        assert len({model.by_name[part.parameter].dtype for part in group}) == 1
+        for part in group:
+            held.setdefault(part.parameter, []).append((part.start, part.end))
+    assert set(held) == set(model.by_name)
+    for parameter, bounds in held.items():
+        ends = [0, *(end for _, end in sorted(bounds))]
+        assert [start for start, _ in sorted(bounds)] == ends[:-1]
+        assert ends[-1] == model.by_name[parameter].numel
+    assert sum(b.size_bytes for b in make_buckets(groups, model)) == model.size_bytes
+
+
+@pytest.mark.parametrize("name", ["fixed", "ddp_like", "wfbp", "mg_wfbp", "partitioned"])
+@given(model=models(("float32",)), cap_bytes=st.integers(1, 50_000))
+def test_groups_keep_the_order_of_readiness(name: str, model: ModelSpec, cap_bytes: int) -> None:
+    order = [part.parameter for group in POLICIES[name](model, cap_bytes) for part in group]
+    assert list(dict.fromkeys(order)) == [p.name for p in model.ready_parameters()]
+
+
+@given(model=models(), cap_bytes=st.integers(1, 50_000))
+def test_groups_go_in_the_order_of_their_last_gradient(model: ModelSpec, cap_bytes: int) -> None:
+    position = {p.name: index for index, p in enumerate(model.ready_parameters())}
+    groups = fusion.partitioned(model, cap_bytes, cap_bytes)
+    last = [position[group[-1].parameter] for group in groups]
+    assert last == sorted(last)
+    for group in groups:
+        assert sum(size_bytes(part, model) for part in group) <= max(cap_bytes, 4)
+
+
+@given(model=models(("float32",)), cap_bytes=st.integers(1, 50_000))
+def test_ddp_like_is_what_ddp_does(model: ModelSpec, cap_bytes: int) -> None:
+    parameters = model.ready_parameters()
+    limits = [cap_bytes // 4 + 1, cap_bytes]
+    expected = torch_private.ddp_bucket_assignment([(p.shape, p.dtype) for p in parameters], limits)
+    groups = POLICIES["ddp_like"](model, cap_bytes)
+    assert [[part.parameter for part in group] for group in groups] == [
+        [parameters[i].name for i in group] for group in expected
+    ]
+
+
+def brute_force_mg_wfbp(model: ModelSpec, alpha: float, beta: float) -> Groups:
+    """The paper's loop: from the first gradient on, merge into the next while that is worth an alpha; start again."""
+    parameters, ready = list(model.ready_parameters()), ready_times(model)
+    groups = [[p] for p in parameters]
+    index = 0
+    while index < len(groups) - 1:
+        free = 0.0
+        for group in groups[: index + 1]:
+            begin = max(free, ready[group[-1].name])
+            free = begin + alpha + beta * sum(p.size_bytes for p in group)
+        if ready[groups[index + 1][0].name] < begin + alpha:
+            groups[index : index + 2] = [groups[index] + groups[index + 1]]
+        else:
+            index += 1
+    return [[whole(p) for p in group] for group in groups]
+
+
+@given(model=models(("float32",)), alpha=st.floats(0, 20_000), beta=st.floats(0, 2))
+def test_gradients_merge_where_waiting_costs_less_than_another_alpha(
+    model: ModelSpec, alpha: float, beta: float
+) -> None:
+    found = fusion.mg_wfbp(model, ready_times(model), alpha, beta)
+    assert found == brute_force_mg_wfbp(model, alpha, beta)
+
+
+def test_merging_ends_in_single_gradients_or_in_one_group() -> None:
+    model = layered_model(4)
+    assert fusion.mg_wfbp(model, ready_times(model), 0.0, 1e-9) == fusion.wfbp(model)
+    assert len(fusion.mg_wfbp(model, ready_times(model), 1e9, 1.0)) == 1
+
+
+def test_published_groups_hold_whole_modules_in_reverse_registration() -> None:
+    model = layered_model(4)
+    shuffled = model.model_copy(update={"ready_order": tuple(sorted(model.ready_order))})
+    groups = fusion.registration(shuffled, cap_bytes=2 * 4040)
+    assert [[part.parameter for part in group] for group in groups] == [
+        ["layer3.bias", "layer3.weight", "layer2.bias", "layer2.weight"],
+        ["layer1.bias", "layer1.weight", "layer0.bias", "layer0.weight"],
+    ]
+
+
+def test_large_tensors_are_cut_into_equal_parts() -> None:
+    model = layered_model(1)
+    parts = cut(model.ready_parameters(), 1300)
+    assert [(p.parameter, p.start, p.end) for p in parts] == [
+        ("layer0.bias", 0, 10), ("layer0.weight", 0, 250), ("layer0.weight", 250, 500),
+        ("layer0.weight", 500, 750), ("layer0.weight", 750, 1000),
+    ]  # fmt: skip
+
+
+def test_a_cap_may_depend_on_where_a_group_begins() -> None:
+    model = layered_model(1)
+    parts = cut(model.ready_parameters(), 400)
+    groups = fill(parts, model, lambda begun: 440 + begun)
+    sizes = [sum(size_bytes(part, model) for part in group) for group in groups]
+    assert sizes == [440, 800, 1600, 1200]
+
+
+def test_merged_gradients_become_buckets_of_stock_ddp() -> None:
+    from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+
+    model = layered_model(6)
+    ready = {p.name: index // 2 * 5000 + index for index, p in enumerate(model.ready_parameters())}
+    groups = fusion.mg_wfbp(model, ready, 1500.0, 0.1)
+    assert 1 < len(groups) < 12
+    strategy = DistributedDataParallelStrategy(bucket_caps_mb=fusion.bucket_caps_mb(groups, model))
+    assert [list(bucket.parts) for bucket in strategy.decide(model).buckets] == groups
+    assert f"{len(groups)}" in strategy.describe()
+
+
+def test_what_stock_ddp_cannot_do_is_refused() -> None:
+    model = layered_model(2)
+    with pytest.raises(PlanError, match="stock DDP"):
+        fusion.bucket_caps_mb(fusion.partitioned(model, 1000, 1000), model)
+    with pytest.raises(PlanError, match="stock DDP"):
+        fusion.bucket_caps_mb(fusion.wfbp(model)[::-1], model)
+    other = ParameterSpec(name="x", shape=(3,), dtype="float64", module="x")
+    mixed = ModelSpec(parameters=(*model.parameters, other))
+    with pytest.raises(PlanError, match="every dtype"):
+        fusion.bucket_caps_mb(fusion.wfbp(mixed), mixed)
