@@ -1,0 +1,96 @@
+"""The measuring loop: rounds in which every method trains a few steps, so that a drift of the machine hits all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paced_training.trainer import Trainer
+
+
+@dataclass
+class Samples:
+    """One method's rounds: seconds of a step, of its forward and backward, and of CPU; the busiest core's share."""
+
+    step_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    busiest_core: list[float] = field(default_factory=list)
+
+
+def measure(trainers: Sequence[Trainer], *, rounds: int, warm: int, steps: int) -> list[Samples]:
+    """Interleave all ``trainers``; the order turns from round to round. Every one takes equally many steps."""
+    samples = [Samples() for _ in trainers]
+    for round_number in range(rounds):
+        for offset in range(len(trainers)):
+            index = (offset + round_number) % len(trainers)
+            _sample(trainers[index], warm, steps, samples[index])
+    return samples
+
+
+def _sample(trainer: Trainer, warm: int, steps: int, into: Samples) -> None:
+    dist.barrier()
+    for _ in range(warm):
+        trainer.step()
+    cores, cpu_s, start = _cores(), _cpu_s(), time.perf_counter()
+    taken = [trainer.step() for _ in range(steps)]
+    into.step_s.append((time.perf_counter() - start) / steps)
+    into.cpu_s.append((_cpu_s() - cpu_s) / steps)
+    into.busiest_core.append(_busiest(cores, _cores()))
+    into.forward_s.append(statistics.mean(t.forward_s for t in taken))
+    into.backward_s.append(statistics.mean(t.backward_s for t in taken))
+    trainer.finish()
+
+
+def slowest_of_ranks(samples: Samples) -> Samples:
+    """For every round the slowest rank's times, the sum of all ranks' CPU."""
+
+    def reduced(values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        box = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(box, operation)
+        return [float(value) for value in box]
+
+    most, total = dist.ReduceOp.MAX, dist.ReduceOp.SUM
+    return Samples(
+        step_s=reduced(samples.step_s, most),
+        forward_s=reduced(samples.forward_s, most),
+        backward_s=reduced(samples.backward_s, most),
+        cpu_s=reduced(samples.cpu_s, total),
+        busiest_core=reduced(samples.busiest_core, most),
+    )
+
+
+def disagreement(values: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference of any parameter on any rank, against the largest parameter."""
+    box = (values - reference).abs().max() / reference.abs().max()
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return float(box)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _cores() -> list[tuple[int, int]]:
+    """For every core of the machine its busy and its total time, in ticks; others' use is in it too."""
+    found = []
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith("cpu") and line[3].isdigit():
+            ticks = [int(text) for text in line.split()[1:]]
+            found.append((sum(ticks) - ticks[3] - ticks[4], sum(ticks)))
+    return found or [(0, 0)] * (os.cpu_count() or 1)
+
+
+def _busiest(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
+    shares = [(b1 - b0) / max(1, t1 - t0) for (b0, t0), (b1, t1) in zip(before, after, strict=True)]
+    return max(shares)

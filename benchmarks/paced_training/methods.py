@@ -1,0 +1,78 @@
+"""All methods of one case, each tuned where it has something to tune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paced_training import stock
+from paced_training.byte_scheduler import ByteScheduler
+from paced_training.cases import Effort
+from paced_training.dear import Dear
+from paced_training.jobs import Job
+from paced_training.learned import Learned
+from paced_training.merging import AlphaBeta, merge
+from paced_training.ours import ours
+from paced_training.trainer import Trainer, alone
+from paced_training.tuning import bayesian, sweep
+
+ALONE, DEFAULT, TUNED, OURS = "alone", "ddp", "ddp-tuned", "headway"
+
+
+@dataclass
+class Built:
+    """Methods that work here, those that do not with the reason, and what tuning tried (milliseconds)."""
+
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    tried: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
+    """Make and tune every method. One that raises is left out with its reason, on all ranks alike."""
+    built = Built()
+
+    def tuned_ddp() -> Trainer:
+        cap_mb, built.tried[TUNED] = sweep(effort.caps, lambda cap: stock.ddp_capped(job, cap), effort)
+        return stock.ddp_capped(job, cap_mb)
+
+    def fsdp() -> Trainer:
+        cap_mb, built.tried["fsdp2"] = sweep(
+            (stock.DEFAULT_CAP_MB,), lambda cap: stock.FullyShard(job, cap), effort
+        )
+        return stock.FullyShard(job, cap_mb)
+
+    def mg_wfbp() -> Trainer:
+        order = list(learned.ready_s)
+        sizes = [learned.spec.by_name[name].size_bytes for name in order]
+        return stock.merged(job, merge([learned.ready_s[name] for name in order], sizes, cost))
+
+    def dear() -> Trainer:
+        threshold_mb, built.tried["dear"] = bayesian(lambda mb: Dear(job, mb), effort)
+        return Dear(job, threshold_mb)
+
+    def decoupled() -> Trainer:
+        trainer, built.tried[OURS] = ours(job, learned, effort)
+        return trainer
+
+    makers: dict[str, Callable[[], Trainer]] = {
+        ALONE: lambda: alone(job),
+        DEFAULT: lambda: stock.ddp_default(job),
+        TUNED: tuned_ddp,
+        "zero": lambda: stock.zero_redundancy(job),
+        "fsdp2": fsdp,
+        "wfbp": lambda: stock.wfbp(job),
+        "mg-wfbp": mg_wfbp,
+        "bytescheduler": lambda: ByteScheduler(job),
+        "dear": dear,
+        OURS: decoupled,
+    }
+    for name, make in makers.items():
+        try:
+            trainer = make()
+            trainer.step()  # lazy set-up, such as DDP's order of readiness, before anything is timed
+            trainer.finish()
+            built.trainers[name] = trainer
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            built.errors[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return built

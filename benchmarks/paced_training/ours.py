@@ -1,0 +1,48 @@
+"""Headway's decoupled all-reduce, and how its options are chosen. The one place to put the automatic tuner in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from paced_training.cases import Effort
+from paced_training.jobs import Job, optimizer_of
+from paced_training.learned import Learned
+from paced_training.trainer import Trainer, held_bytes
+from paced_training.tuning import sweep
+
+
+class Ours(Trainer):
+    name = "headway"
+    bound = "decoupled"
+
+    def __init__(self, job: Job, learned: Learned, cap_mb: float, **options: Any) -> None:
+        inner = job.make()
+        strategy = DecoupledStrategy(bucket_cap_bytes=max(1, round(cap_mb * job.scale * 2**20)), **options)
+        wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(learned.spec))
+        super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
+        self.decoupled = wrapped
+        self.note = f"{len(wrapped.schedule.buckets)} buckets of {cap_mb:g} MiB scaled"
+
+    def update(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        self.decoupled.flush()
+        if not self.gradient_bytes:
+            self.gradient_bytes = held_bytes(self.gradients())
+
+    def buffer_bytes(self) -> int:
+        return sum(bucket.size_bytes for bucket in self.decoupled.schedule.buckets)
+
+    def close(self) -> None:
+        if self.decoupled.engine is not None:
+            self.decoupled.engine.close()
+
+
+def ours(job: Job, learned: Learned, effort: Effort) -> tuple[Ours, dict[str, float]]:
+    """The best of a sweep of bucket sizes, tried while training."""
+    cap_mb, tried = sweep(effort.caps, lambda cap: Ours(job, learned, cap), effort)
+    return Ours(job, learned, cap_mb), tried

@@ -1,0 +1,22 @@
+"""The one place where the benchmarks' own schedulers touch Headway's live executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from headway.collectives.live import Prepared, scratch_numel
+from headway.collectives.program import ring_all_gather, ring_reduce_scatter
+
+
+def ring(
+    buffer: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[Callable[[], None], Callable[[], None], int]:
+    """Reduce-scatter and all-gather of ``buffer`` in place, ready to be run, and the bytes of scratch they hold."""
+    rank, world_size = group.rank(), group.size()
+    scratch = buffer.new_empty(scratch_numel(buffer.numel(), world_size))
+    scatter = Prepared(ring_reduce_scatter(rank, world_size), buffer, group, scratch)
+    gather = Prepared(ring_all_gather(rank, world_size), buffer, group, scratch)
+    return scatter.run, gather.run, scratch.numel() * scratch.element_size()

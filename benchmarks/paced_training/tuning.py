@@ -1,0 +1,67 @@
+"""Choosing a bucket size by trial: a sweep, and the Bayesian search of DeAR. Every rank chooses the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from bayes_opt import BayesianOptimization
+from bayes_opt.acquisition import ExpectedImprovement
+
+from paced_training.cases import Effort
+from paced_training.probing import slowest
+from paced_training.trainer import Trainer
+
+T = TypeVar("T")
+_BOUNDS_MB, _START_MB, _XI = (1.0, 256.0), 25.0, 0.1  # those of DeAR's search
+
+
+def trial_s(make: Callable[[], Trainer], effort: Effort) -> float:
+    """Seconds a step of a trainer made for the trial: the slowest rank's mean."""
+    trainer = make()
+    for _ in range(effort.trial_warm):
+        trainer.step()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(effort.trial_steps):
+        trainer.step()
+    taken_s = (time.perf_counter() - start) / effort.trial_steps
+    trainer.finish()
+    trainer.close()
+    return slowest(taken_s)
+
+
+def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) -> tuple[T, dict[str, float]]:
+    """The best option, and every option's milliseconds."""
+    times = [trial_s(lambda option=option: make(option), effort) for option in options]  # type: ignore[misc]
+    best = min(range(len(times)), key=times.__getitem__)
+    return options[best], {str(o): round(t * 1e3, 1) for o, t in zip(options, times, strict=True)}
+
+
+def bayesian(make: Callable[[float], Trainer], effort: Effort) -> tuple[float, dict[str, float]]:
+    """DeAR's search for a threshold in MB: expected improvement, from 25 MB on; rank 0 proposes."""
+    search = BayesianOptimization(
+        None,
+        {"threshold": _BOUNDS_MB},
+        acquisition_function=ExpectedImprovement(xi=_XI, random_state=0),
+        random_state=0,
+        verbose=0,
+        allow_duplicate_points=True,
+    )
+    tried: dict[float, float] = {}
+    for trial in range(effort.bayesian_trials):
+        threshold_mb = _from_rank_0(_START_MB if trial == 0 else float(search.suggest()["threshold"]))
+        taken_s = trial_s(lambda mb=threshold_mb: make(mb), effort)  # type: ignore[misc]
+        search.register({"threshold": threshold_mb}, -taken_s)
+        tried[threshold_mb] = min(taken_s, tried.get(threshold_mb, taken_s))
+    best = min(tried, key=tried.__getitem__)
+    return best, {f"{mb:.3g}": round(s * 1e3, 1) for mb, s in tried.items()}
+
+
+def _from_rank_0(value: float) -> float:
+    box = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(box, 0)
+    return float(box)
