@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from headway.models.bert import bert_base, bert_large
@@ -15,9 +16,9 @@ MODELS: Mapping[str, Callable[[], LayerTable]] = MappingProxyType(
     {
         "resnet50": resnet50,
         "densenet201": densenet201,
-        "inception-v4": inception_v4,
+        "inception-v4": partial(inception_v4, pixels=224),
         "bert-base": bert_base,
         "bert-large": bert_large,
     }
 )
-"""Each makes its table for the batch of DeAR's evaluation (arXiv 2302.12445)."""
+"""Each makes its table for the batch of DeAR's evaluation (arXiv 2302.12445), whose images are all of 224 x 224."""

@@ -36,11 +36,11 @@ class _Inception:
         return self.unit(name, x, channels, _3x3, stride=2, same=False)
 
 
-def inception_v4(samples: int = 64) -> LayerTable:
-    """Inception-v4 for a thousand classes and images of 299 x 299."""
+def inception_v4(samples: int = 64, pixels: int = 299) -> LayerTable:
+    """Inception-v4 for a thousand classes and images of ``pixels`` x ``pixels``."""
     net = ConvolutionalBuilder(samples)
     parts = _Inception(net)
-    x = _stem(parts, Feature(3, 299, 299))
+    x = _stem(parts, Feature(3, pixels, pixels))
     for index in range(6, 10):
         x = _block_a(parts, f"features.{index}", x)
     x = _reduction_a(parts, "features.10", x)
@@ -50,7 +50,7 @@ def inception_v4(samples: int = 64) -> LayerTable:
     for index in range(19, 22):
         x = _block_c(parts, f"features.{index}", x)
     net.linear("last_linear", net.pool_all(x), 1000)
-    return net.table("Inception-v4", f"{samples} images of 299 x 299")
+    return net.table("Inception-v4", f"{samples} images of {pixels} x {pixels}")
 
 
 def _stem(parts: _Inception, x: Feature) -> Feature:
