@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headway.scheduling import fusion
 from paced_training import stock
 from paced_training.byte_scheduler import ByteScheduler
 from paced_training.cases import Effort
 from paced_training.dear import Dear
 from paced_training.jobs import Job
 from paced_training.learned import Learned
-from paced_training.merging import AlphaBeta, merge
 from paced_training.ours import ours
+from paced_training.probing import AlphaBeta
 from paced_training.trainer import Trainer, alone
 from paced_training.tuning import bayesian, sweep
 
@@ -43,9 +44,9 @@ def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
         return stock.FullyShard(job, cap_mb)
 
     def mg_wfbp() -> Trainer:
-        order = list(learned.ready_s)
-        sizes = [learned.spec.by_name[name].size_bytes for name in order]
-        return stock.merged(job, merge([learned.ready_s[name] for name in order], sizes, cost))
+        ready_ns = {name: round(ready_s * 1e9) for name, ready_s in learned.ready_s.items()}
+        groups = fusion.mg_wfbp(learned.spec, ready_ns, cost.alpha_s * 1e9, cost.beta_s * 1e9)
+        return stock.merged(job, fusion.bucket_caps_mb(groups, learned.spec))
 
     def dear() -> Trainer:
         threshold_mb, built.tried["dear"] = bayesian(lambda mb: Dear(job, mb), effort)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 from paced_training.cases import Effort
@@ -23,7 +24,7 @@ class Ours(Trainer):
         wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(learned.spec))
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
-        self.note = f"{len(wrapped.schedule.buckets)} buckets of {cap_mb:g} MiB scaled"
+        self.note = f"{len(wrapped.schedule.buckets)} buckets of {cap_mb:g} MiB scaled, {options}"
 
     def update(self) -> None:
         assert self.optimizer is not None
@@ -39,10 +40,15 @@ class Ours(Trainer):
 
     def close(self) -> None:
         if self.decoupled.engine is not None:
-            self.decoupled.engine.close()
+            release(self.decoupled.engine)
+
+
+FORMS: tuple[dict[str, Any], ...] = ({"gather": "parameters"}, {"gather": "gradients"})
+"""Options tried with the best bucket size of the first."""
 
 
 def ours(job: Job, learned: Learned, effort: Effort) -> tuple[Ours, dict[str, float]]:
-    """The best of a sweep of bucket sizes, tried while training."""
-    cap_mb, tried = sweep(effort.caps, lambda cap: Ours(job, learned, cap), effort)
-    return Ours(job, learned, cap_mb), tried
+    """The best of a sweep of bucket sizes, then of forms, tried while training."""
+    cap_mb, tried = sweep(effort.caps, lambda cap: Ours(job, learned, cap, **FORMS[0]), effort)
+    form, also = sweep(FORMS, lambda options: Ours(job, learned, cap_mb, **options), effort)
+    return Ours(job, learned, cap_mb, **form), tried | also

@@ -5,13 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from paced_training.merging import AlphaBeta
-
 _REPEATS = 3
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """What an all-reduce takes: ``alpha_s`` to start, ``beta_s`` a byte."""
+
+    alpha_s: float
+    beta_s: float
 
 
 def goodput_bytes_per_s(size_bytes: int) -> float:

@@ -83,10 +83,10 @@ def wfbp(job: Job) -> Ddp:
     return Ddp(job, [_ONE_BYTE_MB], views=True)
 
 
-def merged(job: Job, sizes_bytes: Sequence[int]) -> Ddp:
-    """Buckets of exactly these sizes, in the order in which gradients become ready."""
-    trainer = Ddp(job, [size / 2**20 for size in sizes_bytes], views=True)
-    trainer.note = f"{len(sizes_bytes)} buckets"
+def merged(job: Job, caps_mb: Sequence[float]) -> Ddp:
+    """Buckets of exactly these sizes (MiB), in the order in which gradients become ready."""
+    trainer = Ddp(job, caps_mb, views=True)
+    trainer.note = f"{len(caps_mb)} buckets, from measured alpha and beta"
     return trainer
 
 
