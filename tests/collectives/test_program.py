@@ -15,6 +15,7 @@ from headway.collectives.program import (
     largest_piece,
     owned_chunk,
     piece_bounds,
+    pieces_for,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -87,3 +88,9 @@ def test_every_ring_moves_each_chunk_once_over_each_link_but_one() -> None:
         steps = make(2, 5, 3).steps
         assert len(steps) == rounds * 3
         assert {(step.send_to, step.receive_from) for step in steps} == {(3, 1)}
+
+
+def test_more_bytes_never_make_fewer_pieces() -> None:
+    counts = [pieces_for(2**power) for power in range(31)]
+    assert counts == sorted(counts)
+    assert counts[0] == 1

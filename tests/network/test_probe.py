@@ -5,7 +5,7 @@ import pytest
 
 from headway.cluster import Cluster, Host
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
-from headway.network.probe import fit_cost, ideal_seconds
+from headway.network.collective_costs import fit_cost, ideal_seconds
 
 
 def test_overhead_and_factor_are_recovered() -> None:
