@@ -37,7 +37,9 @@ def names_of(mode: str, world_size: int) -> list[str]:
     return [
         case.name
         for case in CASES.values()
-        if mode not in case.not_in and (not case.world_sizes or world_size in case.world_sizes)
+        if mode in case.only_in
+        and mode not in case.not_in
+        and (not case.world_sizes or world_size in case.world_sizes)
     ]
 
 
@@ -45,23 +47,28 @@ def names_of(mode: str, world_size: int) -> list[str]:
 
 
 @lru_cache
-def problems(modules: tuple[str, ...], mode: str, world_size: int) -> dict[str, str]:
-    """Run every case of ``modules``; return what is wrong with each, which is nothing where all is well."""
+def problems(
+    modules: tuple[str, ...], mode: str, world_size: int, folder: Path | None = None
+) -> dict[str, str]:
+    """Run every case of ``modules``; return what is wrong with each, which is nothing where all is well.
+
+    Cases may leave files for each other in ``folder``.
+    """
     found: dict[str, str] = {}
     left = names_of(mode, world_size)
     deadline = time.monotonic() + ALL_LIMIT_S
     while left and time.monotonic() < deadline:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as reports:
             output = ""
             try:
                 ended = workers.launch(
-                    world_size, f"{__name__}:run_cases", modules, mode, left, folder,
+                    world_size, f"{__name__}:run_cases", modules, mode, left, reports, str(folder or reports),
                     timeout_s=deadline - time.monotonic(), group_timeout_s=GROUP_TIMEOUT_S,
                 )  # fmt: skip
                 output = "\n".join(f"rank {w.rank} ({w.status}):\n{w.output}" for w in ended if w.status)
             except AssertionError as error:
                 output = str(error)
-            done = _reports(Path(folder), world_size)
+            done = _reports(Path(reports), world_size)
         found.update(done)
         left = [name for name in left if name not in done]
         if left:  # the first of them is what ended the ranks
@@ -88,7 +95,7 @@ def _reports(folder: Path, world_size: int) -> dict[str, str]:
 
 
 def run_cases(
-    rank: int, world_size: int, modules: list[str], mode: str, names: list[str], folder: str
+    rank: int, world_size: int, modules: list[str], mode: str, names: list[str], reports: str, folder: str
 ) -> None:
     """Run the named cases, and write a line for each to this rank's report."""
     for module in modules:
@@ -98,13 +105,15 @@ def run_cases(
         importlib.import_module("headway.strategies.data_parallel.decoupled.runtime")
     gc.collect()
     gc.freeze()  # what was imported need not be gone through again after every case
-    with (Path(folder) / f"report-{rank}").open("w") as report:
+    with (Path(reports) / f"report-{rank}").open("w") as report:
         for index, name in enumerate(names):
             faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
             started = time.monotonic()
-            problem = _run(CASES[name], mode, rank, world_size, references[name])
+            job = Job(mode, rank, world_size, Path(folder))
+            problem = _run(CASES[name], job, references[name])
+            del job
             if problem.startswith(_RAISED):
-                _form_new_group(Path(folder) / f"store-{index}", rank, world_size)
+                _form_new_group(Path(reports) / f"store-{index}", rank, world_size)
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
             print(f"{name}: {time.monotonic() - started:.2f} s {problem[:300]}", flush=True)
@@ -117,37 +126,43 @@ _RAISED = "raised: "
 
 def _references(rank: int, world_size: int, names: list[str]) -> dict[str, Seen | str]:
     """What every case must see. Each rank runs some of them, alone in its process, and all share the results."""
-    mine: dict[str, Seen | str] = {}
+    mine: dict[str, Any] = {}
     for name in names[rank::world_size]:
         job = Job(ALONE, 0, world_size)
         try:
             CASES[name].script(job)
             job.finish()
-            mine[name] = job.seen
+            # As arrays, which are pickled quickly.
+            mine[name] = {what: None if v is None else v.numpy() for what, v in job.seen.items()}
         except Exception:
             mine[name] = traceback.format_exc()
     assert "headway" not in sys.modules, "the reference is not independent"
-    parts: list[dict[str, Seen | str]] = [{}] * world_size
+    parts: list[dict[str, Any]] = [{}] * world_size
     dist.all_gather_object(parts, mine)
-    return {name: seen for part in parts for name, seen in part.items()}
+    return {name: _as_tensors(seen) for part in parts for name, seen in part.items()}
 
 
-def _run(case: Case, mode: str, rank: int, world_size: int, reference: Seen | str) -> str:
+def _as_tensors(seen: Any) -> Seen | str:
+    if isinstance(seen, str):
+        return seen
+    return {what: None if value is None else torch.as_tensor(value) for what, value in seen.items()}
+
+
+def _run(case: Case, job: Job, reference: Seen | str) -> str:
     if isinstance(reference, str):
         return f"the reference failed: {reference}"
-    job = Job(mode, rank, world_size)
+    everybody: list[Any] = [None] * job.world_size
     try:
         case.script(job)
         job.finish()
-        bits = job.bits()
-        everybody: list[Any] = [None] * world_size
-        dist.all_gather_object(everybody, (set(job.seen), bits))  # also the barrier between cases
+        digest = job.digest()
+        dist.all_gather_object(everybody, (set(job.seen), digest))  # also the barrier between cases
     except Exception:
         return _RAISED + traceback.format_exc()
     missing = set(reference).difference(*(seen for seen, _ in everybody))
     wrong = [_difference(what, value, reference, case.tolerance) for what, value in job.seen.items()]
     wrong += [f"{what} was seen on no rank" for what in sorted(missing)]
-    if any(not torch.equal(other, bits) for _, other in everybody):
+    if any(other != digest for _, other in everybody):
         wrong.append("parameters are not the same to the last bit on all ranks")
     return "; ".join([line for line in wrong if line][:5])
 

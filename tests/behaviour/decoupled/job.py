@@ -7,9 +7,11 @@ model. What the script shows to ``Job.see`` must be the same in every way.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +51,9 @@ class Alone(nn.Module):
 class Job:
     """How a script gets its model wrapped and its data, and notes what it sees."""
 
-    def __init__(self, mode: str, rank: int, world_size: int) -> None:
+    def __init__(self, mode: str, rank: int, world_size: int, folder: Path | None = None) -> None:
         self.mode, self.rank, self.world_size = mode, rank, world_size
+        self.folder = folder  # where cases leave files for each other
         self.alone = mode == ALONE
         self.seen: dict[str, torch.Tensor | None] = {}
         self.models: list[Any] = []
@@ -146,10 +149,12 @@ class Job:
             self.see("parameters", list(model.parameters()))
             self.see("gradients", [p.grad for p in model.parameters()])
 
-    def bits(self) -> torch.Tensor:
-        """All parameters in one vector of bytes."""
-        values = [p.detach().contiguous().view(-1) for model in self.models for p in model.parameters()]
-        return torch.cat([value.view(torch.uint8) for value in values])
+    def digest(self) -> str:
+        """Equal on two ranks only if all parameters are the same there to the last bit."""
+        values = [
+            p.detach().contiguous().numpy().tobytes() for model in self.models for p in model.parameters()
+        ]
+        return hashlib.sha256(b"".join(values)).hexdigest()
 
 
 def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
@@ -224,6 +229,7 @@ class Case:
     name: str
     script: Callable[[Job], None]
     tolerance: float
+    only_in: tuple[str, ...]
     not_in: tuple[str, ...]
     world_sizes: tuple[int, ...]
 
@@ -234,14 +240,19 @@ FEW_ULPS = 2e-6  # single precision: 16 units in the last place of 1
 
 
 def case(
-    *, name: str = "", tolerance: float = EXACT, not_in: Iterable[str] = (), world_sizes: Iterable[int] = ()
+    *,
+    name: str = "",
+    tolerance: float = EXACT,
+    only_in: Iterable[str] = (DDP, GRADIENTS, PARAMETERS),
+    not_in: Iterable[str] = (),
+    world_sizes: Iterable[int] = (),
 ) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
     """Register a script as a case. ``tolerance`` bounds the absolute and the relative difference."""
 
     def register(script: Callable[[Job], None]) -> Callable[[Job], None]:
         chosen = name or script.__name__
         assert chosen not in CASES, chosen
-        CASES[chosen] = Case(chosen, script, tolerance, tuple(not_in), tuple(world_sizes))
+        CASES[chosen] = Case(chosen, script, tolerance, tuple(only_in), tuple(not_in), tuple(world_sizes))
         return script
 
     return register
