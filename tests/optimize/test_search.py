@@ -7,7 +7,9 @@ from tests.models import layered_model
 from tests.replay.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
+from headway.graph.step_profile import profile_of
 from headway.optimize.bounds import step_bound
+from headway.optimize.planner import plan
 from headway.optimize.search import TIE, candidate_strategies, plan_of, search
 from headway.replay.replayer import Replayer
 from headway.strategies.base import Strategy
@@ -23,9 +25,10 @@ def replayer() -> Replayer:
 
 def test_candidates_decide_on_different_buckets() -> None:
     model = layered_model(8, numel=100_000)
-    decided = [(s.name, s.decide(model).buckets) for s in candidate_strategies(model)]
-    assert len({(name, buckets) for name, buckets in decided}) == len(decided)
-    assert {name for name, _ in decided} == {"ddp", "decoupled"}
+    decided = [(s.name, s.decide(model)) for s in candidate_strategies(model)]
+    assert len(set(decided)) == len(decided)
+    forms = {(name, schedule.gather) for name, schedule in decided}
+    assert forms == {("ddp", "gradients"), ("decoupled", "gradients"), ("decoupled", "parameters")}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,20 @@ def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> N
     assert times[0] >= 0.999 * found.bound_ms
     assert seen[-1][0] == seen[-1][1] == len(found.candidates)
     assert found.best(DistributedDataParallelStrategy).predicted_ms >= min(times)
+
+
+def test_the_planners_schedules_are_replayed_and_none_of_a_fixed_cap_is_better(replayer: Replayer) -> None:
+    model, profile = replayer.trace.model, profile_of(replayer.timelines)
+    planned = plan(model, profile, replayer.cluster).schedules
+    found = search(replayer)
+    times = {c.strategy.decide(model): c.predicted_ms for c in found.candidates if c.strategy.name != "ddp"}
+    assert all(each.schedule in times for each in planned)
+    assert min(times[each.schedule] for each in planned) <= 1.002 * min(times.values())
+    for each in planned:
+        assert times[each.schedule] == pytest.approx(each.step_ns / 1e6, rel=0.02)
+    gathered = [c for c in found.candidates if "parameters are gathered" in c.changes]
+    assert gathered
+    assert gathered[0].name.startswith("decoupled")
 
 
 def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:

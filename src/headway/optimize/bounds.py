@@ -2,7 +2,8 @@
 
 With forward ``f``, backward ``b``, everything else ``r`` and one-way volume time
 ``c = N · (P - 1) / P / goodput`` (Patarasuk and Yuan, 2009), an all-reduce under backward cannot beat
-``r + f + max(b, 2c)``; decoupled halves cannot beat ``r + max(f, c) + max(b, c)``.
+``r + f + max(b, 2c)``; decoupled halves cannot beat ``r + max(f, c) + max(b, c)`` where gathers begin after backward
+and nothing is under way beside the rest of the step. ``dependency_bound`` has the bounds that hold for every schedule.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StepBound:
 
     @property
     def decoupled_ms(self) -> float:
-        """No decoupled schedule can be quicker."""
+        """No decoupled schedule that gathers under forward only can be quicker."""
         return self.rest_ms + max(self.forward_ms, self.one_way_ms) + max(self.backward_ms, self.one_way_ms)
 
 

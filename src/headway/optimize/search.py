@@ -1,22 +1,25 @@
-"""The search over plans: every candidate is replayed, and the quickest wins."""
+"""The search over plans: candidates are proposed by rule and by the planner, each is replayed, the quickest wins."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from headway.graph.step_profile import profile_of
 from headway.model import ModelSpec
 from headway.optimize.bounds import step_bound
+from headway.optimize.planner import FORMS, Planned
+from headway.optimize.planner import plan as plan_schedules
 from headway.plan import Plan, PlannedModel, Prediction
 from headway.replay.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 
 TIE = 0.01
 DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
@@ -49,10 +52,13 @@ class SearchResult:
         return next(c for c in self.candidates if strategy is None or isinstance(c.strategy, strategy))
 
 
-def candidate_strategies(model: ModelSpec, recorded: Strategy | None = None) -> Iterator[Strategy]:
+def candidate_strategies(
+    model: ModelSpec, recorded: Strategy | None = None, planned: Iterable[BucketSchedule] = ()
+) -> Iterator[Strategy]:
     """Strategies worth a replay: each decides otherwise than those before it.
 
-    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
+    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower. ``planned`` are
+    schedules that the planner proposes.
     """
     seen: set[tuple[str, BucketSchedule]] = set()
     if isinstance(recorded, DecoupledStrategy):
@@ -60,7 +66,12 @@ def candidate_strategies(model: ModelSpec, recorded: Strategy | None = None) -> 
     options: list[Strategy] = [] if recorded is None else [recorded]
     options += [DistributedDataParallelStrategy()]
     options += [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in DDP_CAPS_MB]
-    options += [DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(model) for cap in DECOUPLED_CAPS_BYTES]
+    options += [DecoupledStrategy.model_validate(options_of(schedule, model)) for schedule in planned]
+    options += [
+        DecoupledStrategy(bucket_cap_bytes=cap, gather=form).spelled_out(model)
+        for form in FORMS
+        for cap in DECOUPLED_CAPS_BYTES
+    ]
     for strategy in options:
         decided = (strategy.name, strategy.decide(model))
         if decided not in seen:
@@ -69,12 +80,14 @@ def candidate_strategies(model: ModelSpec, recorded: Strategy | None = None) -> 
 
 
 def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
-    """Replay every candidate. ``progress`` is told how many of how many are done."""
+    """Replay every candidate, the planner's best among them. ``progress`` is told how many of how many are done."""
     begun = time.perf_counter()
     baseline = replayer.replay()
     spread_ms = _standard_error_ms(replayer.recorded_step_times_ms)
     error = abs(baseline.step_ms - replayer.recorded_step_ms) / replayer.recorded_step_ms
-    strategies = list(candidate_strategies(replayer.trace.model, replayer.recorded_strategy))
+    planned = plan_schedules(replayer.trace.model, profile_of(replayer.timelines), replayer.cluster)
+    schedules = [each.schedule for each in planned.schedules]
+    strategies = list(candidate_strategies(replayer.trace.model, replayer.recorded_strategy, schedules))
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
         result = replayer.replay(strategy)
@@ -83,14 +96,19 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
         candidates.append(Candidate(strategy.describe(), strategy, result.step_ms, uncertainty_ms, changes))
         if progress:
             progress(number, len(strategies))
-    bound = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
     return SearchResult(
         baseline_ms=baseline.step_ms,
         recorded_ms=replayer.recorded_step_ms,
         candidates=_best_first(candidates, replayer.trace.model, baseline.step_ms),
-        bound_ms=bound.decoupled_ms,
+        bound_ms=_bound_ms(planned, replayer),
         elapsed_s=time.perf_counter() - begun,
     )
+
+
+def _bound_ms(planned: Planned, replayer: Replayer) -> float:
+    """What no candidate can beat, whether its halves are apart or not."""
+    together = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
+    return min(together.all_reduce_ms, *(planned.bounds.of(form) / 1e6 for form in FORMS))
 
 
 def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: float) -> tuple[Candidate, ...]:
@@ -132,4 +150,8 @@ def _changes(before: Strategy, after: Strategy, model: ModelSpec) -> tuple[str, 
     had, has = (len(strategy.decide(model).buckets) for strategy in (before, after))
     if had != has:
         changes.append(f"{has} buckets instead of {had}")
+    if isinstance(after, DecoupledStrategy):
+        had_form = before.gather if isinstance(before, DecoupledStrategy) else ""
+        if after.gather != had_form:
+            changes.append(f"{after.gather} are gathered")
     return tuple(changes) or ("none",)

@@ -69,13 +69,17 @@ class BucketSchedule:
 
     def gathers_behind(self, index: int) -> tuple[int, ...]:
         """The buckets whose gathers are queued right behind reduce-scatter ``index``; none with parameters."""
-        if self.gather == "parameters":
-            return ()
-        if not self.gathers_after:
-            return self.gather_order if index == len(self.buckets) - 1 else ()
-        return tuple(
-            g for g, after in zip(self.gather_order, self.gathers_after, strict=True) if after == index
-        )
+        return tuple(self.gathers_behind_each()[index])
+
+    def gathers_behind_each(self) -> list[list[int]]:
+        """``gathers_behind`` of every bucket."""
+        behind: list[list[int]] = [[] for _ in self.buckets]
+        if self.gather == "gradients" and self.buckets:
+            last = len(self.buckets) - 1
+            after = self.gathers_after or (last,) * len(self.gather_order)
+            for gathered, index in zip(self.gather_order, after, strict=True):
+                behind[index].append(gathered)
+        return behind
 
 
 def whole(parameter: ParameterSpec) -> Part:

@@ -103,8 +103,12 @@ class DecoupledStrategy(Strategy):
 
     def describe(self) -> str:
         """Say the strategy in a few words."""
-        count = f"{len(self.buckets)} buckets" if self.buckets else "buckets"
-        return f"decoupled, {count} of {self.bucket_cap_bytes / 2**20:g} MiB, gathering {self.gather}"
+        cap = f"buckets of {self.bucket_cap_bytes / 2**20:g} MiB"
+        said = ["decoupled", f"{len(self.buckets)} buckets" if self.buckets else cap]
+        said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")
+        if self.channels > 1:
+            said.append(f"{self.channels} channels")
+        return ", ".join(said)
 
 
 def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:

@@ -1,0 +1,90 @@
+"""What a collective costs on a cluster, alone and beside others: measured once on its replay, then looked up."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.cluster import Cluster
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, cost_name, program_of
+from headway.collectives.dataflow import Links, expand
+from headway.graph.dataflow import Dataflow, DataflowBuilder
+from headway.replay.engine import play
+
+_SIZES_BYTES = tuple(2**exponent for exponent in range(10, 32, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """The cost of one collective over all ranks of a cluster, as replay has it.
+
+    Alone, a collective of ``sizes_bytes[i]`` takes ``alone_ns[i]``: ``overhead_ns``, then ``messages`` rounds that
+    each use the slowest link for a while and then wait for the message to arrive. ``ns_per_byte`` is how long that link
+    is busy for a byte of the tensor.
+    """
+
+    overhead_ns: float
+    ns_per_byte: float
+    messages: int
+    sizes_bytes: tuple[int, ...]
+    alone_ns: tuple[float, ...]
+
+    def time_ns(self, size_bytes: float) -> float:
+        """How long a collective of ``size_bytes`` takes alone, interpolated between the measured sizes."""
+        index = min(max(1, bisect_right(self.sizes_bytes, size_bytes)), len(self.sizes_bytes) - 1)
+        x0, x1 = self.sizes_bytes[index - 1 : index + 1]
+        y0, y1 = self.alone_ns[index - 1 : index + 1]
+        return y0 + (y1 - y0) * (size_bytes - x0) / (x1 - x0)
+
+    @property
+    def alpha_ns(self) -> float:
+        """What a collective costs beside its bytes."""
+        return max(0.0, self.alone_ns[-1] - self.ns_per_byte * self.sizes_bytes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """What the two halves of an all-reduce cost on a cluster of ``world_size`` ranks."""
+
+    world_size: int
+    reduce_scatter: CollectiveCost
+    all_gather: CollectiveCost
+
+    @classmethod
+    def of(cls, cluster: Cluster, algorithm: str = RING, pieces: int = 1) -> LinkCost:
+        """Measure both halves of ``algorithm`` on the links of ``cluster``."""
+        return cls(
+            cluster.world_size,
+            _measure(cluster, algorithm, REDUCE_SCATTER, pieces),
+            _measure(cluster, algorithm, ALL_GATHER, pieces),
+        )
+
+
+def _measure(cluster: Cluster, algorithm: str, kind: str, pieces: int) -> CollectiveCost:
+    cost = cluster.cost_of(cost_name(algorithm, kind, pieces))
+    programs = program_of(algorithm, kind, pieces)
+    alone_ns = []
+    ns_per_byte = 0.0
+    for size_bytes in _SIZES_BYTES:
+        builder = DataflowBuilder(Links(cluster).resources)
+        begins = [builder.operation() for _ in range(cluster.world_size)]
+        ends = [builder.operation() for _ in range(cluster.world_size)]
+        expand(builder, Links(cluster), programs, size_bytes, begins, ends, cost)
+        graph = builder.close()
+        alone_ns.append(float(play(graph).end_ns[ends].max()))
+        ns_per_byte = _busiest_ns(graph) / size_bytes
+    messages = len(programs(0, cluster.world_size).steps)
+    return CollectiveCost(cost.overhead_us * 1e3, ns_per_byte, messages, _SIZES_BYTES, tuple(alone_ns))
+
+
+def _busiest_ns(graph: Dataflow) -> float:
+    """For how long the link that is used the most is used."""
+    busiest = 0.0
+    for side in (graph.sender, graph.receiver):
+        used = side >= 0
+        if used.any():
+            busy_ns = np.bincount(side[used], weights=graph.duration_ns[used])
+            busiest = max(busiest, float(busy_ns.max()))
+    return busiest
