@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from headway.models.catalogue import MODELS
 from headway.models.roofline import step_s
@@ -120,11 +120,16 @@ class Effort:
     trial_steps: int
     bayesian_trials: int
     caps: tuple[float, ...]  # bucket sizes tried, in MiB of the unscaled model
-    real_factor: int = 4  # real steps are short: so many times more of them
+    real_caps: tuple[float, ...]  # the same for the small models of the real cases
+    real_factor: int  # real steps are short: so many times more of them
+
+    def for_real(self) -> Effort:
+        """The same effort for a real case."""
+        return replace(self, steps=self.steps * self.real_factor, caps=self.real_caps)
 
 
-FULL = Effort(5, 1, 2, 2, 2, 10, (2.5, 5, 10, 25, 50, 100))
-QUICK = Effort(2, 1, 2, 1, 1, 3, (5, 25, 100))
+FULL = Effort(5, 1, 2, 2, 2, 10, (2.5, 5, 10, 25, 50, 100), (0.25, 0.5, 1, 2, 4, 25), 5)
+QUICK = Effort(2, 1, 2, 1, 1, 3, (5, 25, 100), (0.5, 2, 25), 2)
 _PACED = [PacedCase(model, network, p) for model in MODELS for network in ("10gbe", "100gib") for p in (4, 8)]
 _BALANCED = [PacedCase(model, "balanced", p) for model in ("resnet50", "bert-base") for p in (4, 8)]
 _REAL = [RealCase("gpt", 400.0), RealCase("gpt", 2000.0), RealCase("digits", 400.0)]

@@ -31,12 +31,12 @@ def work(case_name: str, quick: bool, out: Path) -> None:
     dist.init_process_group("gloo")
     case, effort = cases.ALL[case_name], cases.QUICK if quick else cases.FULL
     if isinstance(case, PacedCase):
-        job, factor = paced_job(case.plan(quick=quick), dist.get_rank()), 1
+        job = paced_job(case.plan(quick=quick), dist.get_rank())
     else:
-        job, factor = real_job(case.model, dist.get_rank()), effort.real_factor
+        job, effort = real_job(case.model, dist.get_rank()), effort.for_real()
     started = time.perf_counter()
     learned = shared_from_rank_0(learn(job))
-    found = _measured(job, learned, effort, factor)
+    found = _measured(job, learned, effort)
     found["seconds"] = time.perf_counter() - started
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
@@ -44,14 +44,14 @@ def work(case_name: str, quick: bool, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def _measured(job: Job, learned: Learned, effort: Effort, factor: int) -> dict[str, Any]:
+def _measured(job: Job, learned: Learned, effort: Effort) -> dict[str, Any]:
     size_bytes = learned.spec.size_bytes
     one_way_bytes = round(size_bytes * (dist.get_world_size() - 1) / dist.get_world_size())
     goodputs = [goodput_bytes_per_s(one_way_bytes)]
     cost = all_reduce_cost(size_bytes // 4)
     built = build(job, learned, cost, effort)
     trainers = list(built.trainers.values())
-    samples = measure(trainers, rounds=effort.rounds, warm=effort.warm, steps=effort.steps * factor)
+    samples = measure(trainers, rounds=effort.rounds, warm=effort.warm, steps=effort.steps)
     goodputs.append(goodput_bytes_per_s(one_way_bytes))
     methods = _methods(built)
     for method, own in zip(methods, samples, strict=True):
