@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
@@ -71,6 +72,11 @@ def process_group_name(boxed: Any) -> str:
 def when_work_completes(boxed: Any, callback: Callable[[], None]) -> None:
     """Call ``callback`` when a boxed work is done, on whichever thread completes it."""
     dist.Work.unbox(boxed).get_future().then(lambda _: callback())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, as torch takes them apart."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -148,6 +154,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
         return group._get_backend(torch.device("cpu")).options._timeout
     except (RuntimeError, AttributeError):
         return None
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name of ``group``, the same on all of its ranks."""
+    return str(group.group_name)
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from headway import torch_private
+from headway.collectives.program import chunk_bounds
 from headway.scheduling.buckets import Bucket
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.communication import Job
@@ -18,30 +19,44 @@ from headway.strategies.data_parallel.decoupled.communication import Job
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine
 
-# Applies one optimizer's step to the parameters of one bucket; called when their gradients are in place.
-Update = Callable[[], None]
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where elements ``start`` to ``end`` of a parameter lie: at ``offset`` of a bucket's buffer."""
+
+    bucket: LiveBucket
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The flat piece of the buffer."""
+        return self.bucket.buffer[self.offset : self.offset + self.end - self.start]
 
 
 class Slot:
-    """One parameter: its place in a bucket's buffer, and what is under way for it.
+    """One parameter: its places in buckets, and what is under way for it.
 
-    ``pending``         its gradient went into a reduction whose result is not yet in ``.grad``
-    ``stepped``         an optimizer stepped meanwhile, so that its value is one update behind
+    ``pending``         its gradient went into a reduction whose result is not in ``.grad``
+    ``stepped``         an optimizer stepped since, so that its value is one update behind
     ``cleared``         since that step the user replaced ``.grad``, which is therefore no longer ours to write
     """
 
-    def __init__(self, engine: Engine, name: str, parameter: nn.Parameter, view: torch.Tensor) -> None:
+    def __init__(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
         self._engine = weakref.ref(engine)
         self.name = name
         self.parameter = parameter
-        self.view = view
-        self.bucket: LiveBucket
-        self.ready = False
+        self.places: list[Place] = []
+        self.unit: Unit
         self.pending = False
         self.stepped = False
         self.cleared = False
         self.held = False
-        self.local: torch.Tensor | None = None
+        self.local: torch.Tensor | None = None  # the gradient as it was when it was taken
+        self.unreduced: tuple[torch.Tensor | None, int] | None = (
+            None  # what a look at the average replaced in .grad
+        )
 
     @property
     def engine(self) -> Engine:
@@ -63,26 +78,32 @@ class Slot:
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
-        self.ready = False
         self.pending = True
         deferred.defer(self.parameter)
 
+    def step(self) -> None:
+        """An optimizer has stepped; the value is behind from here on."""
+        self.stepped = True
+        deferred.defer(self.parameter)
+        with torch_private.without_subclass_dispatch():
+            torch.autograd.graph.increment_version(self.parameter)
+
     def leave(self) -> None:
         """Nothing is under way any more."""
-        self.ready = self.pending = self.stepped = self.cleared = self.held = False
+        self.pending = self.stepped = self.cleared = self.held = False
         self.local = None
         deferred.undefer(self.parameter)
 
     def before_value(self) -> None:
         """Make the value current: apply the update that is due."""
         if self.stepped:
-            self.engine.settle(self.bucket)
+            self.engine.settle_value(self.unit)
 
     def before_gradient_read(self) -> None:
         """Make ``.grad`` current: complete the reduction, unless the user has replaced the gradient."""
         if self.pending and not self.cleared:
             self.engine.refuse_inside_backward(self, "read")
-            self.engine.settle(self.bucket)
+            self.engine.settle_gradient(self.unit)
 
     def before_gradient_write(self) -> None:
         """Leave ``.grad`` to the user from here on, without waiting for anything."""
@@ -101,21 +122,58 @@ class Slot:
 
 
 class LiveBucket:
-    """A bucket with its buffer, its slots and what is under way for it."""
+    """A bucket with its buffer. ``buffer`` has a multiple of the world size of elements, the last ones unused."""
 
-    def __init__(self, bucket: Bucket, numel: int) -> None:
+    def __init__(self, bucket: Bucket, world_size: int, rank: int) -> None:
         self.index = bucket.index
-        self.buffer = torch.empty(numel, dtype=getattr(torch, bucket.dtype))
+        self.size_bytes = bucket.size_bytes
+        numel = sum(part.numel for part in bucket.parts)
+        self.buffer = torch.zeros(-(-numel // world_size) * world_size, dtype=getattr(torch, bucket.dtype))
+        self.bounds = chunk_bounds(self.buffer.numel(), world_size)
+        self.own = slice(*self.bounds[rank])
         self.slots: list[Slot] = []
-        self.ready = 0
-        self.in_flight = False
+        self.unit: Unit
+        self.reductions = 0  # how many reduce-scatters have been submitted
+        self.reduce: Job | None = None
         self.gather: Job | None = None
-        self.updates: list[Update] = []
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the buffer."""
-        return self.buffer.numel() * self.buffer.element_size()
+
+class Unit:
+    """Buckets that are settled together because they share parameters; most units are one bucket."""
+
+    def __init__(self, buckets: list[LiveBucket]) -> None:
+        self.buckets = buckets
+        self.slots = list(dict.fromkeys(slot for bucket in buckets for slot in bucket.slots))
+        for bucket in buckets:
+            bucket.unit = self
+        for slot in self.slots:
+            slot.unit = self
+        self.in_flight = False
+        self.stepped = False  # with parameters gathered: an update is under way
+
+
+def make_units(buckets: list[LiveBucket]) -> list[Unit]:
+    """Join the buckets that share a slot, in the order of their first bucket."""
+    joined: list[list[LiveBucket]] = []
+    for bucket in buckets:
+        mine = set(bucket.slots)
+        related = [each for each in joined if any(mine & set(other.slots) for other in each)]
+        joined = [each for each in joined if each not in related]
+        joined.append([other for each in related for other in each] + [bucket])
+    return [Unit(sorted(each, key=lambda bucket: bucket.index)) for each in joined]
+
+
+def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
+    """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order."""
+    end = start + source.numel()
+    if end - start == target.numel():
+        target.copy_(source.view(target.shape))
+    elif target.is_contiguous():
+        target.view(-1)[start:end].copy_(source)
+    else:
+        whole = target.reshape(-1)
+        whole[start:end] = source
+        target.copy_(whole.view(target.shape))
 
 
 def gradient_holders(parameter: nn.Parameter) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -9,12 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.bucket import Slot
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def check_module(module: nn.Module) -> None:
-    """Raise UnsupportedError, naming the module or parameter, unless ``module`` can be trained rightly."""
+def check_module(module: nn.Module, mine: Collection[Slot] = ()) -> None:
+    """Raise UnsupportedError, naming the module or parameter, unless ``module`` can be trained rightly.
+
+    Parameters of the slots ``mine`` may be deferred already.
+    """
     for name, child in module.named_modules():
         where = name or type(child).__name__
         if isinstance(child, DistributedDataParallel):
@@ -37,8 +43,15 @@ def check_module(module: nn.Module) -> None:
                 got=f"{name} on {parameter.device}",
                 fix="Use stock DDP.",
             )
+    known = {id(slot.parameter) for slot in mine}
     for name, parameter in trainable:
-        _check_parameter(name, parameter)
+        if id(parameter) not in known:
+            _check_parameter(name, parameter)
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` that require a gradient, by name; shared ones once."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

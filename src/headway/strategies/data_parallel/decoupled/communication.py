@@ -1,11 +1,11 @@
-"""The communication thread: runs one wrapped model's collectives, one after the other, beside training."""
+"""Channels: threads that run one wrapped model's collectives beside training, each on a process group of its own."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -15,49 +15,70 @@ from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled.observer import observer
 
+Work = Callable[[dist.ProcessGroup], None]
+
 
 class Job:
-    """One collective of one bucket, waiting, running or done."""
+    """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``."""
 
-    def __init__(self, name: str, bucket: int, size_bytes: int, run: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, bucket: int, size_bytes: int, work: Work, after: Sequence[Job] = ()
+    ) -> None:
         self.name = name
         self.bucket = bucket
         self.size_bytes = size_bytes
-        self.run = run
+        self.work = work
+        self.after = after
         self.sequence = -1
         self.enqueue_ns = time.monotonic_ns()
         self.done = threading.Event()
         self.error: CommunicationError | None = None
 
+    def __str__(self) -> str:
+        return f"the {self.name} of bucket {self.bucket} ({self.size_bytes} bytes)"
 
-class CommunicationThread:
-    """Runs jobs in the order of their submission, which must be the same on every rank of ``group``.
 
-    After a failed job every later one fails with the same CommunicationError, without touching the network.
+class Channels:
+    """Runs jobs in the order of their submission, job ``n`` on channel ``n`` modulo the number of channels.
+
+    That order must be the same on every rank. After a failed job every later one fails with the same
+    CommunicationError, without touching the network. ``culprit`` is asked, once, who is to blame for a failure.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, groups: Sequence[dist.ProcessGroup], culprit: Callable[[], str]) -> None:
+        self._groups = tuple(groups)
+        self._culprit = culprit
         self._rank = dist.get_rank()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._submitted = 0
+        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups]
+        self.last: Job | None = None
         self._failure: CommunicationError | None = None
+        self._failing = threading.Lock()
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._serve, name="headway-communication", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, name="headway-communication", daemon=True)
+            for pair in zip(self._groups, self._queues, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, job: Job) -> None:
+    @property
+    def submitted(self) -> int:
+        """How many jobs have been submitted."""
+        return 0 if self.last is None else self.last.sequence + 1
+
+    def submit(self, job: Job) -> Job:
         """Queue ``job``; it gets the next sequence number."""
         self._refuse_forked()
-        job.sequence = self._submitted
-        self._submitted += 1
-        self._jobs.put(job)
+        job.sequence = self.submitted
+        self.last = job
+        self._queues[job.sequence % len(self._queues)].put(job)
+        return job
 
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError where it failed."""
         self._refuse_forked()
         if not job.done.is_set():
-            assert threading.current_thread() is not self._thread
+            assert threading.current_thread() not in self._threads
             start_ns = time.monotonic_ns()
             job.done.wait()
             observer().wait(job.name, job.bucket, start_ns, time.monotonic_ns())
@@ -65,18 +86,22 @@ class CommunicationThread:
             raise CommunicationError(str(job.error)) from job.error.__cause__
 
     def stop(self) -> None:
-        """End the thread after what is queued; wait for that unless called on the thread itself."""
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread and self._failure is None:
-            self._thread.join()
+        """End the threads after what is queued; wait for that unless called on one of them."""
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            if threading.current_thread() not in self._threads and self._failure is None:
+                thread.join()
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _serve(self, group: dist.ProcessGroup, queue: SimpleQueue[Job | None]) -> None:
+        while (job := queue.get()) is not None:
+            for earlier in job.after:
+                earlier.done.wait()
             start_ns = time.monotonic_ns()
             if self._failure is None:
                 try:
                     with torch.no_grad():
-                        job.run()
+                        job.work(group)
                 except Exception as error:
                     self._fail(job, error)
             job.error = self._failure
@@ -87,13 +112,18 @@ class CommunicationThread:
             job.done.set()
 
     def _fail(self, job: Job, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:200]
-        self._failure = CommunicationError(
-            f"rank {self._rank}: the {job.name} of bucket {job.bucket} ({job.size_bytes} bytes) failed: {reason}. "
-            "A peer ended or fell silent: its own output says why. Restart the job from its last checkpoint."
-        )
-        self._failure.__cause__ = error
-        torch_private.abort_group(self._group)
+        with self._failing:
+            if self._failure is not None:
+                return
+            reason = " ".join(str(error).split())[:200]
+            failure = CommunicationError(
+                f"rank {self._rank}: {job} failed: {self._culprit()} ({reason}). "
+                "Restart the job from its last checkpoint."
+            )
+            failure.__cause__ = error
+            self._failure = failure
+        for group in self._groups:  # so that peers that wait for this rank fail rather than wait
+            torch_private.abort_group(group)
 
     def _refuse_forked(self) -> None:
         if os.getpid() != self._process:

@@ -1,34 +1,97 @@
-"""The engine of one wrapped model: gradients into buckets, buckets onto the network, updates when due.
+"""The engine of one wrapped model: takes gradients, fills buckets, and queues their collectives.
 
-Every synchronised backward queues, on every rank, the reduce-scatters of all buckets in plan order and then the
-all-gathers of all buckets in gather order, each exactly once, whatever the script does afterwards. A step, a read or a
-further backward only ever waits for what is queued. So a read on one rank alone can neither mix up collectives nor
-wait for something that other ranks have yet to decide.
+Every synchronised backward queues, on every rank, the reduce-scatters of all buckets in plan order, each exactly once,
+whatever the script does afterwards. What is gathered, and when, is the form's to say: see ``gather_gradients`` and
+``gather_parameters``.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.program import ring_all_gather, ring_reduce_scatter
+from headway.collectives.program import ChunkProgram, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.scheduling.filling import Filling
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import UNHELD, LiveBucket, Slot, gradient_holders
-from headway.strategies.data_parallel.decoupled.communication import CommunicationThread, Job
-from headway.strategies.data_parallel.decoupled.observer import ALL_GATHER, REDUCE_SCATTER, observer
+from headway.strategies.data_parallel.decoupled.bucket import (
+    UNHELD,
+    LiveBucket,
+    Place,
+    Slot,
+    Unit,
+    gradient_holders,
+    make_units,
+)
+from headway.strategies.data_parallel.decoupled.communication import Channels, Job
+from headway.strategies.data_parallel.decoupled.kinds import Kind
+from headway.strategies.data_parallel.decoupled.observer import ALL_GATHER, REDUCE_SCATTER
+from headway.strategies.data_parallel.decoupled.usage import Usage
+
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.peers import Peers, Reply
+
+
+class Form(Protocol):
+    """What happens between a reduce-scatter and the next use of a parameter."""
+
+    def before_gradients(self) -> None:
+        """Gradients are about to be computed, and perhaps accumulated."""
+
+    def begin_backward(self) -> None:
+        """Gradients are being accumulated."""
+
+    def reduced(self, index: int) -> None:
+        """The reduce-scatter of bucket ``index`` has been queued."""
+
+    def keep(self, index: int) -> Callable[[], None] | None:
+        """What is done, on the channel's thread, as soon as bucket ``index`` is reduced."""
+
+    def settle_value(self, unit: Unit) -> None:
+        """Make the parameters of ``unit`` current."""
+
+    def settle_gradient(self, unit: Unit) -> None:
+        """Make ``.grad`` of the parameters of ``unit`` current."""
+
+    def takes(self, slot: Slot, kind: Kind, *, scaled_by_amp: bool) -> bool:
+        """Whether the form does the update of ``slot`` that an optimizer of this kind asks for."""
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        hyper_parameters: Sequence[dict[str, Any]],
+        slots: Sequence[Sequence[Slot]],
+    ) -> None:
+        """Defer the update of the slots it takes, one sequence a parameter group."""
+
+    def state_wanted(self, optimizer: Optimizer) -> None:
+        """Put the whole state of every parameter into ``optimizer.state``."""
+
+    def state_replaced(self, optimizer: Optimizer) -> None:
+        """The script has given the optimizer another state: forget what is kept of the old one."""
+
+    def answer(self, request: Mapping[str, Any]) -> Reply:
+        """Answer a peer."""
+
+    def lose_states(self) -> None:
+        """The process group is about to go."""
+
+    def leave(self) -> None:
+        """The buckets are about to go: nothing may be kept in their terms."""
 
 
 class Engine:
@@ -36,119 +99,219 @@ class Engine:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        parameters: Mapping[str, nn.Parameter],
         schedule: BucketSchedule,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
+        peers: Peers,
+        *,
+        find_unused: bool = False,
     ) -> None:
-        self.group = group
+        self.group = groups[0]
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.synchronise = True  # whether the next backward reduces; no_sync() turns it off
+        self.divisor = float(self.world_size)  # what sums of gradients are divided by; join() may change it
+        self.find_unused = find_unused
         self.closed = False
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._gather_order = schedule.gather_order
+        self.peers = peers
+        self.lock = threading.RLock()
         self._failure: HeadwayError | None = None
-        self._lock = threading.RLock()
-        self._buckets = self._make_buckets(dict(parameters), schedule)
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._scratch = {
-            dtype: torch.empty(
-                max(
-                    live.scratch_numel(b.buffer.numel(), self._world_size)
-                    for b in self._buckets
-                    if b.buffer.dtype == dtype
-                ),
-                dtype=dtype,
-            )
-            for dtype in {bucket.buffer.dtype for bucket in self._buckets}
-        }
         self._warned = False
         self._running = False  # a synchronised backward is filling buckets
+        self._change_form = False
+        self._kept = False  # whether a reduced gradient may be under way
+        self._settled = True  # whether nothing has happened since the last backward began
         self._callback_queued = False
-        self._next_bucket = 0
-        self._communication = CommunicationThread(group)
-        self._handles = [handle for slot in self._slots for handle in _hook(self, slot)]
+        self._channels = Channels(groups, peers.culprit)
+        peers.answer_with(self)
+        self.own_handles: list[RemovableHandle] = []
+        self._install(parameters, schedule)
+
+    # The buckets in force --------------------------------------------------------------------------
+
+    def _install(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
+        self.schedule = schedule
+        slots = {name: Slot(self, name, parameters[name]) for name in schedule.buckets_of}
+        self.buckets = [LiveBucket(planned, self.world_size, self.rank) for planned in schedule.buckets]
+        for planned, bucket in zip(schedule.buckets, self.buckets, strict=True):
+            offset = 0
+            for part in planned.parts:
+                slots[part.parameter].places.append(Place(bucket, part.start, part.end, offset))
+                offset += part.numel
+            bucket.slots = [slots[name] for name in planned.parameters]
+        self.slots = list(slots.values())
+        self.units = make_units(self.buckets)
+        self.usage = Usage(self.slots)
+        self._filling = Filling(schedule)
+        self._scratch = [
+            {
+                dtype: torch.empty(
+                    max(
+                        live.scratch_numel(b.buffer.numel(), self.world_size)
+                        for b in self.buckets
+                        if b.buffer.dtype == dtype
+                    ),
+                    dtype=dtype,
+                )
+                for dtype in {bucket.buffer.dtype for bucket in self.buckets}
+            }
+            for _ in range(schedule.channels)
+        ]
+        self.form: Form = _make_form(self, schedule.gather)
+        for slot in self.slots:
+            deferred.register(slot.parameter, slot)
+        self._hooks = [handle for slot in self.slots for handle in _hook(self, slot)]
+
+    def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
+        """Put another schedule in force, on every rank at the same point of the script, with nothing under way."""
+        self.check_usable()
+        self.settle_all()
+        self.form.leave()
+        self._meet()  # ranks that are slower may still have questions in terms of the old buckets
+        self._uninstall()
+        self._install(parameters, schedule)
+
+    def _uninstall(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        for slot in self.slots:
+            slot.leave()
+            deferred.unregister(slot.parameter)
 
     # What happens to a gradient -------------------------------------------------------------------
 
     def before_accumulation(self) -> None:
-        """Called with every gradient before it is added to ``.grad``: the first of a backward settles all.
-
-        So a gradient is accumulated onto the average of the earlier ones, as under DDP.
-        """
+        """Called with every gradient before it is added to ``.grad``: the first of a backward settles values."""
         if not self._running:
-            self.settle_all()
+            self._settle_before_backward()
+
+    def _settle_before_backward(self) -> None:
+        if not self._settled:
+            self.form.before_gradients()
+            self._settled = True
+
+    def _let_go(self) -> None:
+        """Gradients are being accumulated: whatever was under way for the earlier ones ends here."""
+        self._settle_before_backward()
+        if self._kept:
+            self._kept = False
+            self.form.begin_backward()
+            if self._change_form:
+                self._change_form = False
+                self.form.leave()
+                self._meet()
+                self.schedule = replace(self.schedule, gather="gradients")
+                self.form = _make_form(self, "gradients")
+
+    def gather_gradients_from_now_on(self) -> None:
+        """Have the next backward gather gradients; every rank says so at the same point of the script."""
+        if self.schedule.gather == "parameters":
+            self._change_form = True
+
+    def backward_begins(self) -> None:
+        """A backward that may leave parameters without a gradient begins: be told of its end in any case."""
+        if self.synchronise and self.find_unused:
+            self._begin()
+
+    def _begin(self) -> None:
+        self.check_usable(inside_backward=True)
+        if not self._running:
+            self._let_go()
+            self._running, self._settled, self._kept = True, False, True
+            self._filling.restart()
+            self.usage.restart()
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch_private.queue_backward_callback(self._backward_ended)
 
     def take_gradient(self, slot: Slot) -> None:
         """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
         if not self.synchronise:
+            self._let_go()
             return
-        self.check_usable(inside_backward=True)
-        if not self._running:
-            self._running, self._next_bucket = True, 0
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch_private.queue_backward_callback(self._backward_ended)
+        self._begin()
         if slot.pending:
-            raise self._fail(
+            raise self.fail(
                 "a parameter received a gradient again after it had been reduced in the same backward",
                 slot.name, "Use checkpoint(..., use_reentrant=False) for shared parameters.",
             )  # fmt: skip
         self._check_gradient(slot, slot.parameter.grad)
-        slot.held = gradient_holders(slot.parameter) != UNHELD
+        slot.held = gradient_holders(slot.parameter) != UNHELD  # before this function holds it too
         gradient = slot.parameter.grad
         assert gradient is not None
-        with torch.no_grad():
-            torch.mul(gradient, 1.0 / self._world_size, out=slot.view)
+        self._fill(slot, gradient)
+        if self.usage.used(slot):
+            self._launch(self._filling.ready(slot.name))
+
+    def _fill(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.local = gradient
-        if not slot.ready:
-            slot.ready = True
-            slot.bucket.ready += 1
-        self._launch_full_buckets()
+        scale = 1.0 / self.divisor
+        with torch.no_grad():
+            for place in slot.places:
+                view = place.view
+                if view.numel() == gradient.numel():
+                    torch.mul(gradient, scale, out=view.view(gradient.shape))
+                else:
+                    torch.mul(gradient.reshape(-1)[place.start : place.end], scale, out=view)
 
     def _check_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if gradient is None:
-            raise self._fail(
+            raise self.fail(
                 "another hook removed a gradient before it was reduced", slot.name, "Remove that hook."
             )
         if gradient.layout is not torch.strided:
-            raise self._fail(
+            raise self.fail(
                 "sparse gradients are not supported", slot.name, "Make the layer's gradient dense."
             )
         if gradient.requires_grad or torch.is_grad_enabled():
-            raise self._fail(
+            raise self.fail(
                 "gradients of gradients (create_graph) are not supported", slot.name, "Use stock DDP."
             )
-        if gradient.dtype != slot.view.dtype or gradient.device != slot.view.device:
-            raise self._fail("a parameter changed its dtype or device after it was wrapped", slot.name,
-                             "Convert the model before wrapping it.")  # fmt: skip
+        buffer = slot.places[0].bucket.buffer
+        if gradient.dtype != buffer.dtype or gradient.device != buffer.device:
+            raise self.fail("a parameter changed its dtype or device after it was wrapped", slot.name,
+                            "Convert the model before wrapping it.")  # fmt: skip
 
-    def _launch_full_buckets(self) -> None:
-        while self._next_bucket < len(self._buckets):
-            bucket = self._buckets[self._next_bucket]
-            if bucket.ready < len(bucket.slots):
-                return
+    def _launch(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            bucket = self.buckets[index]
             for slot in bucket.slots:
                 if slot.grad is not slot.local:
-                    raise self._fail("a hook replaced a gradient while backward was reducing it", slot.name,
-                                     "Change gradients after backward().")  # fmt: skip
-            for slot in bucket.slots:
-                slot.begin()
-            bucket.ready = 0
-            bucket.in_flight = True
-            self._next_bucket += 1
-            self._submit(REDUCE_SCATTER, bucket)
-        for index in self._gather_order:
-            self._buckets[index].gather = self._submit(ALL_GATHER, self._buckets[index])
+                    raise self.fail("a hook replaced a gradient while backward was reducing it", slot.name,
+                                    "Change gradients after backward().")  # fmt: skip
+                if not slot.pending:
+                    slot.begin()
+            bucket.unit.in_flight = True
+            bucket.reductions += 1
+            bucket.reduce = self.collective(REDUCE_SCATTER, bucket, then=self.form.keep(index))
+            self.form.reduced(index)
+        if indices and self._filling.complete and self.find_unused:
+            self.usage.share(self)
 
     def _backward_ended(self) -> None:
         self._callback_queued = False
-        if self._next_bucket == len(self._buckets):
-            self._running = False
-            # A gradient that somebody holds a reference to can be read without asking: it must be right now.
-            for bucket in self._buckets:
-                if any(slot.held for slot in bucket.slots):
-                    self.settle(bucket)
-        elif not torch_private.inside_backward():
+        if not self._filling.complete and torch_private.inside_backward():
+            return  # nested in another backward, which goes on
+        if not self._filling.complete and self.find_unused:
+            self._fill_up()
+        if not self._filling.complete:
             raise self._fail_unfinished()
+        self._running = False
+        # A gradient that somebody holds a reference to can be read without asking: it must be right now.
+        for unit in self.units:
+            if any(slot.held for slot in unit.slots):
+                self.settle_gradient(unit)
+
+    def _fill_up(self) -> None:
+        """Let parameters that this rank did not use take part with what they hold, or with zeros."""
+        for slot in self.usage.unused():
+            gradient = slot.grad
+            if gradient is None:
+                slot.local = None
+                for place in slot.places:
+                    place.view.zero_()
+            else:
+                self._fill(slot, gradient)
+            self._launch(self._filling.ready(slot.name))
 
     def refuse_inside_backward(self, slot: Slot, what: str) -> None:
         """Raise UnsupportedError where backward is still running: not every bucket is on its way yet."""
@@ -159,71 +322,78 @@ class Engine:
                 fix="Look at gradients after backward() has returned.",
             )
 
-    # What happens to a bucket ----------------------------------------------------------------------
+    def unsettle(self) -> None:
+        """Something was deferred that the next backward must find settled."""
+        self._settled, self._kept = False, True
 
-    def settle(self, bucket: LiveBucket) -> None:
-        """Finish what is under way for ``bucket``: averages into ``.grad``, due updates into parameters."""
-        with self._lock:
-            if not bucket.in_flight:
-                return
+    # Collectives -----------------------------------------------------------------------------------
+
+    def collective(
+        self,
+        name: str,
+        bucket: LiveBucket,
+        before: Callable[[], None] | None = None,
+        after: Sequence[Job] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Job:
+        """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread."""
+        ring = ring_reduce_scatter if name == REDUCE_SCATTER else ring_all_gather
+        scratch = self._scratch[self._channels.submitted % len(self._scratch)][bucket.buffer.dtype]
+        work = partial(_collective, ring(self.rank, self.world_size), bucket.buffer, scratch, before, then)
+        return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after))
+
+    def submit(self, job: Job) -> Job:
+        """Queue ``job`` behind what is queued; every rank must do so at the same point."""
+        return self._channels.submit(job)
+
+    def wait(self, job: Job) -> None:
+        """Return when ``job`` is done. Raises CommunicationError where it failed, and ever after."""
+        try:
+            self._channels.wait(job)
+        except HeadwayError as error:
+            self._failure = error
+            raise
+
+    def answer(self, request: Mapping[str, Any]) -> Reply:
+        """What a peer asks for; runs on a thread of its own."""
+        return self.form.answer(request)
+
+    @property
+    def progress(self) -> tuple[int, str]:
+        """How many collectives this rank has asked for, and the last of them."""
+        last = self._channels.last
+        return self._channels.submitted, "" if last is None else str(last)
+
+    # Settling ----------------------------------------------------------------------------------------
+
+    def settle_value(self, unit: Unit) -> None:
+        """Finish the update that is due for ``unit``."""
+        with self.lock:
+            if unit.in_flight:
+                self.check_usable()
+                self.form.settle_value(unit)
+
+    def settle_gradient(self, unit: Unit) -> None:
+        """Bring averages into ``.grad``."""
+        with self.lock:
             self.check_usable()
-            assert bucket.gather is not None
-            try:
-                self._communication.wait(bucket.gather)
-            except HeadwayError as error:
-                self._failure = error
-                raise
-            self._finish(bucket)
+            self.form.settle_gradient(unit)
+
+    def settle_values(self) -> None:
+        """Finish every update that is due, in gather order."""
+        for index in self.schedule.gather_order:
+            unit = self.buckets[index].unit
+            if any(slot.stepped for slot in unit.slots):
+                self.settle_value(unit)
 
     def settle_all(self) -> None:
-        """Finish everything under way, in gather order."""
-        for index in self._gather_order:
-            self.settle(self._buckets[index])
-
-    def settle_stepped(self) -> None:
-        """Apply every due update, in gather order, and leave mere gradients under way."""
-        for index in self._gather_order:
-            if any(slot.stepped for slot in self._buckets[index].slots):
-                self.settle(self._buckets[index])
-
-    def _finish(self, bucket: LiveBucket) -> None:
-        start_ns = time.monotonic_ns()
-        updates, bucket.updates = bucket.updates, []
-        bucket.in_flight, bucket.gather = False, None
-        replaced: list[tuple[Slot, torch.Tensor | None]] = []
-        with torch_private.without_user_modes():
-            for slot in bucket.slots:
-                gradient = slot.grad
-                if slot.cleared:
-                    replaced.append((slot, gradient))
-                    slot.grad = slot.view
-                elif slot.pending:
-                    assert gradient is not None
-                    gradient.copy_(slot.view)
-                slot.leave()
-            try:
-                for update in updates:
-                    update()
-            except BaseException as error:  # an interrupted update cannot be told from a finished one
-                self._failure = UnsupportedError(
-                    f"the update of bucket {bucket.index} did not finish", got=type(error).__name__,
-                    fix="Restart the job from its last checkpoint.",
-                )  # fmt: skip
-                raise
-            for slot, gradient in replaced:
-                slot.parameter.grad = gradient
-        if updates:
-            observer().update(bucket.index, start_ns, time.monotonic_ns())
-
-    def _submit(self, name: str, bucket: LiveBucket) -> Job:
-        ring = ring_reduce_scatter if name == REDUCE_SCATTER else ring_all_gather
-        buffer = bucket.buffer
-        work = partial(
-            live.run, ring(self._rank, self._world_size), buffer, self.group, self._scratch[buffer.dtype]
-        )
-        job = Job(name, bucket.index, bucket.size_bytes, work)
-        self._communication.submit(job)
-        return job
+        """Finish everything: due updates into parameters, averages into ``.grad``."""
+        self.settle_values()
+        for index in self.schedule.gather_order:
+            unit = self.buckets[index].unit
+            if any(slot.pending and not slot.cleared for slot in unit.slots):
+                self.settle_gradient(unit)
+            self.settle_value(unit)
 
     # What happens to the whole ---------------------------------------------------------------------
 
@@ -250,26 +420,40 @@ class Engine:
                 stacklevel=2,
             )
 
-    def close(self) -> None:
-        """Finish what is under way, stop the thread and leave ordinary parameters behind."""
+    def close(self, *, together: bool) -> None:
+        """Finish what is under way, stop the threads and leave ordinary parameters behind.
+
+        ``together`` says that every rank does so now: then a rank stays until no other has a question left.
+        """
         if self.closed:
             return
         try:
             if self._failure is None and not self._running:
                 self.settle_all()
+                self.form.lose_states()
+                if together:
+                    self._meet()
         finally:
             self.closed = True
-            self._communication.stop()
-            for handle in self._handles:
+            if together or self._failure is not None:
+                self.peers.close()
+            self._channels.stop()
+            for handle in [*self._hooks, *self.own_handles]:
                 handle.remove()
             if self._failure is None:
-                for slot in self._slots:
+                for slot in self.slots:
                     slot.leave()
                     deferred.unregister(slot.parameter)
 
-    def own_handle(self, handle: RemovableHandle) -> None:
-        """Remove ``handle``'s hook when the engine closes."""
-        self._handles.append(handle)
+    def _meet(self) -> None:
+        """Wait for every rank to come to this point."""
+        token = torch.zeros(self.world_size, dtype=torch.int32)
+        program = ring_all_reduce(self.rank, self.world_size)
+
+        def work(group: dist.ProcessGroup) -> None:
+            live.run(program, token, group, torch.empty(2 * self.world_size, dtype=torch.int32))
+
+        self.wait(self.submit(Job("all_reduce", -1, 4 * self.world_size, work)))
 
     @property
     def failed(self) -> bool:
@@ -279,44 +463,49 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._running and not any(bucket.in_flight for bucket in self._buckets)
+        return not self._running and not any(unit.in_flight for unit in self.units)
 
     @property
     def running(self) -> bool:
         """Whether a backward is filling buckets, or was interrupted while it did."""
         return self._running
 
-    def _make_buckets(
-        self, parameters: dict[str, nn.Parameter], schedule: BucketSchedule
-    ) -> list[LiveBucket]:
-        buckets = []
-        for planned in schedule.buckets:
-            bucket = LiveBucket(planned, sum(part.numel for part in planned.parts))
-            start = 0
-            for name in planned.parameters:
-                parameter = parameters[name]
-                view = bucket.buffer[start : start + parameter.numel()].view(parameter.shape)
-                start += parameter.numel()
-                slot = Slot(self, name, parameter, view)
-                slot.bucket = bucket
-                deferred.register(parameter, slot)
-                bucket.slots.append(slot)
-            buckets.append(bucket)
-        return buckets
-
-    def _fail(self, what: str, parameter: str, fix: str) -> UnsupportedError:
-        error = UnsupportedError(what, got=parameter, fix=fix)
+    def fail(self, what: str, got: str, fix: str) -> UnsupportedError:
+        """Note for good that training cannot go on; returns the error to raise."""
+        error = UnsupportedError(what, got=got, fix=fix)
         self._failure = error
         return error
 
     def _fail_unfinished(self) -> UnsupportedError:
-        missing = [s.name for b in self._buckets[self._next_bucket :] for s in b.slots if not s.ready]
-        return self._fail(
+        missing = [slot.name for slot in self.usage.unused()]
+        return self.fail(
             "backward ended without a gradient for some parameters, or was interrupted",
             f"{len(missing)} without: {', '.join(missing[:3])}",
-            "Use every trainable parameter in every backward, freeze the others before wrapping, or use stock DDP "
-            "with find_unused_parameters=True.",
+            "Use every trainable parameter in every backward, freeze the others, or pass "
+            "find_unused_parameters=True.",
         )
+
+
+def _collective(
+    program: ChunkProgram,
+    buffer: torch.Tensor,
+    scratch: torch.Tensor,
+    before: Callable[[], None] | None,
+    then: Callable[[], None] | None,
+    group: dist.ProcessGroup,
+) -> None:
+    if before is not None:
+        before()
+    live.run(program, buffer, group, scratch)
+    if then is not None:
+        then()
+
+
+def _make_form(engine: Engine, gather: Gather) -> Form:
+    from headway.strategies.data_parallel.decoupled.gather_gradients import GatherGradients
+    from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
+
+    return GatherGradients(engine) if gather == "gradients" else GatherParameters(engine)
 
 
 def _hook(engine: Engine, slot: Slot) -> Sequence[RemovableHandle]:
@@ -331,3 +520,6 @@ def _hook(engine: Engine, slot: Slot) -> Sequence[RemovableHandle]:
             alive.take_gradient(slot)
 
     return slot.parameter.register_hook(before), slot.parameter.register_post_accumulate_grad_hook(after)
+
+
+__all__ = ["ALL_GATHER", "REDUCE_SCATTER", "Engine", "Form"]

@@ -44,13 +44,16 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
     _engines[engine] = users_group
 
 
-def release(engine: Engine) -> None:
-    """Finish the work of ``engine`` and let go of it. Raises CommunicationError where that failed."""
+def release(engine: Engine, *, together: bool = True) -> None:
+    """Finish the work of ``engine`` and let go of it. Raises CommunicationError where that failed.
+
+    ``together`` says that all ranks do so at this point of their scripts.
+    """
     global _usual_interval_s  # noqa: PLW0603 - as above
     if engine not in _engines:
         return
     try:
-        engine.close()
+        engine.close(together=together)
     finally:
         if engine.failed:
             _failed.append(engine)  # its parameters stay deferred and must go on saying why
@@ -68,10 +71,7 @@ def abandon(engine: Engine) -> None:
     on_main_thread = threading.current_thread() is threading.main_thread()
     if engine in _engines and _here() and on_main_thread and not engine.running and not sys.is_finalizing():
         with suppress(CommunicationError):
-            group = engine.group
-            release(engine)
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            release(engine, together=False)
 
 
 def _before_shutdown(group: dist.ProcessGroup) -> None:

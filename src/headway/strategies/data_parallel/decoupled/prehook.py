@@ -30,7 +30,7 @@ class MaterialiseHook:
         if engine is None or self._module is None or self._module() is not module or engine.idle:
             return
         if not torch.is_grad_enabled():
-            engine.settle_stepped()
+            engine.settle_values()
             return
         for parameter in module._parameters.values():
             if (

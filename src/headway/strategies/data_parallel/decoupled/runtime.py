@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.stepping import bind
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
 
-__all__ = ["DecoupledDataParallel", "prepare_optimizer", "wrap"]
+__all__ = ["DecoupledDataParallel", "wrap"]
 
 
 def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
@@ -22,8 +20,3 @@ def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> 
     ``DecoupledDataParallel`` does.
     """
     return DecoupledDataParallel(module, schedule=strategy.decide(model_spec(module)), **ddp_options)
-
-
-def prepare_optimizer(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError now rather than at the first step where ``optimizer`` cannot step a decoupled model."""
-    bind(optimizer)

@@ -12,13 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError, UserError
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
-from headway.strategies.data_parallel.decoupled.checks import check_module, trainable_now
+from headway.strategies.data_parallel.decoupled.checks import (
+    check_module,
+    trainable_now,
+    trainable_parameters,
+)
 from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.peers import Peers
 from headway.strategies.data_parallel.decoupled.policy import DEFAULT_CAP_BYTES, DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
+from headway.strategies.data_parallel.decoupled.usage import watch_backward
 from headway.strategies.data_parallel.module_spec import model_spec
 
 
@@ -62,8 +68,8 @@ class DecoupledDataParallel(DistributedDataParallel):
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
         _refuse_options(
-            device_ids=device_ids, output_device=output_device, find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph, delay_all_reduce_named_params=delay_all_reduce_named_params,
+            device_ids=device_ids, output_device=output_device, static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce, mixed_precision=mixed_precision,
             device_mesh=device_mesh, skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
@@ -82,7 +88,7 @@ class DecoupledDataParallel(DistributedDataParallel):
         self.dim = dim
         self.device_ids = self.output_device = None
         self.device, self.device_type = torch.device("cpu"), "cpu"
-        self.find_unused_parameters = self.static_graph = False
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, False
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.mixed_precision = None
         self.parameters_to_ignore: set[str] = set()
@@ -100,12 +106,16 @@ class DecoupledDataParallel(DistributedDataParallel):
         self._start_engine()
 
     def _start_engine(self) -> None:
-        trainable = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        engine = Engine(trainable, self.schedule, _group_of_our_own(self.process_group))
-        self._trainable = frozenset(id(parameter) for _, parameter in trainable)
+        groups = [_group_of_our_own(self.process_group) for _ in range(self.schedule.channels)]
+        trainable = trainable_parameters(self.module)
+        engine = Engine(
+            trainable, self.schedule, groups, Peers(groups[0]), find_unused=self.find_unused_parameters
+        )
+        self._trainable = frozenset(id(parameter) for parameter in trainable.values())
         lifecycle.adopt(engine, self.process_group)
         for owner in self.module.modules():
-            engine.own_handle(owner.register_forward_pre_hook(MaterialiseHook(engine, owner), prepend=True))
+            handle = owner.register_forward_pre_hook(MaterialiseHook(engine, owner), prepend=True)
+            engine.own_handles.append(handle)
         self.__dict__["_engine"] = engine
         weakref.finalize(self, lifecycle.abandon, engine).atexit = False
 
@@ -139,15 +149,39 @@ class DecoupledDataParallel(DistributedDataParallel):
                 )
             engine.check_usable()
             if trainable_now(self.module) != self._trainable:
-                raise UnsupportedError(
-                    "the set of trainable parameters changed after wrapping",
-                    fix="Freeze, unfreeze and replace parameters before wrapping, then wrap again.",
-                )
+                self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
         self._broadcast_buffers()
         output = self.module(*inputs, **kwargs)
+        if learning and engine is not None and engine.find_unused:
+            watch_backward(output, engine)
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
         return output
+
+    def _follow_trainable(self, engine: Engine) -> None:
+        """Parameters were frozen, unfrozen or replaced, on every rank alike: put buckets of those in force."""
+        check_module(self.module, mine=engine.slots)
+        self.schedule = restricted(self.schedule, model_spec(self.module))
+        trainable = trainable_parameters(self.module)
+        replicas.check_agreement(model_spec(self.module), self.schedule, self.process_group)
+        engine.reschedule(trainable, self.schedule)
+        self._trainable = frozenset(id(parameter) for parameter in trainable.values())
+
+    def reschedule(self, schedule: BucketSchedule) -> None:
+        """Put another schedule in force: on every rank, at the same point of the script, between two steps.
+
+        Raises UserError where ranks do not agree on it, UnsupportedError in the middle of a backward.
+        """
+        if self.engine is None:
+            raise UnsupportedError("a copy of a decoupled model has no schedule")
+        if schedule.channels > self.schedule.channels:
+            raise UnsupportedError(
+                "a schedule asks for more channels than the model was wrapped with", got=schedule.channels,
+                expected=f"at most {self.schedule.channels}",
+            )  # fmt: skip
+        replicas.check_agreement(model_spec(self.module), schedule, self.process_group)
+        self.engine.reschedule(trainable_parameters(self.module), schedule)
+        self.schedule = schedule
 
     def _broadcast_buffers(self) -> None:
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
@@ -238,7 +272,7 @@ def _group_of_our_own(users_group: dist.ProcessGroup) -> dist.ProcessGroup:
     group = dist.new_group(
         ranks, torch_private.group_timeout(users_group), backend="gloo",
         use_local_synchronization=users_group is not dist.group.WORLD,
-        group_desc="headway decoupled all-reduce",
+        group_desc="headway decoupled",
     )  # fmt: skip
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,0 +1,148 @@
+"""A rank's share of a bucket: the pieces of parameters in it, and their part of an optimizer's state."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Slot
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements ``start`` to ``end`` of a slot's parameter, at ``offset`` of the bucket's buffer."""
+
+    slot: Slot
+    start: int
+    end: int
+    offset: int
+
+
+def spans_of(bucket: LiveBucket, rank: int) -> list[Span]:
+    """The pieces of parameters in ``rank``'s chunk of ``bucket``, in order."""
+    low, high = bucket.bounds[rank]
+    spans = []
+    for slot in bucket.slots:
+        for place in slot.places:
+            if place.bucket is bucket:
+                first = max(low, place.offset)
+                last = min(high, place.offset + place.end - place.start)
+                if first < last:
+                    shift = place.start - place.offset
+                    spans.append(Span(slot, first + shift, last + shift, first))
+    return spans
+
+
+class Piece:
+    """A span of this rank: a flat parameter of its own whose value lies in the buffer and whose gradient beside it."""
+
+    def __init__(self, span: Span, value: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.slot, self.start, self.end = span.slot, span.start, span.end
+        self.parameter = nn.Parameter(value, requires_grad=True)
+        self.gradient = gradient
+
+
+class Shard:
+    """This rank's chunk of one bucket. ``gradient`` keeps the reduced gradient until the next reduction is done."""
+
+    def __init__(self, bucket: LiveBucket, rank: int) -> None:
+        self.bucket = bucket
+        self.value = bucket.buffer[bucket.own]
+        self.gradient = torch.zeros_like(self.value)
+        self.reductions = 0  # which reduction ``gradient`` is of
+        start = bucket.bounds[rank][0]
+        self.pieces = []
+        for span in spans_of(bucket, rank):
+            where = slice(span.offset - start, span.offset - start + span.end - span.start)
+            self.pieces.append(Piece(span, self.value[where], self.gradient[where]))
+
+    def keep_gradient(self, reduction: int) -> None:
+        """Take the reduced gradient out of the buffer, which parameters will need."""
+        self.gradient.copy_(self.value)
+        self.reductions = reduction
+
+
+class ShardedState:
+    """One optimizer's state over this rank's pieces."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[Any, State] = defaultdict(dict)
+        self.asked: Counter[int] = Counter()  # bucket: how many updates the script has asked for
+        self.looked_at: set[Slot] = (
+            set()
+        )  # whose state the optimizer holds whole, so that it may be changed there
+        self.applied: Counter[int] = Counter()  # bucket: how many of them are done
+
+    def absorb(self, slot: Slot, pieces: Sequence[Piece], whole: State) -> None:
+        """Take this rank's pieces out of the state of a whole parameter."""
+        self.looked_at.discard(slot)
+        shape = slot.parameter.shape
+        for piece in pieces:
+            self.of[piece.parameter] = {
+                key: _cut(value, shape, piece.start, piece.end) for key, value in whole.items()
+            }
+
+
+def _cut(value: Any, shape: torch.Size, start: int, end: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(-1)[start:end].clone() if value.shape == shape else value.clone()
+    return value
+
+
+# On the way between ranks -----------------------------------------------------------------------------
+
+
+def pack(states: Sequence[Mapping[str, Any] | None]) -> tuple[list[Any], list[torch.Tensor]]:
+    """A description that JSON can hold, and the tensors, of the states of pieces in order."""
+    described: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for state in states:
+        entry = {}
+        for key, value in (state or {}).items():
+            if isinstance(value, torch.Tensor):
+                entry[key] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+                tensors.append(value.detach())
+            else:
+                entry[key] = {"value": value}
+        described.append(entry)
+    return described, tensors
+
+
+def unpack(described: Sequence[Mapping[str, Any]], payload: memoryview) -> list[State]:
+    """The states that ``pack`` described."""
+    states = []
+    take = reader(payload)
+    for entry in described:
+        state: State = {}
+        for key, what in entry.items():
+            if "value" in what:
+                state[key] = what["value"]
+            else:
+                shape = torch.Size(what["shape"])
+                state[key] = take(shape.numel(), getattr(torch, what["dtype"])).view(shape)
+        states.append(state)
+    return states
+
+
+def reader(payload: memoryview) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """A function that takes the next so many elements of a dtype out of ``payload``."""
+    place = 0
+
+    def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal place
+        size_bytes = numel * dtype.itemsize
+        piece = payload[place : place + size_bytes]
+        place += size_bytes
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        # Copied, so that the tensor begins at a multiple of its size.
+        return torch.frombuffer(bytearray(piece), dtype=dtype)
+
+    return take

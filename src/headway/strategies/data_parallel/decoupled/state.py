@@ -1,0 +1,68 @@
+"""WatchedState: ``optimizer.state`` that is up to date, and whole, whenever somebody looks into it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from headway.errors import UnsupportedError
+
+
+class WatchedState(defaultdict[Any, Any]):
+    """The state of one optimizer. ``bring_up_to_date`` is called before a look, where a step was deferred since."""
+
+    def __init__(self, optimizer: Optimizer, bring_up_to_date: Callable[[Optimizer], None]) -> None:
+        super().__init__(dict, optimizer.state)
+        self._optimizer = weakref.ref(optimizer)
+        self._bring_up_to_date = bring_up_to_date
+        self.behind = False
+        self.lost = False  # the other ranks' shares cannot be had any more
+
+    def raw(self, key: Any) -> Any:
+        """The state of one parameter as it is now, for the update itself."""
+        if not dict.__contains__(self, key):
+            dict.__setitem__(self, key, {})
+        return dict.__getitem__(self, key)
+
+    def take(self, key: Any) -> Any:
+        """Remove and return the state of one parameter as it is now; None where there is none."""
+        return dict.pop(self, key, None)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set the state of one parameter."""
+        dict.__setitem__(self, key, value)
+
+    def _settle(self) -> None:
+        if self.lost:
+            raise UnsupportedError(
+                "an optimizer's state is spread over the ranks of a process group that has been destroyed",
+                fix="Call optimizer.state_dict() before destroy_process_group().",
+            )
+        if self.behind and (optimizer := self._optimizer()) is not None:
+            self._bring_up_to_date(optimizer)
+            self.behind = False
+
+    def __reduce__(self) -> Any:
+        self._settle()
+        return defaultdict, (dict,), None, None, iter(dict.items(self))
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    stock = getattr(defaultdict, name)
+
+    def method(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return stock(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__",
+    "__copy__", "get", "items", "keys", "values", "pop", "popitem", "setdefault", "update", "clear", "copy",
+):  # fmt: skip
+    setattr(WatchedState, _name, _watched(_name))

@@ -1,0 +1,84 @@
+"""Usage: which parameters got a gradient in a backward, here and on any rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.collectives import live
+from headway.collectives.program import ring_all_reduce
+from headway.strategies.data_parallel.decoupled.bucket import Slot
+from headway.strategies.data_parallel.decoupled.communication import Job
+
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.engine import Engine
+
+
+class Usage:
+    """One backward's uses. Ranks tell each other only where parameters may go unused."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._index = {slot: index for index, slot in enumerate(slots)}
+        self._used: set[Slot] = set()
+        self._counts: torch.Tensor | None = None
+        self._job: Job | None = None
+
+    def restart(self) -> None:
+        """A new backward begins."""
+        self._used.clear()
+        self._job = None
+
+    def used(self, slot: Slot) -> bool:
+        """Note a gradient; whether it is the slot's first in this backward."""
+        first = slot not in self._used
+        self._used.add(slot)
+        return first
+
+    def unused(self) -> list[Slot]:
+        """The slots without a gradient on this rank."""
+        return [slot for slot in self._index if slot not in self._used]
+
+    def share(self, engine: Engine) -> None:
+        """Queue the exchange of uses, behind the backward's reduce-scatters."""
+        counts = torch.tensor([slot in self._used for slot in self._index], dtype=torch.int32)
+        scratch = torch.empty(live.scratch_numel(counts.numel(), engine.world_size), dtype=torch.int32)
+        program = ring_all_reduce(engine.rank, engine.world_size)
+
+        def work(group: dist.ProcessGroup) -> None:
+            live.run(program, counts, group, scratch)
+
+        self._counts = counts
+        self._job = engine.submit(Job("all_reduce", -1, counts.numel() * 4, work))
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """What has to be done before ``anywhere`` can answer."""
+        return () if self._job is None else (self._job,)
+
+    def anywhere(self, slot: Slot) -> bool:
+        """Whether any rank used ``slot``'s parameter; waits for the exchange where there is one."""
+        if self._job is None:
+            return True
+        self._job.done.wait()
+        if self._job.error is not None:
+            raise self._job.error
+        assert self._counts is not None
+        return bool(self._counts[self._index[slot]])
+
+
+def watch_backward(output: Any, engine: Engine) -> None:
+    """Have ``engine`` notice that a backward from ``output`` begins, even where none of its parameters is used."""
+    engine_of: Callable[[], Engine | None] = weakref.ref(engine)
+
+    def begins(_gradient: torch.Tensor) -> None:
+        if (alive := engine_of()) is not None:
+            alive.backward_begins()
+
+    for tensor in torch_private.tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(begins)
