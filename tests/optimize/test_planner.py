@@ -7,7 +7,8 @@ from headway.optimize.dependency_bound import bounds_of, least_lateness
 from headway.optimize.planner import FORMS, plan
 from headway.optimize.predict import Predictor
 from headway.optimize.search import DECOUPLED_CAPS_BYTES
-from headway.scheduling.buckets import Gather
+from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.scheduling.partition import cut
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 
 MIB = 2**20
@@ -71,6 +72,23 @@ def test_predictions_agree_with_replay_over_channels_and_ranks(
     schedule = fixed(MIB, gather).model_copy(update={"channels": channels}).decide(job.model)
     predicted = Predictor(job.model, job.profile, cluster).predict(schedule)
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.01)
+
+
+@pytest.mark.parametrize("gather", FORMS)
+def test_predictions_agree_with_replay_where_buckets_share_parameters(gather: Gather) -> None:
+    job = layered_job(EMBEDDING, communication=0.9)
+    parts = cut(job.model.ready_parameters(), 300_000)
+    for stride in (
+        1,
+        3,
+        7,
+    ):  # of the last two, buckets hold the end of one parameter and the begin of the next
+        groups = [parts[start : start + stride] for start in range(0, len(parts), stride)]
+        buckets = make_buckets(groups, job.model)
+        schedule = BucketSchedule(buckets, forward_gather_order(job.model, buckets), gather)
+        assert len(schedule.units) < len(buckets)
+        predicted = Predictor(job.model, job.profile, job.cluster).predict(schedule)
+        assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.01)
 
 
 def test_gathering_gradients_early_beats_what_overlap_alone_can() -> None:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models import layered_model
 
@@ -11,7 +12,7 @@ from headway import torch_private
 from headway.errors import PlanError
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling import fusion
-from headway.scheduling.buckets import make_buckets, whole
+from headway.scheduling.buckets import BucketSchedule, joined, make_buckets, whole
 from headway.scheduling.partition import Groups, cut, fill, size_bytes
 
 MIB = 2**20
@@ -49,6 +50,7 @@ POLICIES: dict[str, Callable[[ModelSpec, int], Groups]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@settings(deadline=None)
 @given(model=models(), cap_bytes=st.integers(1, 50_000))
 def test_every_element_is_held_once_and_no_group_mixes_dtypes(
     name: str, model: ModelSpec, cap_bytes: int
@@ -69,12 +71,14 @@ def test_every_element_is_held_once_and_no_group_mixes_dtypes(
 
 
 @pytest.mark.parametrize("name", ["fixed", "ddp_like", "wfbp", "mg_wfbp", "partitioned"])
+@settings(deadline=None)
 @given(model=models(("float32",)), cap_bytes=st.integers(1, 50_000))
 def test_groups_keep_the_order_of_readiness(name: str, model: ModelSpec, cap_bytes: int) -> None:
     order = [part.parameter for group in POLICIES[name](model, cap_bytes) for part in group]
     assert list(dict.fromkeys(order)) == [p.name for p in model.ready_parameters()]
 
 
+@settings(deadline=None)
 @given(model=models(), cap_bytes=st.integers(1, 50_000))
 def test_groups_go_in_the_order_of_their_last_gradient(model: ModelSpec, cap_bytes: int) -> None:
     position = {p.name: index for index, p in enumerate(model.ready_parameters())}
@@ -83,8 +87,11 @@ def test_groups_go_in_the_order_of_their_last_gradient(model: ModelSpec, cap_byt
     assert last == sorted(last)
     for group in groups:
         assert sum(size_bytes(part, model) for part in group) <= max(cap_bytes, 4)
+        neighbours = itertools.pairwise(group)
+        assert all(a.parameter != b.parameter or a.end != b.start for a, b in neighbours)
 
 
+@settings(deadline=None)
 @given(model=models(("float32",)), cap_bytes=st.integers(1, 50_000))
 def test_ddp_like_is_what_ddp_does(model: ModelSpec, cap_bytes: int) -> None:
     parameters = model.ready_parameters()
@@ -113,6 +120,7 @@ def brute_force_mg_wfbp(model: ModelSpec, alpha: float, beta: float) -> Groups:
     return [[whole(p) for p in group] for group in groups]
 
 
+@settings(deadline=None)
 @given(model=models(("float32",)), alpha=st.floats(0, 20_000), beta=st.floats(0, 2))
 def test_gradients_merge_where_waiting_costs_less_than_another_alpha(
     model: ModelSpec, alpha: float, beta: float
@@ -152,6 +160,26 @@ def test_a_cap_may_depend_on_where_a_group_begins() -> None:
     groups = fill(parts, model, lambda begun: 440 + begun)
     sizes = [sum(size_bytes(part, model) for part in group) for group in groups]
     assert sizes == [440, 800, 1600, 1200]
+
+
+@settings(deadline=None)
+@given(model=models(), cap_bytes=st.integers(1, 50_000))
+def test_cut_parameters_draw_no_others_into_their_unit(model: ModelSpec, cap_bytes: int) -> None:
+    groups = fusion.partitioned(model, cap_bytes, max(1, cap_bytes // 2))
+    units = BucketSchedule(make_buckets(groups, model)).units
+    assert sorted(index for unit in units for index in unit) == list(range(len(groups)))
+    for unit in units:
+        cut_names = {
+            part.parameter
+            for index in unit
+            for part in groups[index]
+            if part != whole(model.by_name[part.parameter])
+        }
+        assert len(cut_names) == (len(unit) > 1)
+
+
+def test_buckets_are_joined_through_others() -> None:
+    assert joined([["a", "b"], ["c"], ["d", "e"], ["b", "d"], [], ["c"]]) == ((0, 2, 3), (1, 5), (4,))
 
 
 def test_merged_gradients_become_buckets_of_stock_ddp() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from headway.optimize.early_gathers import gathers_after
 from headway.optimize.predict import BucketFacts, Predictor
 from headway.scheduling.buckets import BucketSchedule, Gather, Part, make_buckets
+from headway.scheduling.partition import coalesced
 
 
 class Group(NamedTuple):
@@ -41,7 +42,7 @@ class Drafter:
 
     def group(self, parts: Iterable[Part]) -> Group:
         """A group of these parts."""
-        own = tuple(parts)
+        own = tuple(coalesced(parts))
         return Group(own, self.predictor.facts(own))
 
     def groups(self, parts: Iterable[Sequence[Part]]) -> Groups:

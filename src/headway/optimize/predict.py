@@ -15,16 +15,17 @@ from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.optimize.link_cost import LinkCost
 from headway.optimize.serving import Job, serve
-from headway.scheduling.buckets import BucketSchedule, Gather, Part
+from headway.scheduling.buckets import BucketSchedule, Gather, Part, joined
 from headway.strategies.data_parallel.decoupled.dataflow import STEP_CALL, UPDATE
 
 
 class BucketFacts(NamedTuple):
-    """What the time of a step depends on: a bucket's size, when it is full, and who needs it first in forward."""
+    """What the time of a step depends on: a bucket's size, when it is full, who needs it first, what it shares."""
 
     size_bytes: int
     ready_ns: float  # after the first gradient of all
     need: int  # the place of its first parameter in the order of forward
+    cut: tuple[str, ...] = ()  # the parameters of which it holds a part only
 
 
 class Predictor:
@@ -40,6 +41,7 @@ class Predictor:
         self.total_bytes = max(1, model.size_bytes)
         first_ns = min(profile.ready_ns.values(), default=0)
         self.first_ns = first_ns
+        self._numel = {p.name: p.numel for p in model.parameters}
         self._bytes = {p.name: DTYPE_BYTES[p.dtype] for p in model.parameters}
         self.ready_ns = {
             p.name: profile.ready_ns.get(p.name, profile.backward_ns) - first_ns for p in model.parameters
@@ -59,11 +61,15 @@ class Predictor:
     def facts(self, parts: Iterable[Part]) -> BucketFacts:
         """The facts of one bucket."""
         size_bytes, ready_ns, need = 0, 0.0, len(self.need)
-        for parameter, start, end in ((part.parameter, part.start, part.end) for part in parts):
-            size_bytes += (end - start) * self._bytes[parameter]
+        cut: list[str] = []
+        for part in parts:
+            parameter, numel = part.parameter, part.end - part.start
+            size_bytes += numel * self._bytes[parameter]
+            if numel < self._numel[parameter]:
+                cut.append(parameter)
             ready_ns = max(ready_ns, self.ready_ns[parameter])
             need = min(need, self.need[parameter])
-        return BucketFacts(size_bytes, ready_ns, need)
+        return BucketFacts(size_bytes, ready_ns, need, tuple(cut))
 
     def predict(self, schedule: BucketSchedule) -> float:
         """The predicted step of ``schedule``, in nanoseconds."""
@@ -120,19 +126,26 @@ class Predictor:
         profile = self.profile
         late_ns = self.step_call_ns if gather == "parameters" else 0.0
         forward_ns = self.step_at_ns + profile.rest_ns
-        in_gradients = gather == "gradients"
-        untouched = []
-        for index in sorted(range(len(facts)), key=lambda i: (facts[i].need, i)):
-            need_ns = self.need_ns[facts[index].need]
+        place = {bucket: index for index, bucket in enumerate(gather_order)}
+        untouched: list[tuple[int, float, float]] = []  # place of its first gather, arrival, update
+        for unit in _by_need(facts):
+            arrived_ns = max(arrival_ns[index] for index in unit)
+            update_ns = 0.0
+            if gather == "gradients":
+                size_bytes = sum(facts[index].size_bytes for index in unit)
+                update_ns = self.update_ns(size_bytes) + self.update_overhead_ns
+            need_ns = self.need_ns[min(facts[index].need for index in unit)]
             if need_ns < 0:
-                untouched.append(index)
-                continue
-            late_ns = max(late_ns, arrival_ns[index] - forward_ns - need_ns)
-            if in_gradients:
-                late_ns += self.update_ns(facts[index].size_bytes) + self.update_overhead_ns
+                untouched.append((min(place[index] for index in unit), arrived_ns, update_ns))
+            else:
+                late_ns = max(late_ns, arrived_ns - forward_ns - need_ns) + update_ns
         end_ns = forward_ns + profile.forward_ns + profile.between_ns + self.first_ns + late_ns
-        for index in sorted(untouched, key={b: i for i, b in enumerate(gather_order)}.__getitem__):
-            end_ns = max(end_ns, arrival_ns[index])
-            if in_gradients:
-                end_ns += self.update_ns(facts[index].size_bytes) + self.update_overhead_ns
+        for _, arrived_ns, update_ns in sorted(untouched):
+            end_ns = max(end_ns, arrived_ns) + update_ns
         return end_ns
+
+
+def _by_need(facts: Sequence[BucketFacts]) -> list[tuple[int, ...]]:
+    """Units of buckets, those that forward needs first before the others."""
+    units = joined([bucket.cut for bucket in facts])
+    return sorted(units, key=lambda unit: min((facts[index].need, index) for index in unit))

@@ -67,6 +67,11 @@ class BucketSchedule:
                 found[name].append(bucket.index)
         return {name: tuple(indices) for name, indices in found.items()}
 
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The buckets that are settled together, because they share a parameter directly or through others."""
+        return joined([bucket.parameters for bucket in self.buckets])
+
     def gathers_behind(self, index: int) -> tuple[int, ...]:
         """The buckets whose gathers are queued right behind reduce-scatter ``index``; none with parameters."""
         return tuple(self.gathers_behind_each()[index])
@@ -80,6 +85,30 @@ class BucketSchedule:
             for gathered, index in zip(self.gather_order, after, strict=True):
                 behind[index].append(gathered)
         return behind
+
+
+def joined(holdings: Sequence[Iterable[str]]) -> tuple[tuple[int, ...], ...]:
+    """The indices of ``holdings``, those together that have a name in common or are joined by others that have.
+
+    In the order of their first.
+    """
+    leader = list(range(len(holdings)))
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = leader[leader[index]]
+            index = leader[index]
+        return index
+
+    holder: dict[str, int] = {}
+    for index, names in enumerate(holdings):
+        for name in names:
+            first, second = find(holder.setdefault(name, index)), find(index)
+            leader[max(first, second)] = min(first, second)
+    units: dict[int, list[int]] = {}
+    for index in range(len(holdings)):
+        units.setdefault(find(index), []).append(index)
+    return tuple(tuple(unit) for unit in units.values())
 
 
 def whole(parameter: ParameterSpec) -> Part:

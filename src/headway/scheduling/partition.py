@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
 from headway.scheduling.buckets import Part
@@ -35,24 +36,52 @@ def size_bytes(part: Part, model: ModelSpec) -> int:
 def fill(parts: Sequence[Part], model: ModelSpec, cap: float | CapAt) -> Groups:
     """Cut ``parts``, in their order, into groups of about ``cap`` bytes, which may depend on where a group begins.
 
-    A group closes before the part that would take it past the cap. Dtypes are grouped apart, and groups come in
-    the order of their last parts.
+    A group closes before the part that would take it past the cap. It holds parts of one cut parameter at most:
+    buckets that share a parameter are settled together, and others must not be drawn in. Dtypes are grouped apart,
+    and groups come in the order of their last parts.
     """
     cap_at: CapAt = cap if callable(cap) else lambda _: cap
-    open_groups: dict[str, tuple[list[Part], int, float]] = {}
+    open_groups: dict[str, _Open] = {}
     groups: Groups = []
     begun = 0
     for part in parts:
-        dtype = model.by_name[part.parameter].dtype
-        size = part.numel * DTYPE_BYTES[dtype]
-        group, filled, limit = open_groups.get(dtype, ([], 0, 0.0))
-        if not group or filled + size > limit:
-            group, filled, limit = [], 0, cap_at(begun)
-            groups.append(group)
-        group.append(part)
+        parameter = model.by_name[part.parameter]
+        size = part.numel * DTYPE_BYTES[parameter.dtype]
+        cut_name = part.parameter if part.numel < parameter.numel else ""
+        current = open_groups.get(parameter.dtype)
+        if current is None or not current.takes(size, cut_name):
+            current = open_groups[parameter.dtype] = _Open(cap_at(begun))
+            groups.append(current.parts)
+        current.parts.append(part)
+        current.filled += size
+        current.cut_name = cut_name or current.cut_name
         begun += size
-        open_groups[dtype] = group, filled + size, limit
-    return by_last_part(groups, parts)
+    return [coalesced(group) for group in by_last_part(groups, parts)]
+
+
+def coalesced(parts: Iterable[Part]) -> list[Part]:
+    """The same elements, with neighbouring parts of one parameter made one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and last.parameter == part.parameter and last.end == part.start:
+            found[-1] = Part(part.parameter, last.start, part.end)
+        else:
+            found.append(part)
+    return found
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group that is being filled."""
+
+    cap: float
+    parts: list[Part] = field(default_factory=list)
+    filled: int = 0
+    cut_name: str = ""  # the parameter of which it holds a part only
+
+    def takes(self, size: int, cut_name: str) -> bool:
+        return self.filled + size <= self.cap and (not cut_name or self.cut_name in ("", cut_name))
 
 
 def by_last_part(groups: Groups, parts: Sequence[Part]) -> Groups:

@@ -17,7 +17,8 @@ STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the upda
 class Dataflow:
     """The runtime's reactions, for gathers of gradients and of parameters.
 
-    Job number ``n`` of a rank is served by its channel ``n % channels``, one at a time and in order.
+    Job number ``n`` of a rank is served by its channel ``n % channels``, one at a time and in order. Buckets that share
+    parameters are settled together, as a unit.
     """
 
     def __init__(self, graph: GraphBuilder) -> None:
@@ -25,41 +26,46 @@ class Dataflow:
         self._schedule = graph.schedule
         self._fillings = [Filling(graph.schedule) for _ in range(graph.world_size)]
         self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))
-        self._buckets_of_module = _buckets_of_modules(graph)
+        self._units = graph.schedule.units
+        self._unit_of = {bucket: unit for unit, buckets in enumerate(self._units) for bucket in buckets}
+        self._units_of_module = self._units_of_modules()
         self._begun: set[int] = set()  # ranks whose backward has begun
         self._passes: dict[int, int] = defaultdict(int)
         self._jobs: dict[int, list[int]] = defaultdict(list)  # rank -> its latest jobs, one a channel at most
         self._reduced: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its reduce-scatter
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its all-gather
-        self._due: dict[int, set[int]] = defaultdict(set)  # rank -> buckets the optimizer has stepped since
+        self._due: dict[int, set[int]] = defaultdict(set)  # rank -> units the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
         self._update_overhead_ns = graph.cluster.cost_of(UPDATE).overhead_us * 1e3
         self._step_call_ns = round(graph.cluster.cost_of(STEP_CALL).overhead_us * 1e3)
 
     def use(self, walk: Walk, module: str) -> None:
-        """Forward needs a module: wait for its buckets' gathers, and bring their parameters up to date.
+        """Forward needs a module: wait for its units' gathers, and bring their parameters up to date.
 
-        Buckets that the optimizer has not stepped hold gradients only, which forward has no need of.
+        Units that the optimizer has not stepped hold gradients only, which forward has no need of.
         """
-        for index in self._buckets_of_module.get(module, ()):
-            if index in self._due[walk.rank]:
-                self._materialise(walk, index)
+        for unit in self._units_of_module.get(module, ()):
+            if unit in self._due[walk.rank]:
+                self._materialise(walk, unit)
 
-    def _materialise(self, walk: Walk, index: int) -> None:
-        gather = self._gathers[walk.rank].pop(index, None)
-        if gather is None:
+    def _materialise(self, walk: Walk, unit: int) -> None:
+        buckets = self._units[unit]
+        under_way = self._gathers[walk.rank]
+        gathers = [under_way.pop(index) for index in buckets if index in under_way]
+        if not gathers:
             return
-        self._graph.wait(walk, "parameters", gather)
+        for gather in gathers:
+            self._graph.wait(walk, "parameters", gather)
         update_ns = 0
-        if index in self._due[walk.rank]:
-            self._due[walk.rank].remove(index)
+        if unit in self._due[walk.rank]:
+            self._due[walk.rank].remove(unit)
             if self._schedule.gather == "gradients":
-                update_ns = self._share_ns(walk.rank, index)
-        self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=index)
+                update_ns = self._share_ns(walk.rank, buckets)
+        self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=buckets[0])
 
-    def _share_ns(self, rank: int, index: int, ranks: int = 1) -> int:
-        """What the update of a bucket takes where ``ranks`` share it."""
-        share = self._schedule.buckets[index].size_bytes / self._total_bytes
+    def _share_ns(self, rank: int, buckets: Sequence[int], ranks: int = 1) -> int:
+        """What one update of these buckets takes where ``ranks`` share it."""
+        share = sum(self._schedule.buckets[index].size_bytes for index in buckets) / self._total_bytes
         return round(self._update_ns[rank] * share / ranks + self._update_overhead_ns)
 
     def ready(self, walk: Walk, parameter: str) -> None:
@@ -79,7 +85,7 @@ class Dataflow:
         Gradients that were reduced and neither gathered nor stepped are waited for too: their buckets fill again.
         """
         for index in self._schedule.gather_order:
-            self._materialise(walk, index)
+            self._materialise(walk, self._unit_of[index])
         if self._schedule.gather == "parameters" and (reduced := self._reduced[walk.rank]):
             for number in reduced.values():
                 self._graph.wait(walk, "gradients", number)
@@ -137,7 +143,7 @@ class Dataflow:
         self._update_ns[walk.rank] = duration_ns
         if self._schedule.gather == "gradients":
             self._graph.compute(walk, Part.OPTIMIZER, 0)
-            self._due[walk.rank] = set(self._gathers[walk.rank])
+            self._due[walk.rank] = {self._unit_of[index] for index in self._gathers[walk.rank]}
             return
         self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns)
         reduced = self._reduced[walk.rank]
@@ -145,19 +151,19 @@ class Dataflow:
             if index in reduced:
                 update = self._graph.work(
                     walk,
-                    self._share_ns(walk.rank, index, self._graph.world_size),
+                    self._share_ns(walk.rank, [index], self._graph.world_size),
                     bucket=index,
                     after=[*self._channel(walk), reduced[index]],
                 )
                 self._gather(walk, index, [update])
-        self._due[walk.rank] |= set(reduced)
+        self._due[walk.rank] |= {self._unit_of[index] for index in reduced}
         reduced.clear()
 
-
-def _buckets_of_modules(graph: GraphBuilder) -> dict[str, list[int]]:
-    buckets_of = graph.schedule.buckets_of
-    found: dict[str, list[int]] = defaultdict(list)
-    for parameter in graph.model.parameters:
-        known = found[parameter.module]
-        known += [index for index in buckets_of.get(parameter.name, ()) if index not in known]
-    return found
+    def _units_of_modules(self) -> dict[str, list[int]]:
+        buckets_of = self._schedule.buckets_of
+        found: dict[str, list[int]] = defaultdict(list)
+        for parameter in self._graph.model.parameters:
+            known = found[parameter.module]
+            units = dict.fromkeys(self._unit_of[index] for index in buckets_of.get(parameter.name, ()))
+            known += [unit for unit in units if unit not in known]
+        return found
