@@ -48,8 +48,14 @@ class Training:
 
     def __init__(self, job: Job, wrapped: nn.Module, inner: nn.Module) -> None:
         self._job, self._wrapped = job, wrapped
-        self._mark = inner.clock.mark if isinstance(inner, PacedModel) else _nothing
+        self._mark, self._restart = _nothing, _nothing
+        if isinstance(inner, PacedModel):
+            self._mark, self._restart = inner.clock.mark, inner.clock.restart
         self.steps = 0
+
+    def restart(self) -> None:
+        """Call before steps that follow upon something else: it must not count as this model's host at work."""
+        self._restart()
 
     def step(self, zero_grad: Callable[[], None], update: Callable[[], None]) -> StepTime:
         """Forward, backward, update."""

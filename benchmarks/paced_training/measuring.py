@@ -39,6 +39,7 @@ def measure(trainers: Sequence[Trainer], *, rounds: int, warm: int, steps: int) 
 
 def _sample(trainer: Trainer, warm: int, steps: int, into: Samples) -> None:
     dist.barrier()
+    trainer.training.restart()
     for _ in range(warm):
         trainer.step()
     cores, cpu_s, start = _cores(), _cpu_s(), time.perf_counter()

@@ -71,7 +71,8 @@ def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
     for name, make in makers.items():
         try:
             trainer = make()
-            trainer.step()  # lazy set-up, such as DDP's order of readiness, before anything is timed
+            for _ in range(2):  # lazy set-up, such as DDP's order of readiness, before anything is timed
+                trainer.step()
             trainer.finish()
             built.trainers[name] = trainer
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:

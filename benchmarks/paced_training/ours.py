@@ -10,7 +10,7 @@ from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataPara
 from paced_training.cases import Effort
 from paced_training.jobs import Job, optimizer_of
 from paced_training.learned import Learned
-from paced_training.trainer import Trainer, held_bytes
+from paced_training.trainer import Memory, Trainer, live_storages
 from paced_training.tuning import sweep
 
 
@@ -20,23 +20,32 @@ class Ours(Trainer):
 
     def __init__(self, job: Job, learned: Learned, cap_mb: float, **options: Any) -> None:
         inner = job.make()
+        self._others = set(live_storages()) - {p.untyped_storage().data_ptr() for p in inner.parameters()}
         strategy = DecoupledStrategy(bucket_cap_bytes=max(1, round(cap_mb * job.scale * 2**20)), **options)
         wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(learned.spec))
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
+        self._held: list[int] = []
         self.note = f"{len(wrapped.schedule.buckets)} buckets of {cap_mb:g} MiB scaled, {options}"
 
     def update(self) -> None:
         assert self.optimizer is not None
+        if len(self._held) < 2:
+            live = live_storages()
+            self._held.append(sum(size for address, size in live.items() if address not in self._others))
         self.optimizer.step()
 
     def finish(self) -> None:
         self.decoupled.flush()
-        if not self.gradient_bytes:
-            self.gradient_bytes = held_bytes(self.gradients())
 
-    def buffer_bytes(self) -> int:
-        return sum(bucket.size_bytes for bucket in self.decoupled.schedule.buckets)
+    def memory(self) -> Memory:
+        """As counted before the first two updates: a later look at gradients or state would fetch other ranks' shards.
+
+        What the first update added is the optimizer's; the rest beside parameters is working memory.
+        """
+        before, after = self._held
+        parameter_bytes = 4 * sum(p.numel() for p in self.inner.parameters())
+        return Memory(parameter_bytes, before - parameter_bytes, after - before)
 
     def close(self) -> None:
         if self.decoupled.engine is not None:

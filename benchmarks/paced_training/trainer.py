@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -17,11 +18,10 @@ Bound = Literal["all-reduce", "decoupled", "across steps", "none"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank holds for a method, counted from its tensors at the end of a backward."""
+    """Bytes that one rank holds for a method, counted from its tensors: ``working`` is gradients and buffers."""
 
     parameters: int
-    gradients: int
-    buffers: int
+    working: int
     optimizer: int
 
     def row(self) -> dict[str, float]:
@@ -78,7 +78,7 @@ class Trainer:
 
     def memory(self) -> Memory:
         parameters = held_bytes(local(p) for p in self.inner.parameters())
-        return Memory(parameters, self.gradient_bytes, self.buffer_bytes(), self.optimizer_bytes())
+        return Memory(parameters, self.gradient_bytes + self.buffer_bytes(), self.optimizer_bytes())
 
     def close(self) -> None:
         """Give back what a garbage collector would not."""
@@ -100,6 +100,14 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of the distinct memories behind ``tensors``."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     return sum(storages.values())
+
+
+def live_storages() -> dict[int, int]:
+    """Every memory behind a tensor that Python knows of, by its address: its bytes."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = [local(t).untyped_storage() for t in tensors if t.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

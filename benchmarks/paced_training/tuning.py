@@ -22,9 +22,10 @@ _BOUNDS_MB, _START_MB, _XI = (1.0, 256.0), 25.0, 0.1  # those of DeAR's search
 def trial_s(make: Callable[[], Trainer], effort: Effort) -> float:
     """Seconds a step of a trainer made for the trial: the slowest rank's mean."""
     trainer = make()
+    dist.barrier()
+    trainer.training.restart()
     for _ in range(effort.trial_warm):
         trainer.step()
-    dist.barrier()
     start = time.perf_counter()
     for _ in range(effort.trial_steps):
         trainer.step()

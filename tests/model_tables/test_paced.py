@@ -163,6 +163,14 @@ def test_a_layer_never_begins_before_the_wait_that_precedes_it_ends(clocks: Cloc
     assert clocks.now == pytest.approx(0.045)
 
 
+def test_restart_forgets_what_the_host_did_before(clocks: Clocks) -> None:
+    device = PacedDevice()
+    clocks.compute(5.0)
+    device.restart()
+    device.hold(0.010)
+    assert clocks.now == pytest.approx(5.010)
+
+
 def test_mark_tells_a_wait_from_what_follows(clocks: Clocks) -> None:
     device = PacedDevice()
     clocks.now += 0.010  # a wait

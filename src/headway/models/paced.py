@@ -34,6 +34,10 @@ class PacedDevice:
     """
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew: nothing is running, and what this thread did before counts for nothing."""
         self._free_at = self._ended_at = time.perf_counter()
         self._cpu_at = time.thread_time()
 
