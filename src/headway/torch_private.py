@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -165,6 +166,11 @@ def abort_group(group: dist.ProcessGroup) -> None:
     """Close the connections of ``group``, so that peers waiting on this rank fail rather than wait."""
     with suppress(RuntimeError, AttributeError):
         group.abort()
+
+
+def join_config_disabled() -> Any:
+    """What a module that can be joined carries outside of ``join()``."""
+    return _JoinConfig.construct_disabled_join_config()
 
 
 def before_group_shutdown(callback: Callable[[dist.ProcessGroup], None]) -> None:

@@ -15,7 +15,7 @@ from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled.observer import observer
 
-Work = Callable[[dist.ProcessGroup], None]
+Work = Callable[[int], None]  # is told the channel it runs on
 
 
 class Job:
@@ -50,28 +50,38 @@ class Channels:
         self._culprit = culprit
         self._rank = dist.get_rank()
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups]
+        self._active = len(self._groups)
         self.last: Job | None = None
         self._failure: CommunicationError | None = None
         self._failing = threading.Lock()
         self._process = os.getpid()
         self._threads = [
-            threading.Thread(target=self._serve, args=pair, name="headway-communication", daemon=True)
-            for pair in zip(self._groups, self._queues, strict=True)
+            threading.Thread(target=self._serve, args=(channel,), name="headway-communication", daemon=True)
+            for channel in range(len(groups))
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process group of each channel."""
+        return self._groups
 
     @property
     def submitted(self) -> int:
         """How many jobs have been submitted."""
         return 0 if self.last is None else self.last.sequence + 1
 
+    def use(self, count: int) -> None:
+        """Use the first ``count`` channels from now on; every rank says so at the same point, with nothing queued."""
+        self._active = count
+
     def submit(self, job: Job) -> Job:
         """Queue ``job``; it gets the next sequence number."""
         self._refuse_forked()
         job.sequence = self.submitted
         self.last = job
-        self._queues[job.sequence % len(self._queues)].put(job)
+        self._queues[job.sequence % self._active].put(job)
         return job
 
     def wait(self, job: Job) -> None:
@@ -93,15 +103,15 @@ class Channels:
             if threading.current_thread() not in self._threads and self._failure is None:
                 thread.join()
 
-    def _serve(self, group: dist.ProcessGroup, queue: SimpleQueue[Job | None]) -> None:
-        while (job := queue.get()) is not None:
+    def _serve(self, channel: int) -> None:
+        while (job := self._queues[channel].get()) is not None:
             for earlier in job.after:
                 earlier.done.wait()
             start_ns = time.monotonic_ns()
             if self._failure is None:
                 try:
                     with torch.no_grad():
-                        job.work(group)
+                        job.work(channel)
                 except Exception as error:
                     self._fail(job, error)
             job.error = self._failure

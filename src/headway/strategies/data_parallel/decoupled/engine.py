@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.program import ChunkProgram, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
+from headway.collectives.program import ring_all_reduce
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.scheduling.filling import Filling
@@ -39,7 +39,7 @@ from headway.strategies.data_parallel.decoupled.bucket import (
 )
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.kinds import Kind
-from headway.strategies.data_parallel.decoupled.observer import ALL_GATHER, REDUCE_SCATTER
+from headway.strategies.data_parallel.decoupled.rings import Rings
 from headway.strategies.data_parallel.decoupled.usage import Usage
 
 if TYPE_CHECKING:
@@ -142,20 +142,8 @@ class Engine:
         self.units = make_units(self.buckets)
         self.usage = Usage(self.slots)
         self._filling = Filling(schedule)
-        self._scratch = [
-            {
-                dtype: torch.empty(
-                    max(
-                        live.scratch_numel(b.buffer.numel(), self.world_size)
-                        for b in self.buckets
-                        if b.buffer.dtype == dtype
-                    ),
-                    dtype=dtype,
-                )
-                for dtype in {bucket.buffer.dtype for bucket in self.buckets}
-            }
-            for _ in range(schedule.channels)
-        ]
+        self._channels.use(schedule.channels)
+        self._rings = Rings(self.buckets, self._channels.groups[: schedule.channels], self.world_size)
         self.form: Form = _make_form(self, schedule.gather)
         for slot in self.slots:
             deferred.register(slot.parameter, slot)
@@ -313,6 +301,22 @@ class Engine:
                 self._fill(slot, gradient)
             self._launch(self._filling.ready(slot.name))
 
+    def reduce_zeros(self) -> None:
+        """Take part in the backward of other ranks without a gradient of one's own; wait for its end."""
+        self.check_usable()
+        self.settle_all()
+        self.usage.restart()
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+            bucket.reductions += 1
+            bucket.reduce = self.collective(REDUCE_SCATTER, bucket, then=self.form.keep(bucket.index))
+            self.form.reduced(bucket.index)
+        if self.find_unused:
+            self.usage.share(self)
+        for bucket in self.buckets:
+            assert bucket.gather is not None
+            self.wait(bucket.gather)
+
     def refuse_inside_backward(self, slot: Slot, what: str) -> None:
         """Raise UnsupportedError where backward is still running: not every bucket is on its way yet."""
         if self._running:
@@ -337,9 +341,14 @@ class Engine:
         then: Callable[[], None] | None = None,
     ) -> Job:
         """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread."""
-        ring = ring_reduce_scatter if name == REDUCE_SCATTER else ring_all_gather
-        scratch = self._scratch[self._channels.submitted % len(self._scratch)][bucket.buffer.dtype]
-        work = partial(_collective, ring(self.rank, self.world_size), bucket.buffer, scratch, before, then)
+
+        def work(channel: int) -> None:
+            if before is not None:
+                before()
+            self._rings.run(name, bucket, channel)
+            if then is not None:
+                then()
+
         return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after))
 
     def submit(self, job: Job) -> Job:
@@ -357,6 +366,11 @@ class Engine:
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """What a peer asks for; runs on a thread of its own."""
         return self.form.answer(request)
+
+    @property
+    def channels(self) -> int:
+        """How many collectives a schedule may have under way at a time."""
+        return len(self._channels.groups)
 
     @property
     def progress(self) -> tuple[int, str]:
@@ -448,12 +462,17 @@ class Engine:
     def _meet(self) -> None:
         """Wait for every rank to come to this point."""
         token = torch.zeros(self.world_size, dtype=torch.int32)
-        program = ring_all_reduce(self.rank, self.world_size)
+        self.wait(self.submit(self.all_reduce(token)))
 
-        def work(group: dist.ProcessGroup) -> None:
-            live.run(program, token, group, torch.empty(2 * self.world_size, dtype=torch.int32))
+    def all_reduce(self, tensor: torch.Tensor) -> Job:
+        """A job that sums a small tensor over ranks, in place."""
+        numel, program = tensor.numel(), ring_all_reduce(self.rank, self.world_size)
+        scratch = torch.empty(live.scratch_numel(numel, self.world_size), dtype=tensor.dtype)
 
-        self.wait(self.submit(Job("all_reduce", -1, 4 * self.world_size, work)))
+        def work(channel: int) -> None:
+            live.run(program, tensor, self._channels.groups[channel], scratch)
+
+        return Job("all_reduce", -1, numel * tensor.element_size(), work)
 
     @property
     def failed(self) -> bool:
@@ -484,21 +503,6 @@ class Engine:
             "Use every trainable parameter in every backward, freeze the others, or pass "
             "find_unused_parameters=True.",
         )
-
-
-def _collective(
-    program: ChunkProgram,
-    buffer: torch.Tensor,
-    scratch: torch.Tensor,
-    before: Callable[[], None] | None,
-    then: Callable[[], None] | None,
-    group: dist.ProcessGroup,
-) -> None:
-    if before is not None:
-        before()
-    live.run(program, buffer, group, scratch)
-    if then is not None:
-        then()
 
 
 def _make_form(engine: Engine, gather: Gather) -> Form:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-REDUCE_SCATTER = "reduce_scatter"
-ALL_GATHER = "all_gather"
-
 
 class Observer(Protocol):
     """Told of finished work, as it finishes. All times are ``time.monotonic_ns()`` of this process.

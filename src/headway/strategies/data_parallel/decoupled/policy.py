@@ -38,8 +38,8 @@ class DecoupledStrategy(Strategy):
     name: ClassVar[str] = "decoupled"
 
     bucket_cap_bytes: int = Field(default=DEFAULT_CAP_BYTES, gt=0)
-    gather: Gather = "gradients"
-    channels: int = Field(default=1, ge=1, le=8)
+    gather: Gather = "parameters"
+    channels: int = Field(default=2, ge=1, le=8)
     buckets: tuple[tuple[str, ...], ...] = ()
     gather_order: tuple[int, ...] = ()
     gathers_after: tuple[int, ...] = ()

@@ -31,26 +31,26 @@ def check_agreement(model: ModelSpec, schedule: BucketSchedule, group: dist.Proc
             )
 
 
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of rank 0 of ``group``, in as few messages as memory allows."""
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite ``tensors`` with those of rank ``source`` of ``group``, in as few messages as memory allows."""
     batch: list[torch.Tensor] = []
     size_bytes = 0
     for tensor in tensors:
         batch.append(tensor)
         size_bytes += tensor.numel() * tensor.element_size()
         if size_bytes >= MESSAGE_BYTES:
-            _broadcast_batch(batch, group)
+            _broadcast_batch(batch, group, source)
             batch, size_bytes = [], 0
     if size_bytes:
-        _broadcast_batch(batch, group)
+        _broadcast_batch(batch, group, source)
 
 
-def _broadcast_batch(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _broadcast_batch(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
     with torch.no_grad():
         pieces = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
         message = torch.cat(pieces)
-        dist.broadcast(message, group=group, group_src=0)
-        if dist.get_rank(group) != 0:
+        dist.broadcast(message, group=group, group_src=source)
+        if dist.get_rank(group) != source:
             for tensor, piece in zip(tensors, message.split([p.numel() for p in pieces]), strict=True):
                 aligned = piece.clone()  # a view of another dtype must begin at a multiple of its size
                 tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))

@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from headway import torch_private
-from headway.collectives import live
-from headway.collectives.program import ring_all_reduce
 from headway.strategies.data_parallel.decoupled.bucket import Slot
 from headway.strategies.data_parallel.decoupled.communication import Job
 
@@ -46,14 +43,8 @@ class Usage:
     def share(self, engine: Engine) -> None:
         """Queue the exchange of uses, behind the backward's reduce-scatters."""
         counts = torch.tensor([slot in self._used for slot in self._index], dtype=torch.int32)
-        scratch = torch.empty(live.scratch_numel(counts.numel(), engine.world_size), dtype=torch.int32)
-        program = ring_all_reduce(engine.rank, engine.world_size)
-
-        def work(group: dist.ProcessGroup) -> None:
-            live.run(program, counts, group, scratch)
-
         self._counts = counts
-        self._job = engine.submit(Job("all_reduce", -1, counts.numel() * 4, work))
+        self._job = engine.submit(engine.all_reduce(counts))
 
     @property
     def jobs(self) -> tuple[Job, ...]:

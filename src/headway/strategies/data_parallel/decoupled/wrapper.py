@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
@@ -24,6 +25,7 @@ from headway.strategies.data_parallel.decoupled.peers import Peers
 from headway.strategies.data_parallel.decoupled.policy import DEFAULT_CAP_BYTES, DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
+from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.data_parallel.decoupled.usage import watch_backward
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -97,6 +99,8 @@ class DecoupledDataParallel(DistributedDataParallel):
         if forward_sync_buffers is not None:
             self.forward_sync_buffers = forward_sync_buffers
         self.schedule = schedule
+        self.uneven: Uneven | None = None
+        self._join_config = torch_private.join_config_disabled()
 
         replicas.check_agreement(spec, schedule, group)
         if init_sync:
@@ -151,7 +155,11 @@ class DecoupledDataParallel(DistributedDataParallel):
             if trainable_now(self.module) != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
-        self._broadcast_buffers()
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+        self.share_buffers()
+        if self._join_config.enable and self.uneven is not None and engine is not None:
+            engine.divisor = self.uneven.divisor(reduces=learning and self.require_backward_grad_sync)
         output = self.module(*inputs, **kwargs)
         if learning and engine is not None and engine.find_unused:
             watch_backward(output, engine)
@@ -174,24 +182,28 @@ class DecoupledDataParallel(DistributedDataParallel):
         """
         if self.engine is None:
             raise UnsupportedError("a copy of a decoupled model has no schedule")
-        if schedule.channels > self.schedule.channels:
+        if schedule.channels > self.engine.channels:
             raise UnsupportedError(
                 "a schedule asks for more channels than the model was wrapped with", got=schedule.channels,
-                expected=f"at most {self.schedule.channels}",
+                expected=f"at most {self.engine.channels}",
             )  # fmt: skip
         replicas.check_agreement(model_spec(self.module), schedule, self.process_group)
         self.engine.reschedule(trainable_parameters(self.module), schedule)
         self.schedule = schedule
 
-    def _broadcast_buffers(self) -> None:
+    def share_buffers(self, *, still_training: bool = True) -> None:
+        """Give every rank the buffers of rank 0, or under ``join()`` of a rank that still trains, as stock DDP does."""
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return
         if self.engine is not None and self.engine.closed:
             return
         buffers = list(self.module.buffers())
+        if not buffers:
+            return
         with torch_private.preserved_versions(buffers):
             try:
-                replicas.broadcast(buffers, self.process_group)
+                source = 0 if self.uneven is None else self.uneven.source(still_training=still_training)
+                replicas.broadcast(buffers, self.process_group, source)
             except RuntimeError as error:
                 raise CommunicationError(
                     f"rank {dist.get_rank()}: the broadcast of buffers failed: {' '.join(str(error).split())[:200]}. "
@@ -209,13 +221,34 @@ class DecoupledDataParallel(DistributedDataParallel):
 
     # What DDP offers besides, and what is refused ---------------------------------------------------
 
-    def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Refuse: uneven inputs need every collective to be shadowed."""
-        _refuse("join()", "Give every rank the same number of batches.")
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs, as ``DistributedDataParallel.join``. Gradients are gathered while it lasts."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
-    def join_hook(self, **_kwargs: Any) -> NoReturn:
-        """Refuse, as ``join``."""
-        _refuse("join()", "Give every rank the same number of batches.")
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> DecoupledJoinHook:
+        """What this rank does while it has no inputs left and others have. Collective."""
+        uneven = Uneven(self.process_group, self.schedule, divide_by_initial=divide_by_initial_world_size)
+        return DecoupledJoinHook(self, uneven)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``join()`` keeps its counts."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that ``join()`` counts over."""
+        return self.process_group
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
         """Refuse: the collective is not an all-reduce that a hook could replace."""

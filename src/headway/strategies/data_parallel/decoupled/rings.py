@@ -1,0 +1,41 @@
+"""The rings of all buckets, prepared once for every channel they may run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from headway.collectives import live
+from headway.collectives.algorithms import RING, prepare
+from headway.collectives.program import pieces_for
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+
+
+class Rings:
+    """Reduce-scatters and all-gathers of buckets over the process groups of the channels."""
+
+    def __init__(
+        self, buckets: Sequence[LiveBucket], groups: Sequence[dist.ProcessGroup], world_size: int
+    ) -> None:
+        self._groups = groups
+        self._pieces = {
+            b: pieces_for(b.buffer.numel() // world_size * b.buffer.element_size()) for b in buckets
+        }
+        needed: dict[torch.dtype, int] = {}
+        for bucket, pieces in self._pieces.items():
+            numel = live.scratch_numel(bucket.buffer.numel(), world_size, pieces)
+            needed[bucket.buffer.dtype] = max(numel, needed.get(bucket.buffer.dtype, 0))
+        self._scratch = [{d: torch.empty(n, dtype=d) for d, n in needed.items()} for _ in groups]
+        self._prepared: dict[tuple[str, LiveBucket, int], Callable[[], None]] = {}
+
+    def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
+        """Run a collective of ``bucket`` on ``channel``; returns when this rank has done its part."""
+        key = (kind, bucket, channel)
+        if key not in self._prepared:
+            scratch = self._scratch[channel][bucket.buffer.dtype]
+            self._prepared[key] = prepare(
+                RING, kind, bucket.buffer, self._groups[channel], scratch, self._pieces[bucket]
+            )
+        self._prepared[key]()
