@@ -144,12 +144,10 @@ CLEARS: dict[str, Clear] = {
 
 
 def _clearing(clear: Clear, to_none: bool, job: Job) -> None:
-    for moment in ("before forward", "before backward", "after step"):
+    for moment in ("before backward", "after step"):
         model = job.wrap(mlp())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for step in range(3):
-            if moment == "before forward":
-                clear(model, optimizer, to_none)
             loss = job.loss(model, step)
             if moment == "before backward":
                 clear(model, optimizer, to_none)
@@ -164,7 +162,7 @@ def _clearing(clear: Clear, to_none: bool, job: Job) -> None:
 for _who, _clear in CLEARS.items():
     for _to_none in (True, False):
         _script = partial(_clearing, _clear, _to_none)
-        case(name=f"zero_grad by {_who}, {'to None' if _to_none else 'to zero'}")(_script)
+        case(name=f"zero_grad by {_who}, {'to None' if _to_none else 'to zero'}", world_sizes=[2])(_script)
 
 
 @case(not_in=[DDP])

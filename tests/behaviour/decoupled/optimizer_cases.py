@@ -69,7 +69,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
     "SGD maximize": partial(optim.SGD, lr=0.01, momentum=0.9, maximize=True),
     "Adam": partial(optim.Adam, lr=0.01),
-    "Adam loop": partial(optim.Adam, lr=0.01, weight_decay=0.01, foreach=False),
     "Adam foreach": partial(optim.Adam, lr=0.01, weight_decay=0.01, foreach=True),
     "Adam fused": partial(optim.Adam, lr=0.01, weight_decay=0.01, fused=True),
     "Adam amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True),
@@ -77,7 +76,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adam decoupled maximize": partial(
         optim.Adam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, maximize=True
     ),
-    "AdamW": partial(optim.AdamW, lr=0.01),
     "AdamW foreach": partial(optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
     "AdamW fused": partial(optim.AdamW, lr=0.01, fused=True),
     "RMSprop": partial(optim.RMSprop, lr=0.01),

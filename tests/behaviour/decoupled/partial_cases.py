@@ -43,24 +43,23 @@ CHOICES: dict[str, Choice] = {
 
 def _conditional(choice: Choice, to_none: bool, job: Job) -> None:
     model = job.wrap(Branches(), find_unused_parameters=True)
-    for make in (
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-        partial(torch.optim.Adam, lr=0.01),
-    ):
-        optimizer = make(model.parameters())
-        for step in range(5):
-            optimizer.zero_grad(set_to_none=to_none)
+    optimizer: torch.optim.Optimizer = sgd(model, weight_decay=0.01)
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=to_none)
 
-            def loss_of(share: Share, step: int = step) -> torch.Tensor:
-                return nn.functional.mse_loss(model(share.x, choice(step, share.rank)), share.y)
+        def loss_of(share: Share, step: int = step) -> torch.Tensor:
+            return nn.functional.mse_loss(model(share.x, choice(step, share.rank)), share.y)
 
-            job.backward_by_rank(model, loss_of, job.shares(step))
-            if step == 3:
-                job.see("gradients before step", [p.grad for p in model.parameters()])
-            optimizer.step()
-        # What no rank used has no gradient, and its momentum is where it was.
-        job.see("gradients", [p.grad for p in model.parameters()])
-        job.see("state", state_of(optimizer))
+        job.backward_by_rank(model, loss_of, job.shares(step))
+        if step == 3:
+            job.see("gradients before step", [p.grad for p in model.parameters()])
+        optimizer.step()
+        if step == 2:
+            job.see("state", state_of(optimizer))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    # What no rank used has no gradient, and its moments are where they were.
+    job.see("gradients", [p.grad for p in model.parameters()])
+    job.see("state", state_of(optimizer))
 
 
 for _name, _choice in CHOICES.items():

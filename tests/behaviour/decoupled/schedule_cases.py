@@ -12,14 +12,17 @@ from tests.behaviour.decoupled.job import Job, case, mlp, sgd, state_of, train
 from torch.optim import lr_scheduler
 
 Make = Callable[[Any], Any]
-SCHEDULES: dict[str, Make] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1.0 / (epoch + 1)),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.05], total_steps=9),  # momentum as well
-    "warm-up then cosine": lambda o: lr_scheduler.SequentialLR(
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+SCHEDULES: dict[str, tuple[Make, Make]] = {
+    "StepLR": (MOMENTUM, lambda o: lr_scheduler.StepLR(o, 1, 0.5)),
+    "LambdaLR": (ADAM, lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1.0 / (epoch + 1))),
+    "OneCycleLR": (ADAM, lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.05], total_steps=9)),  # betas as well
+    "OneCycleLR of momentum": (MOMENTUM, lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.05], total_steps=9)),
+    "warm-up then cosine": (MOMENTUM, lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.CosineAnnealingLR(o, 4)], [2]
-    ),
-}
+    )),
+}  # fmt: skip
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:
@@ -42,32 +45,26 @@ def groups_with_different_settings(job: Job) -> None:
         job.see("state", state_of(optimizer))
 
 
-def _scheduled(make: Make, when: str, job: Job) -> None:
-    for optimizer_of in (
-        partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-        partial(torch.optim.Adam, lr=0.01),
-    ):
-        model = job.wrap(mlp())
-        optimizer = optimizer_of(_groups(model))
-        scheduler = make(optimizer)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = job.loss(model, step)
-            loss.backward()
-            if (
-                when == "before step" and step
-            ):  # wrong order, as many scripts have it; torch warns where it begins so
-                scheduler.step()
-            optimizer.step()
-            if when == "after step":
-                scheduler.step()
-            job.see_loss(loss)
-        job.see("rates", scheduler.get_last_lr())
+def _scheduled(optimizer_of: Make, make: Make, when: str, job: Job) -> None:
+    model = job.wrap(mlp())
+    optimizer = optimizer_of(_groups(model))
+    scheduler = make(optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = job.loss(model, step)
+        loss.backward()
+        if when == "before step" and step:  # the wrong order, as many scripts have it
+            scheduler.step()
+        optimizer.step()
+        if when == "after step":
+            scheduler.step()
+        job.see_loss(loss)
+    job.see("rates", scheduler.get_last_lr())
 
 
-for _name, _make in SCHEDULES.items():
+for _name, _pair in SCHEDULES.items():
     for _when in ("after step", "before step"):
-        case(name=f"{_name} {_when}")(partial(_scheduled, _make, _when))
+        case(name=f"{_name} {_when}", world_sizes=[2])(partial(_scheduled, *_pair, _when))
 
 
 @case()

@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests import workers
 from tests.behaviour.decoupled import failure_cases, restart_script
-from tests.behaviour.decoupled.job import EXACT, GRADIENTS, mlp, rows
+from tests.behaviour.decoupled.job import DDP, EXACT, mlp, rows
 from torch import nn
 
-MODES = (GRADIENTS,)
+MODES: tuple[str, ...] = ()
 JOBS = failure_cases.jobs(list(MODES))
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
@@ -78,7 +78,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     script = Path(restart_script.__file__)
     _run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-         "--monitor-interval", "0.1", str(script), str(tmp_path), *MODES],
+         "--monitor-interval", "0.1", str(script), str(tmp_path), DDP, *MODES],
         timeout_s=100,
     )  # fmt: skip
     assert (tmp_path / "killed").exists()
