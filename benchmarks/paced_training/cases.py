@@ -13,7 +13,7 @@ TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets (measured,
 MOST_BYTES = 12e6  # of a scaled model: what eight ranks can move a step on two cores beside everything else
 MOST_BYTES_PER_S = 60e6  # of one link, for the same reason
 WANTED_STEP_S = {4: 1.0, 8: 1.4}
-QUICK_STEP_S = 0.6
+QUICK_STEP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Effort:
 
 
 FULL = Effort(5, 2, 3, 2, 2, 10, (2.5, 5, 10, 25, 50, 100), (0.25, 0.5, 1, 2, 4, 25), 5)
-QUICK = Effort(2, 1, 2, 1, 1, 3, (5, 25, 100), (0.5, 2, 25), 2)
+QUICK = Effort(2, 1, 2, 1, 1, 3, (5, 25, 100), (0.5, 2, 25), 1)
 _PACED = [PacedCase(model, network, p) for model in MODELS for network in ("10gbe", "100gib") for p in (4, 8)]
 _BALANCED = [PacedCase(model, "balanced", p) for model in ("resnet50", "bert-base") for p in (4, 8)]
 _REAL = [RealCase("gpt", 400.0), RealCase("gpt", 2000.0), RealCase("digits", 400.0)]

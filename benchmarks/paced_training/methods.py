@@ -34,14 +34,9 @@ def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
     built = Built()
 
     def tuned_ddp() -> Trainer:
-        cap_mb, built.tried[TUNED] = sweep(effort.caps, lambda cap: stock.ddp_capped(job, cap), effort)
-        return stock.ddp_capped(job, cap_mb)
-
-    def fsdp() -> Trainer:
-        cap_mb, built.tried["fsdp2"] = sweep(
-            (stock.DEFAULT_CAP_MB,), lambda cap: stock.FullyShard(job, cap), effort
-        )
-        return stock.FullyShard(job, cap_mb)
+        options = [stock.DEFAULT_CAPS_MB, *((cap,) for cap in effort.caps)]
+        caps_mb, built.tried[TUNED] = sweep(options, lambda caps: stock.ddp_capped(job, caps), effort)
+        return stock.ddp_capped(job, caps_mb)
 
     def mg_wfbp() -> Trainer:
         ready_ns = {name: round(ready_s * 1e9) for name, ready_s in learned.ready_s.items()}
@@ -61,7 +56,7 @@ def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
         DEFAULT: lambda: stock.ddp_default(job),
         TUNED: tuned_ddp,
         "zero": lambda: stock.zero_redundancy(job),
-        "fsdp2": fsdp,
+        "fsdp2": lambda: stock.FullyShard(job, stock.DEFAULT_CAP_MB),
         "wfbp": lambda: stock.wfbp(job),
         "mg-wfbp": mg_wfbp,
         "bytescheduler": lambda: ByteScheduler(job),

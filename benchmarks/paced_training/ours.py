@@ -18,9 +18,15 @@ class Ours(Trainer):
     name = "headway"
     bound = "decoupled"
 
-    def __init__(self, job: Job, learned: Learned, cap_mb: float, **options: Any) -> None:
+    def __init__(
+        self, job: Job, learned: Learned, cap_mb: float, *, counted: bool = False, **options: Any
+    ) -> None:
+        """``counted`` counts memory during the first two steps, which then take long."""
         inner = job.make()
-        self._others = set(live_storages()) - {p.untyped_storage().data_ptr() for p in inner.parameters()}
+        self._counted = counted
+        if counted:
+            own = {p.untyped_storage().data_ptr() for p in inner.parameters()}
+            self._others = set(live_storages()) - own
         strategy = DecoupledStrategy(bucket_cap_bytes=max(1, round(cap_mb * job.scale * 2**20)), **options)
         wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(learned.spec))
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
@@ -30,7 +36,7 @@ class Ours(Trainer):
 
     def update(self) -> None:
         assert self.optimizer is not None
-        if len(self._held) < 2:
+        if self._counted and len(self._held) < 2:
             live = live_storages()
             self._held.append(sum(size for address, size in live.items() if address not in self._others))
         self.optimizer.step()
@@ -60,4 +66,4 @@ def ours(job: Job, learned: Learned, effort: Effort) -> tuple[Ours, dict[str, fl
     """The best of a sweep of bucket sizes, then of forms, tried while training."""
     cap_mb, tried = sweep(effort.caps, lambda cap: Ours(job, learned, cap, **FORMS[0]), effort)
     form, also = sweep(FORMS, lambda options: Ours(job, learned, cap_mb, **options), effort)
-    return Ours(job, learned, cap_mb, **form), tried | also
+    return Ours(job, learned, cap_mb, counted=True, **form), tried | also

@@ -64,17 +64,20 @@ class Ddp(Trainer):
         return super().optimizer_bytes()
 
 
+DEFAULT_CAPS_MB = (DEFAULT_FIRST_CAP_MB, DEFAULT_CAP_MB)
+
+
 def ddp_default(job: Job) -> Ddp:
     """As stock DDP comes: 25 MiB, a first bucket of 1 MiB; both scaled as the model is."""
-    trainer = Ddp(job, [DEFAULT_FIRST_CAP_MB * job.scale, DEFAULT_CAP_MB * job.scale], views=False)
+    trainer = Ddp(job, [cap * job.scale for cap in DEFAULT_CAPS_MB], views=False)
     trainer.note = "25 MiB, first 1 MiB, scaled"
     return trainer
 
 
-def ddp_capped(job: Job, cap_mb: float) -> Ddp:
-    """One size for all buckets, ``cap_mb`` of the unscaled model, gradients as views of buckets."""
-    trainer = Ddp(job, [cap_mb * job.scale], views=True)
-    trainer.note = f"{cap_mb:g} MiB scaled, gradients are views"
+def ddp_capped(job: Job, caps_mb: Sequence[float]) -> Ddp:
+    """``caps_mb`` of the unscaled model, the last for all further buckets; gradients are views of buckets."""
+    trainer = Ddp(job, [cap * job.scale for cap in caps_mb], views=True)
+    trainer.note = f"{' then '.join(f'{cap:g}' for cap in caps_mb)} MiB scaled, gradients are views"
     return trainer
 
 
