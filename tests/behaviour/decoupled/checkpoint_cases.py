@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.behaviour.decoupled.job import ALONE, DDP, GRADIENTS, Job, case, mlp, rows, wrap
+from tests.behaviour.decoupled.job import ALONE, DDP, GRADIENTS, PARAMETERS, Job, case, mlp, rows, wrap
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 CHECKPOINTS = "checkpoints"  # the mode of these cases: each wraps in ways of its own
-MODES = (DDP, GRADIENTS)
+MODES = (DDP, GRADIENTS, PARAMETERS)
 ROWS, STEPS, SAVED_AT = 12, 6, 3
 
 MOMENTS = ("after step", "after backward", "after zero_grad")

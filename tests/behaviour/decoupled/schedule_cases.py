@@ -153,13 +153,13 @@ def optimizer_state_loaded_while_training(job: Job) -> None:
         train(job, model, optimizer, 2)
         kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         train(job, model, optimizer, 2, 2)
-        optimizer.load_state_dict(kept["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
         train(job, model, optimizer, 2, 4)
         model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
         train(job, model, optimizer, 1, 6)
         job.loss(model, 7).backward()
-        optimizer.load_state_dict(kept["optimizer"])  # between backward and step
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))  # between backward and step
         optimizer.step()
         job.see("state", state_of(optimizer))
 

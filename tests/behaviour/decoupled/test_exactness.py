@@ -6,9 +6,9 @@ import importlib
 
 import pytest
 from tests.behaviour.decoupled import harness
-from tests.behaviour.decoupled.job import DDP
+from tests.behaviour.decoupled.job import DDP, GRADIENTS, PARAMETERS
 
-MODES: tuple[str, ...] = (DDP,)
+MODES = (DDP, GRADIENTS, PARAMETERS)
 WORLD_SIZES = (2, 3)
 MODULES = tuple(
     f"tests.behaviour.decoupled.{subject}_cases"

@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests import workers
 from tests.behaviour.decoupled import failure_cases, restart_script
-from tests.behaviour.decoupled.job import DDP, EXACT, mlp, rows
+from tests.behaviour.decoupled.job import DDP, EXACT, GRADIENTS, PARAMETERS, mlp, rows
 from torch import nn
 
-MODES: tuple[str, ...] = ()
+MODES = (GRADIENTS, PARAMETERS)
 JOBS = failure_cases.jobs(list(MODES))
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]

@@ -53,6 +53,7 @@ class Slot:
         self.stepped = False
         self.cleared = False
         self.held = False
+        self.defined = False  # whether there was a gradient when an optimizer stepped
         self.local: torch.Tensor | None = None  # the gradient as it was when it was taken
         self.unreduced: tuple[torch.Tensor | None, int] | None = (
             None  # what a look at the average replaced in .grad
@@ -84,6 +85,7 @@ class Slot:
     def step(self) -> None:
         """An optimizer has stepped; the value is behind from here on."""
         self.stepped = True
+        self.defined = self.grad is not None
         deferred.defer(self.parameter)
         with torch_private.without_subclass_dispatch():
             torch.autograd.graph.increment_version(self.parameter)

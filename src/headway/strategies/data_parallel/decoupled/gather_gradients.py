@@ -124,7 +124,7 @@ class GatherGradients:
             replaced = [(slot, slot.grad) for slot in unit.slots if slot.cleared]
             for slot in unit.slots:
                 if slot.cleared:
-                    slot.grad = _average(slot)
+                    slot.grad = _average(slot) if slot.defined or self._engine.usage.anywhere(slot) else None
                 elif slot.pending:
                     self._complete(slot)
                 slot.leave()

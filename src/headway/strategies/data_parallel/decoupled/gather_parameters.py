@@ -122,14 +122,14 @@ class GatherParameters:
             bucket = engine.buckets[number]
             if bucket.unit in units:
                 groups = partial(self._groups, self._shards[number], hyper_parameters, taken, defined)
-                step = partial(
-                    torch_private.unhooked_step(type(optimizer)), StandIn(optimizer, groups, state.of)
-                )
+                draft: defaultdict[Any, State] = defaultdict(dict)
+                step = partial(torch_private.unhooked_step(type(optimizer)), StandIn(optimizer, groups, draft))
                 state.asked[number] += 1
-                update = partial(self._update, self._shards[number], state, step, gradients)
+                update = partial(self._update, self._shards[number], state, draft, step, gradients)
+                commit = partial(state.commit, number, draft)
                 earlier = () if bucket.reduce is None else (bucket.reduce,)
                 bucket.gather = engine.collective(
-                    ALL_GATHER, bucket, before=update, after=(*earlier, *engine.usage.jobs)
+                    ALL_GATHER, bucket, before=update, after=(*earlier, *engine.usage.jobs), then=commit
                 )
                 bucket.unit.in_flight = True
         engine.unsettle()
@@ -153,17 +153,22 @@ class GatherParameters:
 
     @staticmethod
     def _update(
-        shard: Shard, state: ShardedState, step: Callable[[], object], gradients: Mapping[Piece, torch.Tensor]
+        shard: Shard,
+        state: ShardedState,
+        draft: dict[Any, State],
+        step: Callable[[], object],
+        gradients: Mapping[Piece, torch.Tensor],
     ) -> None:
+        """Update the shard's values, and a draft of its state: a rank that has yet to step may ask for the old one."""
         with torch_private.without_user_modes():
             for piece in shard.pieces:
                 value = piece.parameter.detach()
                 value.copy_(_flat(piece.slot.parameter)[piece.start : piece.end])
                 # Not written over the reduced gradient, which a slower rank may still ask for.
                 piece.parameter.grad = gradients.get(piece, piece.gradient)
+                draft[piece.parameter] = state.copy_of(piece)
             if shard.pieces:
                 step()
-        state.applied[shard.bucket.index] += 1
 
     # Settling ---------------------------------------------------------------------------------------------
 

@@ -80,6 +80,16 @@ class ShardedState:
         )  # whose state the optimizer holds whole, so that it may be changed there
         self.applied: Counter[int] = Counter()  # bucket: how many of them are done
 
+    def copy_of(self, piece: Piece) -> State:
+        """A copy of the state of ``piece`` to be updated."""
+        state = self.of[piece.parameter]
+        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+    def commit(self, bucket: int, draft: Mapping[Any, State]) -> None:
+        """The gather behind an update is done: every rank has asked for it, so none wants the state before."""
+        self.of.update(draft)
+        self.applied[bucket] += 1
+
     def absorb(self, slot: Slot, pieces: Sequence[Piece], whole: State) -> None:
         """Take this rank's pieces out of the state of a whole parameter."""
         self.looked_at.discard(slot)
