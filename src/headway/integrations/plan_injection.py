@@ -63,6 +63,7 @@ def _planned_new(cls: type[Any], *_args: Any, **_kwargs: Any) -> Any:
     if cls is DistributedDataParallel:
         wrapped = object.__new__(planned_class)  # Python goes on with planned_class.__init__
         wrapped.__dict__["planned_schedule"] = functools.partial(_schedule, _plan)
+        wrapped.__dict__["planned_tune"] = _plan.strategy.tune
         return wrapped
     if not issubclass(cls, planned_class):
         raise UnsupportedError(

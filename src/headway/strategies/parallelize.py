@@ -1,4 +1,4 @@
-"""``headway.parallelize``: wrap a model as a plan says."""
+"""``headway.parallelize``: wrap a model as a plan says, or as it turns out while training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import UnsupportedError, UserError
 from headway.plan import Plan
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.loading import driver
 
 if TYPE_CHECKING:
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def parallelize(model: nn.Module, optimizer: Optimizer, plan: Plan, **ddp_options: Any) -> nn.Module:
+def parallelize(model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any) -> nn.Module:
     """Wrap ``model`` for data-parallel training as ``plan`` says, and make ``optimizer`` ready for it.
+
+    Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps.
 
     The result takes the place of ``DistributedDataParallel(model, **ddp_options)``; the script goes on as it would with
     that. Call it on every rank, after ``torch.distributed.init_process_group``.
@@ -34,12 +38,15 @@ def parallelize(model: nn.Module, optimizer: Optimizer, plan: Plan, **ddp_option
         raise UnsupportedError(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
-    check(plan, model, ddp_options.get("process_group"))
-    runtime = driver(plan.strategy, "runtime")
+    strategy: Strategy = DecoupledStrategy(tune=True)
+    if plan is not None:
+        check(plan, model, ddp_options.get("process_group"))
+        strategy = plan.strategy
+    runtime = driver(strategy, "runtime")
     prepare = getattr(runtime, "prepare_optimizer", None)
     if prepare is not None:
         prepare(optimizer)
-    return cast("nn.Module", runtime.wrap(model, plan.strategy, **ddp_options))
+    return cast("nn.Module", runtime.wrap(model, strategy, **ddp_options))
 
 
 def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:

@@ -118,6 +118,8 @@ class Engine:
         self._warned = False
         self._running = False  # a synchronised backward is filling buckets
         self._change_form = False
+        self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
+        self.on_update: Callable[[int, Callable[[], None]], None] | None = None  # runs updates on channels
         self._kept = False  # whether a reduced gradient may be under way
         self._settled = True  # whether nothing has happened since the last backward began
         self._callback_queued = False
@@ -192,6 +194,7 @@ class Engine:
 
     def gather_gradients_from_now_on(self) -> None:
         """Have the next backward gather gradients; every rank says so at the same point of the script."""
+        self.needs_gradients = True
         if self.schedule.gather == "parameters":
             self._change_form = True
 
@@ -343,7 +346,9 @@ class Engine:
         """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread."""
 
         def work(channel: int) -> None:
-            if before is not None:
+            if before is not None and self.on_update is not None:
+                self.on_update(bucket.index, before)
+            elif before is not None:
                 before()
             self._rings.run(name, bucket, channel)
             if then is not None:
@@ -366,6 +371,11 @@ class Engine:
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """What a peer asks for; runs on a thread of its own."""
         return self.form.answer(request)
+
+    @property
+    def channel_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process group of each channel."""
+        return self._channels.groups
 
     @property
     def channels(self) -> int:

@@ -32,7 +32,8 @@ class DecoupledStrategy(Strategy):
     reduction, or parts of them as ``name[start:end]`` (elements); where it is empty, buckets of ``bucket_cap_bytes``
     are cut from the order in which gradients become ready. ``gather_order`` holds bucket indices in the order of the
     next forward, and follows from the model where it is empty. ``channels`` collectives are under way at a time.
-    ``gathers_after`` lets gathers of gradients begin during backward (see ``BucketSchedule``).
+    ``gathers_after`` lets gathers of gradients begin during backward (see ``BucketSchedule``). With ``tune`` all this
+    is where training begins, and better schedules are looked for during its first steps.
     """
 
     name: ClassVar[str] = "decoupled"
@@ -43,6 +44,7 @@ class DecoupledStrategy(Strategy):
     buckets: tuple[tuple[str, ...], ...] = ()
     gather_order: tuple[int, ...] = ()
     gathers_after: tuple[int, ...] = ()
+    tune: bool = False
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
@@ -108,6 +110,8 @@ class DecoupledStrategy(Strategy):
         said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")
         if self.channels > 1:
             said.append(f"{self.channels} channels")
+        if self.tune:
+            said.append("tuned while training")
         return ", ".join(said)
 
 

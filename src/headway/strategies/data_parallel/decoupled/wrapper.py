@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,25 @@ from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook,
 from headway.strategies.data_parallel.decoupled.usage import watch_backward
 from headway.strategies.data_parallel.module_spec import model_spec
 
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
+    from headway.strategies.data_parallel.decoupled.tuning.tuner import Tuner
+
 
 class DecoupledDataParallel(DistributedDataParallel):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
-    are cut in reverse order of registration. Parameters, gradients, optimizer state and buffers read at any time are
+    are cut in reverse order of registration. With ``tune`` the schedule is improved during the first steps, and
+    ``tuning`` says how as soon as that is done. Parameters, gradients, optimizer state and buffers read at any time are
     those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
 
     Raises UnsupportedError for models and options that would train wrongly, UserError where there is no process
     group or where ranks do not agree on the model.
     """
+
+    tuning: Tuned | None = None
+    _tuner: Tuner | None = None
 
     def __init__(
         self,
@@ -65,8 +73,10 @@ class DecoupledDataParallel(DistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         schedule: BucketSchedule | None = None,
+        tune: bool = False,
     ) -> None:
         planned = self.__dict__.pop("planned_schedule", None)  # where a plan is injected in a script
+        tune = self.__dict__.pop("planned_tune", tune)
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
         _refuse_options(
@@ -108,6 +118,10 @@ class DecoupledDataParallel(DistributedDataParallel):
             if self.forward_sync_buffers or forward_sync_buffers is not None:
                 replicas.broadcast(module.buffers(), group)
         self._start_engine()
+        if tune:
+            from headway.strategies.data_parallel.decoupled.tuning.tuner import tune as tune_while_training
+
+            tune_while_training(self)
 
     def _start_engine(self) -> None:
         groups = [_group_of_our_own(self.process_group) for _ in range(self.schedule.channels)]
@@ -155,6 +169,8 @@ class DecoupledDataParallel(DistributedDataParallel):
             if trainable_now(self.module) != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
+        if self._tuner is not None:
+            self._tuner.before_forward(learning=learning)
         if self._join_config.enable:
             Join.notify_join_context(self)
         self.share_buffers()
@@ -212,7 +228,7 @@ class DecoupledDataParallel(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_engine", "process_group", "_trainable")}
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy that can be read, evaluated and saved, and that refuses to be trained."""
@@ -274,6 +290,9 @@ class DecoupledDataParallel(DistributedDataParallel):
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
         }
+
+
+_OF_THE_PROCESS = ("_engine", "process_group", "_trainable", "_tuner")
 
 
 def _refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:

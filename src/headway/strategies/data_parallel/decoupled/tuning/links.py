@@ -1,0 +1,135 @@
+"""What this model's rings cost, measured in place: on its own channels, with nothing else under way."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.collectives import live
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING, prepare
+from headway.strategies.data_parallel.decoupled.communication import Job
+from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.tuning import agreement
+
+REPEATS = 3
+TOKENS = 10  # rings of next to nothing in one measurement
+SMALL_BYTES = 64 * 2**10
+LARGE_BYTES = 4 * 2**20
+LONGEST_S = 0.06  # of one ring
+LEAST_BYTE_S = 1e-12
+MEASURED_S = (
+    0.1  # rings that follow each other without a pause: one would let shaped links save up for a burst
+)
+BUSY = 0.5  # from this share of CPU time on, rings are timed beside computation, as they run in training
+UPDATE = "deferred_update"  # the name of its cost, as replay has it
+HALVES = (REDUCE_SCATTER, ALL_GATHER)
+
+
+def measure(
+    engine: Engine,
+    group: dist.ProcessGroup,
+    size_bytes: int,
+    *,
+    busy: float = 0.0,
+    update_overhead_ns: float = 0.0,
+) -> Cluster:
+    """The cluster as rings of a model of ``size_bytes`` see it: latency, goodput and a ring's overhead.
+
+    Every rank calls it at the same point, with nothing under way, and gets the same. Each rank counts as a host of its
+    own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
+    """
+    world_size = engine.world_size
+    timed = partial(_ring_s, engine, group, busy=busy >= BUSY)
+    least = 4 * world_size
+    gather_s, reduce_s = (timed((kind,), least, TOKENS) for kind in (ALL_GATHER, ALL_REDUCE))
+    small = max(least, min(SMALL_BYTES, size_bytes // 8))
+    small_s = timed(HALVES, small, 4) / 2
+    byte_s = max(LEAST_BYTE_S, (small_s - reduce_s / 2) / small)
+    large = max(2 * small, round(min(LARGE_BYTES, size_bytes, LONGEST_S / byte_s)))
+    count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
+    large_s = timed(HALVES, large, count) / 2
+    alpha_s, byte_s = line([(least, reduce_s / 2), (small, small_s), (large, large_s)])
+    # Both have one overhead; an all-reduce has twice the rounds.
+    overhead_s = min(alpha_s, max(0.0, 2 * gather_s - reduce_s))
+    others = world_size - 1
+    return Cluster(
+        hosts=tuple(_host(rank, others / world_size / byte_s * 8 / 1e9) for rank in range(world_size)),
+        latency_us=(alpha_s - overhead_s) / others * 1e6,
+        algorithms={
+            RING: AlgorithmCost(overhead_us=overhead_s * 1e6),
+            UPDATE: AlgorithmCost(overhead_us=update_overhead_ns / 1e3),
+        },
+        source="rings measured while training",
+    )
+
+
+def line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds once and seconds a byte of rings of (bytes, seconds), by least relative error."""
+    sizes, times = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    (once_s, byte_s), *_ = np.linalg.lstsq(
+        np.stack([1.0 / times, sizes / times], axis=1), np.ones_like(times), rcond=None
+    )
+    if once_s < 0 or byte_s <= 0:  # noise: the largest ring says what a byte takes at most
+        once_s, byte_s = 0.0, times[-1] / sizes[-1]
+    return float(once_s), max(float(byte_s), LEAST_BYTE_S)
+
+
+def _host(rank: int, gbps: float) -> Host:
+    return Host(name=f"rank{rank}", workers=1, up_gbps=gbps, down_gbps=gbps)
+
+
+def _ring_s(
+    engine: Engine,
+    group: dist.ProcessGroup,
+    kinds: tuple[str, ...],
+    size_bytes: int,
+    count: int,
+    *,
+    busy: bool,
+) -> float:
+    """Seconds of one ring of each of ``kinds``, of ``count`` without a pause: the median of the slowest rank's."""
+    took_s: list[float] = []
+    for _ in range(REPEATS):
+        job = Job(
+            "all_reduce", -1, size_bytes, partial(_run, engine, kinds, size_bytes, count, took_s.append)
+        )
+        engine.submit(job)
+        if busy:
+            _compute_until(job)
+        engine.wait(job)
+    return statistics.median(agreement.slowest(took_s, group)) / count
+
+
+def _run(
+    engine: Engine,
+    kinds: tuple[str, ...],
+    size_bytes: int,
+    count: int,
+    tell: Callable[[float], None],
+    channel: int,
+) -> None:
+    group, world_size = engine.channel_groups[channel], engine.world_size
+    flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
+    scratch = torch.empty(live.scratch_numel(flat.numel(), world_size))
+    rings = [prepare(RING, kind, flat, group, scratch) for kind in kinds]
+    for ring in rings:  # ranks begin together behind it, and shaped links have spent what they had saved
+        ring()
+    begun = time.perf_counter()
+    for _ in range(count):
+        for ring in rings:
+            ring()
+    tell(time.perf_counter() - begun)
+
+
+def _compute_until(job: Job) -> None:
+    left, right = torch.ones(256, 256), torch.ones(256, 256)
+    with torch.no_grad():
+        while not job.done.is_set():
+            torch.mm(left, right)

@@ -1,0 +1,73 @@
+"""Hooks that tell a watch of steps. Copies and pickles of what they hang on get ones that do nothing."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from headway.strategies.data_parallel.decoupled.observer import Observer
+
+
+class Watch(Protocol):
+    """Is told of what training stood still for."""
+
+    def waited(self, start_ns: int, end_ns: int) -> None:
+        """Training waited for communication."""
+
+    def updated(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Training applied what was due for a bucket."""
+
+
+class Notice:
+    """A hook that calls the method ``act`` of ``watch`` with ``name`` and what it is called with itself."""
+
+    def __init__(self, watch: Any = None, act: str = "", name: str = "") -> None:
+        self._watch = None if watch is None else weakref.ref(watch)
+        self._act, self._name = act, name
+
+    def __call__(self, *arguments: Any) -> None:
+        """Tell the watch, if it is still there."""
+        watch = None if self._watch is None else self._watch()
+        if watch is not None:
+            getattr(watch, self._act)(self._name, *arguments)
+
+    def __deepcopy__(self, _memo: Any) -> Notice:
+        """A hook for the copy, which nobody watches."""
+        return Notice()
+
+    def __reduce__(self) -> Any:
+        """As for a copy."""
+        return Notice, ()
+
+
+class WaitObserver:
+    """Tells a watch what training stood still for, and ``next``, which was there before, everything."""
+
+    def __init__(self, watch: Watch, following: Observer) -> None:
+        self._watch = weakref.ref(watch)
+        self.next = following
+
+    def collective(
+        self,
+        name: str,
+        bucket: int,
+        size_bytes: int,
+        enqueue_ns: int,
+        start_ns: int,
+        end_ns: int,
+        sequence: int,
+    ) -> None:
+        """Pass it on."""
+        self.next.collective(name, bucket, size_bytes, enqueue_ns, start_ns, end_ns, sequence)
+
+    def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Tell both."""
+        if (watch := self._watch()) is not None:
+            watch.waited(start_ns, end_ns)
+        self.next.wait(name, bucket, start_ns, end_ns)
+
+    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Tell both."""
+        if (watch := self._watch()) is not None:
+            watch.updated(bucket, start_ns, end_ns)
+        self.next.update(bucket, start_ns, end_ns)

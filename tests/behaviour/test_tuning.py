@@ -1,0 +1,119 @@
+"""Tuning while training: the same results as without, the same changes on every rank, the best stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests import workers
+from tests.behaviour import tuning_cases
+
+CASES = "tests.behaviour.tuning_cases"
+RELATIVE, ABSOLUTE = 1e-9, 1e-10
+
+pytestmark = pytest.mark.processes
+
+
+def _flat(value: Any) -> list[float]:
+    return [number for item in value for number in _flat(item)] if isinstance(value, list) else [value]
+
+
+def _agrees(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    assert len({result["digest"] for result in results}) == 1
+    for result in results:
+        assert _flat(result["parameters"]) == pytest.approx(
+            _flat(reference["parameters"]), rel=RELATIVE, abs=ABSOLUTE
+        )
+        assert _flat(result["state"]) == pytest.approx(_flat(reference["state"]), rel=RELATIVE, abs=ABSOLUTE)
+
+
+def _same_changes(results: list[dict[str, Any]]) -> None:
+    for key in ("schedules", "chosen", "tried", "measured", "predicted", "steps", "cluster"):
+        assert all(result[key] == results[0][key] for result in results), key
+
+
+@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (3, "adam"), (2, "adam")])
+def test_forms_channels_and_cuts_change_while_training(world_size: int, optimizer: str) -> None:
+    steps = 30
+    results = workers.run(world_size, f"{CASES}:scripted", optimizer, steps, {})
+    _agrees(results, tuning_cases.alone(optimizer, steps, world_size))
+    _same_changes(results)
+    result = results[0]
+    assert len(set(result["schedules"])) == 6
+    assert result["chosen"] == 2
+    assert result["in force"]
+    assert result["strategy"]
+    assert result["steps"] == 3 + 5 * 4
+
+
+@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adam"), (3, "sgd")])
+def test_schedules_are_planned_from_the_steps(world_size: int, optimizer: str) -> None:
+    steps = 60
+    options = {"sometimes_evaluate": True, "sometimes_accumulate": True}
+    results = workers.run(world_size, f"{CASES}:planned", optimizer, steps, options)
+    accumulated = {"sometimes_accumulate": True}
+    _agrees(results, tuning_cases.alone(optimizer, steps, world_size, **accumulated))
+    _same_changes(results)
+    result = results[0]
+    assert result["ended early"] == ""
+    assert result["steps"] <= 40
+    assert result["in force"]
+    assert result["strategy"]
+    assert result["tried"][0] == "in force"
+    assert len(result["tried"]) > 2
+    assert all(predicted > 0 for predicted in result["predicted"])
+    assert result["cluster"]["latency_us"] >= 0
+    assert len(result["cluster"]["hosts"]) == world_size
+    assert [len(each["log"]) for each in results] == [1] + [0] * (world_size - 1)
+    assert "tuned in" in result["log"][0]
+    assert result["observer"] == "NullObserver"
+    assert result["hooks"] == len(list(tuning_cases.net().modules()))  # the engine's own
+
+
+def test_thresholds_are_searched_by_the_same_driver() -> None:
+    pytest.importorskip("bayes_opt")
+    results = workers.run(2, f"{CASES}:thresholds", "sgd", 25, {})
+    _agrees(results, tuning_cases.alone("sgd", 25, 2))
+    _same_changes(results)
+    assert all(name.startswith("threshold of") for name in results[0]["tried"])
+    assert set(results[0]["forms"]) == {"gradients"}
+    assert results[0]["in force"]
+
+
+@pytest.mark.parametrize("changes", [1, 3])
+def test_other_parameters_are_trained_in_the_middle(changes: int) -> None:
+    results = workers.run(2, f"{CASES}:freezing", changes)
+    frozen = {6 + 5 * change: change % 2 == 0 for change in range(changes)}
+    _agrees(results, tuning_cases.alone("sgd", 60, 2, frozen=frozen))
+    _same_changes(results)
+    assert ("again and again" in results[0]["ended early"]) == (changes == 3)
+    assert results[0]["in force"] is (True if changes == 1 else None)
+
+
+def test_what_ends_it_early() -> None:
+    results = workers.run(2, f"{CASES}:left_alone")
+    assert results[0] == results[1]
+    assert "another schedule" in results[0]["another schedule"]
+    assert "not followed by a backward" in results[0]["no backward"]
+    assert results[0]["copies"] == "goes on"
+
+
+def test_several_forwards_before_a_backward() -> None:
+    results = workers.run(2, f"{CASES}:several_forwards")
+    reference = tuning_cases.several_forwards_alone(2)
+    for number in range(2):
+        _agrees([result[number] for result in results], reference[number])
+        assert results[0][number]["chosen"] == results[1][number]["chosen"] is not None
+
+
+def test_it_pauses_while_joined() -> None:
+    results = workers.run(2, f"{CASES}:joined")
+    assert results[0] == results[1]
+    assert results[0]["unfinished"]
+    assert results[0]["chosen"] is not None
+
+
+def test_an_optimizer_that_needs_whole_gradients() -> None:
+    results = workers.run(2, f"{CASES}:whole_gradients")
+    _agrees(results, tuning_cases.alone("sgd", 45, 2))
+    assert set(results[0]["forms"]) == {"gradients"}

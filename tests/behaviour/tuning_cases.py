@@ -1,0 +1,308 @@
+"""What ranks do for the tests of tuning while training, and the same training in a single process."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.model import ModelSpec
+from headway.scheduling import fusion
+from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.strategies.data_parallel.decoupled import observer as observing
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
+from headway.strategies.data_parallel.decoupled.tuning.thresholds import ThresholdProposer
+from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.parallelize import parallelize
+
+ROWS, WIDTH = 4, 6
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
+
+
+def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of ``rank``, or of all ranks where that is -1."""
+    generator = torch.Generator().manual_seed(step)
+    both = torch.randn(world_size * ROWS, WIDTH + 3, generator=generator, dtype=torch.float64)
+    if rank >= 0:
+        both = both[rank * ROWS :][:ROWS]
+    return both[:, :WIDTH], both[:, WIDTH:]
+
+
+class Script:
+    """One training script: plain steps, accumulated ones, evaluations, copies, and frozen layers where asked for."""
+
+    def __init__(self, model: Any, optimizer: Any, rank: int, world_size: int) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.rank, self.world_size = rank, world_size
+        self.alone = rank < 0
+        self.sometimes_evaluate = self.sometimes_accumulate = False
+        self.frozen: dict[int, bool] = {}  # step: whether the first layer is frozen from it on
+
+    def run(self, steps: int, after: Callable[[int], object] = lambda _step: None) -> None:
+        for step in range(steps):
+            if step in self.frozen:
+                bare = self.model if self.alone else self.model.module
+                for parameter in bare[0].parameters():
+                    parameter.requires_grad_(not self.frozen[step])
+                    parameter.grad = None
+            self.optimizer.zero_grad()
+            passes = 3 if self.sometimes_accumulate and step % 4 == 3 else 1
+            for number in range(passes):
+                last = number == passes - 1
+                with nullcontext() if last or self.alone else self.model.no_sync():
+                    self.loss(step + 1000 * number).backward()
+            self.optimizer.step()
+            if self.sometimes_evaluate and step % 3 == 1 and self.rank != 1:  # on some ranks only
+                with torch.no_grad():
+                    self.loss(step)
+                copy.deepcopy(self.model)
+            after(step)
+
+    def loss(self, step: int) -> torch.Tensor:
+        x, y = batch(step, self.rank, self.world_size)
+        return nn.functional.mse_loss(self.model(x), y)
+
+
+def seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()["state"]
+    return {
+        "parameters": [p.detach().flatten().tolist() for p in model.parameters()],
+        "state": [
+            [state[index][key].flatten().tolist() for key in sorted(state[index])] for index in sorted(state)
+        ],
+        "digest": hashlib.sha256(
+            b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        ).hexdigest(),
+    }
+
+
+def alone(optimizer: str, steps: int, world_size: int, **options: Any) -> dict[str, Any]:
+    """The reference: all ranks' rows in one batch, nothing wrapped."""
+    model = net()
+    script = Script(model, OPTIMIZERS[optimizer](model.parameters()), -1, world_size)
+    for name, value in options.items():
+        setattr(script, name, value)
+    script.run(steps)
+    return seen(model, script.optimizer)
+
+
+class Scripted:
+    """Proposes forms, channels and cuts that the planner would hardly choose, and pretends that the third is best."""
+
+    learns = False
+
+    def __init__(self) -> None:
+        self.left: list[Candidate] = []
+
+    def begin(self, setting: Setting) -> None:
+        forms: Sequence[Gather] = ("parameters", "gradients", "parameters", "gradients", "parameters")
+        self.left = [
+            Candidate.of(
+                f"number {n}", schedule_of(setting.model, 200 * (n + 1), form, 1 + n % 2), setting.model
+            )
+            for n, form in enumerate(forms)
+        ]
+
+    def propose(self) -> Candidate | None:
+        return self.left.pop(0) if self.left else None
+
+    def tell(self, candidate: Candidate, measured_ms: float) -> None:
+        assert measured_ms > 0
+
+    def choose(self, trials: Sequence[Trial]) -> int:
+        return 2
+
+
+def schedule_of(model: ModelSpec, cap_bytes: int, gather: Gather, channels: int) -> BucketSchedule:
+    buckets = make_buckets(fusion.partitioned(model, cap_bytes, cap_bytes // 2), model)
+    return BucketSchedule(buckets, forward_gather_order(model, buckets), gather, channels)
+
+
+def _train(
+    wrapped: DecoupledDataParallel, name: str, rank: int, world_size: int, steps: int, **options: Any
+) -> Any:
+    script = Script(wrapped, OPTIMIZERS[name](wrapped.parameters()), rank, world_size)
+    for option, value in options.items():
+        setattr(script, option, value)
+    schedules: list[str] = []
+    script.run(
+        steps, lambda _step: schedules.append(hashlib.sha256(repr(wrapped.schedule).encode()).hexdigest())
+    )
+    result = seen(wrapped, script.optimizer)
+    tuned = wrapped.tuning
+    assert tuned is not None
+    assert wrapped._tuner is None
+    spec = model_spec(wrapped.module)
+    candidates = [candidate.strategy.decide(spec) for candidate in tuned.candidates]
+    return result | {
+        "schedules": schedules,
+        "steps": tuned.steps,
+        "chosen": tuned.chosen,
+        "ended early": tuned.ended_early,
+        "tried": [candidate.name for candidate in tuned.candidates],
+        "forms": [schedule.gather for schedule in candidates],
+        "predicted": tuned.predicted_ms,
+        "measured": tuned.measured_ms,
+        "in force": None if tuned.chosen is None else wrapped.schedule == candidates[tuned.chosen],
+        "strategy": tuned.strategy.decide(spec) == wrapped.schedule,
+        "cluster": None if tuned.cluster is None else tuned.cluster.model_dump(mode="json"),
+        "hooks": sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in wrapped.module.modules()),
+    }
+
+
+def scripted(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
+    wrapped = DecoupledDataParallel(net(), bucket_cap_mb=0.0005)
+    tune(wrapped, Scripted())
+    return _train(wrapped, optimizer, rank, world_size, steps, **options)
+
+
+def planned(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
+    """Tuned by the product's own proposer, with the log and what is left behind."""
+    with _logged() as lines:
+        strategy = DecoupledStrategy(bucket_cap_bytes=512, tune=True)
+        result = _train(wrap(net(), strategy), optimizer, rank, world_size, steps, **options)
+    null = type(observing.observer()).__name__
+    return result | {"log": lines, "observer": null}
+
+
+def thresholds(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
+    wrapped = DecoupledDataParallel(net(), bucket_cap_mb=0.0005)
+    tune(wrapped, ThresholdProposer(scale=1e-5, trials=3))
+    return _train(wrapped, optimizer, rank, world_size, steps, **options)
+
+
+def freezing(rank: int, world_size: int, changes: int) -> Any:
+    """Layers are frozen and unfrozen while the tuner works."""
+    wrapped = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    frozen = {6 + 5 * change: change % 2 == 0 for change in range(changes)}
+    return _train(wrapped, "sgd", rank, world_size, 60, frozen=frozen)
+
+
+def left_alone(rank: int, world_size: int) -> dict[str, str]:
+    """Ways in which tuning ends without a choice; returns why."""
+    reasons = {}
+
+    def trained(name: str, act: Callable[[Any, Any, int], object], steps: int = 12) -> None:
+        wrapped: Any = parallelize(net(), OPTIMIZERS["sgd"](net().parameters()))
+        assert wrapped._tuner is not None
+        optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+        for step in range(steps):
+            act(wrapped, optimizer, step)
+        reasons[name] = "goes on" if wrapped.tuning is None else wrapped.tuning.ended_early
+
+    def plain(wrapped: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        x, y = batch(step, rank, world_size)
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        optimizer.step()
+
+    def other_schedule(wrapped: Any, optimizer: Any, step: int) -> None:
+        plain(wrapped, optimizer, step)
+        if step == 5:
+            wrapped.reschedule(schedule_of(model_spec(wrapped.module), 300, "parameters", 1))
+
+    def no_backward(wrapped: Any, _optimizer: Any, step: int) -> None:
+        wrapped(batch(step, rank, world_size)[0])
+
+    def copied(wrapped: Any, optimizer: Any, step: int) -> None:
+        plain(wrapped, optimizer, step)
+        if step == 5:  # in the middle of the watched steps
+            other = pickle.loads(pickle.dumps(copy.deepcopy(wrapped.module)))
+            other(batch(step, rank, world_size)[0]).sum().backward()
+
+    trained("another schedule", other_schedule)
+    trained("no backward", no_backward, 60)
+    trained("copies", copied)
+    return reasons
+
+
+def several_forwards(rank: int, world_size: int) -> Any:
+    """Two forwards before each backward, and two models at a time."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    other: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256, tune=True))
+    optimizer = OPTIMIZERS["adam"]([*wrapped.parameters(), *other.parameters()])
+    for step in range(50):
+        optimizer.zero_grad()
+        x, y = batch(step, rank, world_size)
+        first, second = wrapped(x), wrapped(x.tanh())
+        nn.functional.mse_loss(first + second + other(x), y).backward()
+        optimizer.step()
+    results = [seen(wrapped, optimizer), seen(other, optimizer)]
+    return [r | {"chosen": m.tuning.chosen} for r, m in zip(results, (wrapped, other), strict=True)]
+
+
+def several_forwards_alone(world_size: int) -> Any:
+    model, other = net(), net()
+    optimizer = OPTIMIZERS["adam"]([*model.parameters(), *other.parameters()])
+    for step in range(50):
+        optimizer.zero_grad()
+        x, y = batch(step, -1, world_size)
+        nn.functional.mse_loss(model(x) + model(x.tanh()) + other(x), y).backward()
+        optimizer.step()
+    return [seen(model, optimizer), seen(other, optimizer)]
+
+
+def joined(rank: int, world_size: int) -> Any:
+    """A join with uneven inputs in the middle of tuning: the tuner pauses, and goes on behind it."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            optimizer.zero_grad()
+            x, y = batch(step, rank, world_size)
+            nn.functional.mse_loss(wrapped(x), y).backward()
+            optimizer.step()
+
+    steps(9)
+    with wrapped.join():
+        steps(5 + rank)
+    unfinished = wrapped.tuning is None
+    steps(40)
+    return {"digest": seen(wrapped, optimizer)["digest"], "unfinished": unfinished,
+            "chosen": wrapped.tuning.chosen, "steps": wrapped.tuning.steps}  # fmt: skip
+
+
+def whole_gradients(rank: int, world_size: int) -> Any:
+    """An optimizer that looks at whole gradients: only their gathers are tried."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+
+    class Own(torch.optim.SGD):
+        """A subclass, which may do anything."""
+
+    optimizer = Own(wrapped.parameters(), lr=0.05, momentum=0.9)
+    script = Script(wrapped, optimizer, rank, world_size)
+    script.run(45)
+    return seen(wrapped, optimizer) | {"forms": [c.strategy.gather for c in wrapped.tuning.candidates]}
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("headway")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
