@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -139,6 +141,7 @@ def without_user_modes() -> Iterator[None]:
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
     ):
         yield
 
@@ -150,11 +153,33 @@ def unhooked_step(optimizer_type: type[torch.optim.Optimizer]) -> Callable[..., 
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of ``group`` for tensors on the CPU, or None where it cannot be learned."""
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        return None
+    """The timeout of ``group``, for tensors on the CPU where it takes them, or None where it cannot be learned."""
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):
+            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
+            return timeout
+    return None
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The lower-case name of the backend that ``group`` has for each type of device, such as "nccl" for "cuda"."""
+    config = torch.distributed.distributed_c10d.get_backend_config(group)
+    return dict(pair.split(":") for pair in config.split(","))
+
+
+def device_index(device: Any) -> int:
+    """The index of a CUDA device given in any of the forms that DDP's ``device_ids`` takes."""
+    return int(_get_device_index(device, True))
+
+
+def moved_as_ddp_does(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward with their tensors on ``device``, as DDP moves them where it has ``device_ids``."""
+    moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
+    if not moved_inputs:
+        return (), {}
+    return moved_inputs[0], moved_kwargs[0]
 
 
 def group_name(group: dist.ProcessGroup) -> str:

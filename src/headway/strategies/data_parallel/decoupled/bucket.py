@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +18,8 @@ from headway.collectives.program import chunk_bounds
 from headway.scheduling.buckets import Bucket
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.communication import Job
+from headway.strategies.data_parallel.decoupled.streams import Turns
+from headway.strategies.data_parallel.decoupled.wiring import Wiring
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine
@@ -120,17 +125,27 @@ class Slot:
     def shares_storage(self) -> bool:
         """Whether another tensor aliases the parameter, so that its value could be read behind our back."""
         with torch_private.without_subclass_dispatch():
-            return torch_private.storage_uses(self.parameter) > _PARAMETER_USES
+            uses = torch_private.storage_uses(self.parameter)
+        return uses > unshared(self.engine.wiring.device)[1]
 
 
 class LiveBucket:
-    """A bucket with its buffer. ``buffer`` has a multiple of the world size of elements, the last ones unused."""
+    """A bucket with its buffer. ``buffer`` has a multiple of the world size of elements, the last ones unused.
 
-    def __init__(self, bucket: Bucket, world_size: int, rank: int) -> None:
+    ``device`` is the parameters', and may be another than the buffer's: see ``wiring``. On a device every use of the
+    buffer takes its turn.
+    """
+
+    def __init__(self, bucket: Bucket, world_size: int, rank: int, wiring: Wiring) -> None:
+        self.device = wiring.device
+        self.turns = Turns(wiring.streams, on_host=wiring.pinned)
         self.index = bucket.index
         self.size_bytes = bucket.size_bytes
         numel = sum(part.numel for part in bucket.parts)
-        self.buffer = torch.zeros(-(-numel // world_size) * world_size, dtype=getattr(torch, bucket.dtype))
+        self.buffer = torch.zeros(
+            -(-numel // world_size) * world_size, dtype=getattr(torch, bucket.dtype), device=wiring.buffers,
+            pin_memory=wiring.pinned,
+        )  # fmt: skip
         self.bounds = chunk_bounds(self.buffer.numel(), world_size)
         self.own = slice(*self.bounds[rank])
         self.slots: list[Slot] = []
@@ -138,6 +153,23 @@ class LiveBucket:
         self.reductions = 0  # how many reduce-scatters have been submitted
         self.reduce: Job | None = None
         self.gather: Job | None = None
+
+    def fill(self, place: Place, gradient: torch.Tensor, scale: float) -> None:
+        """Put the part of ``gradient`` that belongs to ``place`` there, times ``scale``."""
+        view = place.view
+        with self.turns.turn():
+            if view.device != gradient.device:
+                part = gradient.reshape(-1)[place.start : place.end]
+                view.copy_(part * scale, non_blocking=True)  # whoever reads the buffer waits for this turn
+            elif view.numel() == gradient.numel():
+                torch.mul(gradient, scale, out=view.view(gradient.shape))
+            else:
+                torch.mul(gradient.reshape(-1)[place.start : place.end], scale, out=view)
+
+    def clear(self, place: Place | None = None) -> None:
+        """Put zeros at ``place``, or everywhere."""
+        with self.turns.where_it_lies():
+            (self.buffer if place is None else place.view).zero_()
 
 
 class Unit:
@@ -153,6 +185,14 @@ class Unit:
         self.in_flight = False
         self.stepped = False  # with parameters gathered: an update is under way
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A turn of every bucket."""
+        with ExitStack() as turns:
+            for bucket in self.buckets:
+                turns.enter_context(bucket.turns.turn())
+            yield
+
 
 def make_units(buckets: list[LiveBucket]) -> list[Unit]:
     """Join the buckets that share a slot, in the order of their first bucket."""
@@ -166,12 +206,15 @@ def make_units(buckets: list[LiveBucket]) -> list[Unit]:
 
 
 def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
-    """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order."""
+    """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order.
+
+    Out of pinned memory this is done in the current stream's time: ``source`` must not change before.
+    """
     end = start + source.numel()
     if end - start == target.numel():
-        target.copy_(source.view(target.shape))
+        target.copy_(source.view(target.shape), non_blocking=True)
     elif target.is_contiguous():
-        target.view(-1)[start:end].copy_(source)
+        target.view(-1)[start:end].copy_(source, non_blocking=True)
     else:
         whole = target.reshape(-1)
         whole[start:end] = source
@@ -181,20 +224,21 @@ def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
 def gradient_holders(parameter: nn.Parameter) -> tuple[int, int]:
     """Count who holds ``parameter.grad``: references to the tensor, and uses of its storage.
 
-    Compare with ``UNHELD``, the counts where only the parameter does.
+    Compare with ``unshared``, the counts where only the parameter does.
     """
     gradient = cast(torch.Tensor, parameter.grad)
     return sys.getrefcount(gradient), torch_private.storage_uses(gradient)
 
 
-def _calibrate() -> tuple[tuple[int, int], int]:
-    """What the two counts are where nobody shares anything: the interpreter and torch add their own."""
+@lru_cache
+def unshared(device: torch.device) -> tuple[tuple[int, int], int]:
+    """What ``gradient_holders`` counts, and the uses of a parameter's storage, where nobody shares anything.
+
+    The interpreter and torch add their own.
+    """
     counts: list[Any] = []
-    parameter = nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(torch.ones(2, device=device))
     parameter.register_post_accumulate_grad_hook(lambda p: counts.append(gradient_holders(cast(Any, p))))
     with torch.inference_mode(False), torch.enable_grad():
         (parameter * 2).sum().backward()
     return counts[0], torch_private.storage_uses(parameter)
-
-
-UNHELD, _PARAMETER_USES = _calibrate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import Slot
 
+DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -36,17 +38,44 @@ def check_module(module: nn.Module, mine: Collection[Slot] = ()) -> None:
         raise UserError(
             "the model has no parameter that requires a gradient", fix="It needs no data parallelism."
         )
+    device = trainable[0][1].device
     for name, parameter in module.named_parameters():
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in DEVICE_TYPES:
             raise UnsupportedError(
-                "only parameters on the CPU are supported",
-                got=f"{name} on {parameter.device}",
-                fix="Use stock DDP.",
+                "a parameter's device is not supported", got=f"{name} on {parameter.device}",
+                expected=" or ".join(DEVICE_TYPES), fix="Use stock DDP.",
+            )  # fmt: skip
+        if parameter.requires_grad and parameter.device != device:
+            raise UnsupportedError(
+                "the trainable parameters are on several devices",
+                got=f"{trainable[0][0]} on {device}, {name} on {parameter.device}",
+                fix="Put the model on one device in each process, or use stock DDP.",
             )
     known = {id(slot.parameter) for slot in mine}
     for name, parameter in trainable:
         if id(parameter) not in known:
             _check_parameter(name, parameter)
+
+
+def check_device_ids(device: torch.device, device_ids: Any, output_device: Any) -> bool:
+    """Whether inputs are to be moved to ``device``: as under DDP, where ``device_ids`` names it.
+
+    Raises UnsupportedError where these name anything but the parameters' own device.
+    """
+    named = list(device_ids or [])
+    for what, values in (
+        ("device_ids", named),
+        ("output_device", [] if output_device is None else [output_device]),
+    ):
+        if values and (
+            device.type != "cuda" or [torch_private.device_index(v) for v in values] != [device.index]
+        ):
+            raise UnsupportedError(
+                f"{what} names another device than the parameters'", got=f"{values}, parameters on {device}",
+                expected=f"{device.index}" if device.type == "cuda" else "None",
+                fix="Move the model to that device before wrapping it.",
+            )  # fmt: skip
+    return bool(named)
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled.observer import observer
+from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
 
 Work = Callable[[int], None]  # is told the channel it runs on
 
@@ -31,6 +33,8 @@ class Job:
         self.after = after
         self.sequence = -1
         self.enqueue_ns = time.monotonic_ns()
+        self.ready: Any = None  # a mark of what the job's operands wait for on the device
+        self.event: Any = None  # with streams, a mark behind the job; it is ``done`` when it has been given
         self.done = threading.Event()
         self.error: CommunicationError | None = None
 
@@ -43,16 +47,21 @@ class Channels:
 
     That order must be the same on every rank. After a failed job every later one fails with the same
     CommunicationError, without touching the network. ``culprit`` is asked, once, who is to blame for a failure.
+    Where parameters are on a device, each thread has a stream there for what it copies and updates, and a job is done
+    when that is done.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], culprit: Callable[[], str]) -> None:
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], culprit: Callable[[], str], streams: Streams
+    ) -> None:
         self._groups = tuple(groups)
         self._culprit = culprit
+        self._streams = streams
         self._rank = dist.get_rank()
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups]
         self._active = len(self._groups)
         self.last: Job | None = None
-        self._failure: CommunicationError | None = None
+        self.failure: CommunicationError | None = None
         self._failing = threading.Lock()
         self._process = os.getpid()
         self._threads = [
@@ -68,6 +77,11 @@ class Channels:
         return self._groups
 
     @property
+    def host_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups for tensors on the CPU."""
+        return self._groups
+
+    @property
     def submitted(self) -> int:
         """How many jobs have been submitted."""
         return 0 if self.last is None else self.last.sequence + 1
@@ -78,15 +92,16 @@ class Channels:
 
     def submit(self, job: Job) -> Job:
         """Queue ``job``; it gets the next sequence number."""
-        self._refuse_forked()
+        self.refuse_forked()
         job.sequence = self.submitted
+        job.ready = self._streams.mark()
         self.last = job
         self._queues[job.sequence % self._active].put(job)
         return job
 
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError where it failed."""
-        self._refuse_forked()
+        self.refuse_forked()
         if not job.done.is_set():
             assert threading.current_thread() not in self._threads
             start_ns = time.monotonic_ns()
@@ -100,30 +115,38 @@ class Channels:
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
-            if threading.current_thread() not in self._threads and self._failure is None:
+            if threading.current_thread() not in self._threads and self.failure is None:
                 thread.join()
 
     def _serve(self, channel: int) -> None:
+        stream = self._streams.new()
+        with self._streams.on(stream):
+            self._run_jobs(channel, stream)
+
+    def _run_jobs(self, channel: int, stream: Any) -> None:
         while (job := self._queues[channel].get()) is not None:
             for earlier in job.after:
                 earlier.done.wait()
             start_ns = time.monotonic_ns()
-            if self._failure is None:
+            if self.failure is None:
                 try:
+                    wait_on_host(job.ready)
                     with torch.no_grad():
                         job.work(channel)
+                    wait_on_host(stream)
                 except Exception as error:
-                    self._fail(job, error)
-            job.error = self._failure
+                    self.fail(job, error)
+            job.error = self.failure
             if job.error is None:
                 observer().collective(
                     job.name, job.bucket, job.size_bytes, job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence
                 )  # fmt: skip
             job.done.set()
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def fail(self, job: Job, error: BaseException) -> None:
+        """Let ``job`` and every later one fail because of ``error``, unless something failed before."""
         with self._failing:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
             reason = " ".join(str(error).split())[:200]
             failure = CommunicationError(
@@ -131,11 +154,12 @@ class Channels:
                 "Restart the job from its last checkpoint."
             )
             failure.__cause__ = error
-            self._failure = failure
+            self.failure = failure
         for group in self._groups:  # so that peers that wait for this rank fail rather than wait
             torch_private.abort_group(group)
 
-    def _refuse_forked(self) -> None:
+    def refuse_forked(self) -> None:
+        """Raise UnsupportedError in a process that was forked from the one that trains."""
         if os.getpid() != self._process:
             raise UnsupportedError(
                 "a forked process uses a decoupled model whose update is still under way",

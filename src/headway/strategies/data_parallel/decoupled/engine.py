@@ -29,18 +29,21 @@ from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.scheduling.filling import Filling
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import (
-    UNHELD,
     LiveBucket,
     Place,
     Slot,
     Unit,
     gradient_holders,
     make_units,
+    unshared,
 )
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.kinds import Kind
-from headway.strategies.data_parallel.decoupled.rings import Rings
+from headway.strategies.data_parallel.decoupled.rings import Collectives, Natives, Rings
+from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
+from headway.strategies.data_parallel.decoupled.streams import Streams, Turns
 from headway.strategies.data_parallel.decoupled.usage import Usage
+from headway.strategies.data_parallel.decoupled.wiring import Wiring
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.peers import Peers, Reply
@@ -101,11 +104,15 @@ class Engine:
         self,
         parameters: Mapping[str, nn.Parameter],
         schedule: BucketSchedule,
+        wiring: Wiring,
         groups: Sequence[dist.ProcessGroup],
+        native_groups: Sequence[dist.ProcessGroup],
         peers: Peers,
         *,
         find_unused: bool = False,
     ) -> None:
+        self.wiring = wiring
+        self.groups = (*groups, *native_groups)
         self.group = groups[0]
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.synchronise = True  # whether the next backward reduces; no_sync() turns it off
@@ -118,12 +125,18 @@ class Engine:
         self._warned = False
         self._running = False  # a synchronised backward is filling buckets
         self._change_form = False
-        self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
-        self.on_update: Callable[[int, Callable[[], None]], None] | None = None  # runs updates on channels
         self._kept = False  # whether a reduced gradient may be under way
         self._settled = True  # whether nothing has happened since the last backward began
         self._callback_queued = False
-        self._channels = Channels(groups, peers.culprit)
+        self._unheld = unshared(wiring.device)[0]
+        self._settling = Turns(wiring.streams, on_host=False)  # of parameters, out of their buckets
+        self._answering = wiring.streams.new()
+        self._channels: Channels | StreamChannels
+        if wiring.native:
+            host = Channels(groups, peers.culprit, Streams(torch.device("cpu")))
+            self._channels = StreamChannels(native_groups, host, wiring.streams)
+        else:
+            self._channels = Channels(groups, peers.culprit, wiring.streams)
         peers.answer_with(self)
         self.own_handles: list[RemovableHandle] = []
         self._install(parameters, schedule)
@@ -133,7 +146,9 @@ class Engine:
     def _install(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         self.schedule = schedule
         slots = {name: Slot(self, name, parameters[name]) for name in schedule.buckets_of}
-        self.buckets = [LiveBucket(planned, self.world_size, self.rank) for planned in schedule.buckets]
+        self.buckets = [
+            LiveBucket(planned, self.world_size, self.rank, self.wiring) for planned in schedule.buckets
+        ]
         for planned, bucket in zip(schedule.buckets, self.buckets, strict=True):
             offset = 0
             for part in planned.parts:
@@ -145,7 +160,10 @@ class Engine:
         self.usage = Usage(self.slots)
         self._filling = Filling(schedule)
         self._channels.use(schedule.channels)
-        self._rings = Rings(self.buckets, self._channels.groups[: schedule.channels], self.world_size)
+        groups = self._channels.groups[: schedule.channels]
+        self._collectives: Collectives = (
+            Natives(groups) if self.wiring.native else Rings(self.buckets, groups, self.world_size)
+        )
         self.form: Form = _make_form(self, schedule.gather)
         for slot in self.slots:
             deferred.register(slot.parameter, slot)
@@ -166,6 +184,8 @@ class Engine:
         for slot in self.slots:
             slot.leave()
             deferred.unregister(slot.parameter)
+        for bucket in self.buckets:
+            bucket.turns.join()  # its memory is about to be used for something else
 
     # What happens to a gradient -------------------------------------------------------------------
 
@@ -194,7 +214,6 @@ class Engine:
 
     def gather_gradients_from_now_on(self) -> None:
         """Have the next backward gather gradients; every rank says so at the same point of the script."""
-        self.needs_gradients = True
         if self.schedule.gather == "parameters":
             self._change_form = True
 
@@ -226,7 +245,7 @@ class Engine:
                 slot.name, "Use checkpoint(..., use_reentrant=False) for shared parameters.",
             )  # fmt: skip
         self._check_gradient(slot, slot.parameter.grad)
-        slot.held = gradient_holders(slot.parameter) != UNHELD  # before this function holds it too
+        slot.held = gradient_holders(slot.parameter) != self._unheld  # before this function holds it too
         gradient = slot.parameter.grad
         assert gradient is not None
         self._fill(slot, gradient)
@@ -238,11 +257,7 @@ class Engine:
         scale = 1.0 / self.divisor
         with torch.no_grad():
             for place in slot.places:
-                view = place.view
-                if view.numel() == gradient.numel():
-                    torch.mul(gradient, scale, out=view.view(gradient.shape))
-                else:
-                    torch.mul(gradient.reshape(-1)[place.start : place.end], scale, out=view)
+                place.bucket.fill(place, gradient, scale)
 
     def _check_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -258,7 +273,7 @@ class Engine:
                 "gradients of gradients (create_graph) are not supported", slot.name, "Use stock DDP."
             )
         buffer = slot.places[0].bucket.buffer
-        if gradient.dtype != buffer.dtype or gradient.device != buffer.device:
+        if gradient.dtype != buffer.dtype or gradient.device != self.wiring.device:
             raise self.fail("a parameter changed its dtype or device after it was wrapped", slot.name,
                             "Convert the model before wrapping it.")  # fmt: skip
 
@@ -299,7 +314,7 @@ class Engine:
             if gradient is None:
                 slot.local = None
                 for place in slot.places:
-                    place.view.zero_()
+                    place.bucket.clear(place)
             else:
                 self._fill(slot, gradient)
             self._launch(self._filling.ready(slot.name))
@@ -310,7 +325,7 @@ class Engine:
         self.settle_all()
         self.usage.restart()
         for bucket in self.buckets:
-            bucket.buffer.zero_()
+            bucket.clear()
             bucket.reductions += 1
             bucket.reduce = self.collective(REDUCE_SCATTER, bucket, then=self.form.keep(bucket.index))
             self.form.reduced(bucket.index)
@@ -343,16 +358,16 @@ class Engine:
         after: Sequence[Job] = (),
         then: Callable[[], None] | None = None,
     ) -> Job:
-        """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread."""
+        """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread or stream."""
+        turn = bucket.turns.where_it_lies()
 
         def work(channel: int) -> None:
-            if before is not None and self.on_update is not None:
-                self.on_update(bucket.index, before)
-            elif before is not None:
-                before()
-            self._rings.run(name, bucket, channel)
-            if then is not None:
-                then()
+            with turn:
+                if before is not None:
+                    before()
+                self._collectives.run(name, bucket, channel)
+                if then is not None:
+                    then()
 
         return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after))
 
@@ -369,13 +384,12 @@ class Engine:
             raise
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
-        """What a peer asks for; runs on a thread of its own."""
-        return self.form.answer(request)
+        """What a peer asks for; runs on a thread of its own.
 
-    @property
-    def channel_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process group of each channel."""
-        return self._channels.groups
+        And on a stream of its own: training's may be waiting for a collective that waits for who asks.
+        """
+        with self.wiring.streams.on(self._answering):
+            return self.form.answer(request)
 
     @property
     def channels(self) -> int:
@@ -395,7 +409,12 @@ class Engine:
         with self.lock:
             if unit.in_flight:
                 self.check_usable()
-                self.form.settle_value(unit)
+                with self._settling.turn():
+                    self.form.settle_value(unit)
+
+    def join_settling(self) -> None:
+        """Have the current stream wait for values that another stream has settled."""
+        self._settling.join()
 
     def settle_gradient(self, unit: Unit) -> None:
         """Bring averages into ``.grad``."""
@@ -480,7 +499,7 @@ class Engine:
         scratch = torch.empty(live.scratch_numel(numel, self.world_size), dtype=tensor.dtype)
 
         def work(channel: int) -> None:
-            live.run(program, tensor, self._channels.groups[channel], scratch)
+            live.run(program, tensor, self._channels.host_groups[channel], scratch)
 
         return Job("all_reduce", -1, numel * tensor.element_size(), work)
 

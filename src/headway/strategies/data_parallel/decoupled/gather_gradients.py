@@ -31,7 +31,7 @@ class GatherGradients:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._updates: dict[Unit, list[Callable[[], None]]] = defaultdict(list)
+        self._updates: dict[Unit, list[Callable[[], object]]] = defaultdict(list)
 
     def begin_backward(self) -> None:
         """All is settled."""
@@ -81,10 +81,13 @@ class GatherGradients:
                 lists[index].append(slot.parameter)
                 slot.step()
         self._engine.unsettle()
+        lent = torch_private.tensors_in(list(hyper_parameters))
         for unit, lists in by_unit.items():
             groups = [{**h, "params": p} for h, p in zip(hyper_parameters, lists, strict=True) if p]
             stand_in = StandIn(optimizer, partial(list, groups))
-            self._updates[unit].append(partial(torch_private.unhooked_step(type(optimizer)), stand_in))
+            update = partial(torch_private.unhooked_step(type(optimizer)), stand_in)
+            streams = self._engine.wiring.streams
+            self._updates[unit].append(streams.carry(update, [*lent, *stand_in.lent]))
 
     def state_wanted(self, optimizer: Optimizer) -> None:
         """Every rank has the whole state."""
@@ -120,11 +123,12 @@ class GatherGradients:
         start_ns = time.monotonic_ns()
         unit.in_flight = False
         updates = self._updates.pop(unit, [])
-        with torch_private.without_user_modes():
+        with torch_private.without_user_modes(), unit.turn():
             replaced = [(slot, slot.grad) for slot in unit.slots if slot.cleared]
             for slot in unit.slots:
                 if slot.cleared:
-                    slot.grad = _average(slot) if slot.defined or self._engine.usage.anywhere(slot) else None
+                    used = slot.defined or self._engine.usage.anywhere(slot)
+                    slot.grad = _average(slot).to(slot.parameter.device) if used else None
                 elif slot.pending:
                     self._complete(slot)
                 slot.leave()
@@ -140,9 +144,9 @@ class GatherGradients:
             for place in slot.places:
                 flat_copy(gradient, place.start, place.view)
         elif self._engine.usage.anywhere(slot):
-            slot.grad = _average(slot).clone()
+            slot.grad = _average(slot).to(slot.parameter.device, copy=True)
 
-    def _run(self, updates: Sequence[Callable[[], None]], unit: Unit) -> None:
+    def _run(self, updates: Sequence[Callable[[], object]], unit: Unit) -> None:
         try:
             for update in updates:
                 update()

@@ -47,7 +47,8 @@ class GatherParameters:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._shards = [Shard(bucket, engine.rank) for bucket in engine.buckets]
+        self._streams = engine.wiring.streams
+        self._shards = [Shard(bucket, engine.rank, self._streams) for bucket in engine.buckets]
         self._pieces: dict[Slot, list[Piece]] = defaultdict(list)
         for shard in self._shards:
             for piece in shard.pieces:
@@ -76,6 +77,8 @@ class GatherParameters:
         for slot in self._engine.slots:
             if slot.pending:
                 slot.leave()
+        for state in self._states:
+            state.forget()
 
     def reduced(self, index: int) -> None:
         """Nothing is gathered before a step."""
@@ -123,7 +126,15 @@ class GatherParameters:
             if bucket.unit in units:
                 groups = partial(self._groups, self._shards[number], hyper_parameters, taken, defined)
                 draft: defaultdict[Any, State] = defaultdict(dict)
-                step = partial(torch_private.unhooked_step(type(optimizer)), StandIn(optimizer, groups, draft))
+                stand_in = StandIn(optimizer, groups, draft)
+                lent = [
+                    *gradients.values(),
+                    *torch_private.tensors_in(list(hyper_parameters)),
+                    *stand_in.lent,
+                ]
+                step = self._streams.carry(
+                    partial(torch_private.unhooked_step(type(optimizer)), stand_in), lent
+                )
                 state.asked[number] += 1
                 update = partial(self._update, self._shards[number], state, draft, step, gradients)
                 commit = partial(state.commit, number, draft)
@@ -169,6 +180,7 @@ class GatherParameters:
                 draft[piece.parameter] = state.copy_of(piece)
             if shard.pieces:
                 step()
+            shard.publish()
 
     # Settling ---------------------------------------------------------------------------------------------
 
@@ -181,7 +193,7 @@ class GatherParameters:
             assert bucket.gather is not None
             self._engine.wait(bucket.gather)
         start_ns = time.monotonic_ns()
-        with torch_private.without_user_modes():
+        with torch_private.without_user_modes(), unit.turn():
             for slot in stepped:
                 for place in slot.places:
                     flat_copy(slot.parameter, place.start, place.view)
@@ -217,9 +229,10 @@ class GatherParameters:
     def _assemble(
         self, buckets: Sequence[LiveBucket], answers: Mapping[int, Answer]
     ) -> dict[LiveBucket, torch.Tensor]:
-        whole = {bucket: torch.empty_like(bucket.buffer) for bucket in buckets}
+        whole = {bucket: torch.empty_like(bucket.buffer, device=bucket.device) for bucket in buckets}
         for bucket, flat in whole.items():
-            flat[bucket.own] = self._shards[bucket.index].gradient
+            with bucket.turns.turn():  # the next reduction writes over it
+                flat[bucket.own] = self._shards[bucket.index].gradient
         for rank, answer in answers.items():
             take = reader(answer.payload)
             for bucket, flat in whole.items():
@@ -234,7 +247,7 @@ class GatherParameters:
             if known() is optimizer:
                 return state
         self._optimizers.append(weakref.ref(optimizer))
-        self._states.append(ShardedState())
+        self._states.append(ShardedState(self._streams))
         return self._states[-1]
 
     def _absorb(self, optimizer: Optimizer, slot: Slot, state: ShardedState) -> None:
@@ -260,7 +273,7 @@ class GatherParameters:
         request = {"want": "state", "optimizer": number, "asked": list(state.asked.items())}
         found = {self._engine.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]}
         for rank, answer in self._engine.peers.ask_all(request).items():
-            found[rank] = unpack(answer.header["states"], answer.payload)
+            found[rank] = unpack(answer.header["states"], answer.payload, self._engine.wiring.device)
         wholes = self._whole_states(found)
         for slot in (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"]):
             if slot in wholes and slot not in state.looked_at:
@@ -301,18 +314,20 @@ class GatherParameters:
         """A rank can be ahead of who asks by a reduction it waits in, not by one that is done: that needs all ranks."""
         shard = self._shards[index]
         self._until(lambda: shard.reductions >= reduction)
-        return shard.gradient
+        shard.kept.wait(reduction)
+        return shard.gradient.cpu()
 
-    def _state_answer(self, number: int, asked: Sequence[Sequence[int]]) -> Reply:
+    def _state_answer(self, number: int, asked: Sequence[tuple[int, int]]) -> Reply:
         self._until(lambda: len(self._states) > number)
         state = self._states[number]
         self._until(lambda: all(state.applied[index] >= count for index, count in asked))
-        if any(state.applied[index] > count for index, count in asked):
+        found = state.after(dict(asked))
+        if found is None:
             raise UnsupportedError(
                 "an optimizer's state was looked at on one rank while the others stepped it again without a backward",
                 fix="Look at the state on every rank.",
             )
-        described, tensors = pack([state.of.get(p.parameter) for s in self._shards for p in s.pieces])
+        described, tensors = pack([found.get(p.parameter) for s in self._shards for p in s.pieces])
         return {"states": described}, tensors
 
     def _until(self, condition: Callable[[], bool]) -> None:
@@ -360,7 +375,7 @@ def _put_together(whole: State, key: str, value: Any, span: Any) -> None:
     parameter = span.slot.parameter
     if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == span.end - span.start:
         if key not in whole:
-            whole[key] = torch.zeros(parameter.shape, dtype=value.dtype)
+            whole[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
         whole[key].view(-1)[span.start : span.end] = value
     else:
         whole[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -27,7 +27,10 @@ class MaterialiseHook:
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         """Bring ``module``'s own parameters up to date."""
         engine = None if self._engine is None else self._engine()
-        if engine is None or self._module is None or self._module() is not module or engine.idle:
+        if engine is None or self._module is None or self._module() is not module:
+            return
+        engine.join_settling()
+        if engine.idle:
             return
         if not torch.is_grad_enabled():
             engine.settle_values()

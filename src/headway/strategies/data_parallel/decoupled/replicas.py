@@ -15,9 +15,14 @@ from headway.scheduling.buckets import BucketSchedule
 MESSAGE_BYTES = 64 * 2**20
 
 
-def check_agreement(model: ModelSpec, schedule: BucketSchedule, group: dist.ProcessGroup) -> None:
-    """Raise UserError unless every rank of ``group`` has the same parameters and the same schedule."""
-    mine = torch.tensor([_digest(model.fingerprint), _digest(repr(schedule))], dtype=torch.int64)
+def check_agreement(
+    model: ModelSpec, schedule: BucketSchedule, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise UserError unless every rank of ``group``, which takes tensors on ``device``, has the same parameters and
+    the same schedule.
+    """
+    digests = [_digest(model.fingerprint), _digest(repr(schedule))]
+    mine = torch.tensor(digests, dtype=torch.int64, device=device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
     for index, what in enumerate(("parameters (names, shapes, dtypes)", "plan")):
@@ -31,23 +36,30 @@ def check_agreement(model: ModelSpec, schedule: BucketSchedule, group: dist.Proc
             )
 
 
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Overwrite ``tensors`` with those of rank ``source`` of ``group``, in as few messages as memory allows."""
+def broadcast(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device, source: int = 0
+) -> None:
+    """Overwrite ``tensors`` with those of rank ``source`` of ``group``, in as few messages as memory allows.
+
+    They travel on ``device``, wherever they are.
+    """
     batch: list[torch.Tensor] = []
     size_bytes = 0
     for tensor in tensors:
         batch.append(tensor)
         size_bytes += tensor.numel() * tensor.element_size()
         if size_bytes >= MESSAGE_BYTES:
-            _broadcast_batch(batch, group, source)
+            _broadcast_batch(batch, group, device, source)
             batch, size_bytes = [], 0
     if size_bytes:
-        _broadcast_batch(batch, group, source)
+        _broadcast_batch(batch, group, device, source)
 
 
-def _broadcast_batch(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
+def _broadcast_batch(
+    tensors: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device, source: int
+) -> None:
     with torch.no_grad():
-        pieces = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        pieces = [tensor.detach().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
         message = torch.cat(pieces)
         dist.broadcast(message, group=group, group_src=source)
         if dist.get_rank(group) != source:

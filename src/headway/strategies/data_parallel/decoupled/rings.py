@@ -1,16 +1,35 @@
-"""The rings of all buckets, prepared once for every channel they may run on."""
+"""How buckets' collectives are carried out: rings, prepared once for every channel, or a device's native ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from headway.collectives import live
+from headway.collectives import live, native
 from headway.collectives.algorithms import RING, prepare
 from headway.collectives.program import pieces_for
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+
+
+class Collectives(Protocol):
+    """Reduce-scatters and all-gathers of buckets."""
+
+    def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
+        """Run a collective of ``bucket`` on ``channel``."""
+
+
+class Natives:
+    """The process groups' own collectives, on the current stream; returns when they have been given to the device."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = groups
+
+    def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
+        """Run a collective of ``bucket`` on ``channel``."""
+        native.COLLECTIVES[kind](bucket.buffer, self._groups[channel], bucket.buffer)
 
 
 class Rings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Slot
+from headway.strategies.data_parallel.decoupled.streams import Milestones, Streams
 
 State = dict[str, Any]
 
@@ -41,7 +43,7 @@ def spans_of(bucket: LiveBucket, rank: int) -> list[Span]:
 
 
 class Piece:
-    """A span of this rank: a flat parameter of its own whose value lies in the buffer and whose gradient beside it."""
+    """A span of this rank: a flat parameter of its own whose value and gradient lie in the shard's."""
 
     def __init__(self, span: Span, value: torch.Tensor, gradient: torch.Tensor) -> None:
         self.slot, self.start, self.end = span.slot, span.start, span.end
@@ -50,13 +52,22 @@ class Piece:
 
 
 class Shard:
-    """This rank's chunk of one bucket. ``gradient`` keeps the reduced gradient until the next reduction is done."""
+    """This rank's chunk of one bucket, on the parameters' device, so that its update is the one of stock DDP.
 
-    def __init__(self, bucket: LiveBucket, rank: int) -> None:
+    ``value`` lies in the buffer where that is on the device, too. ``gradient`` keeps the reduced gradient until the
+    next reduction is done.
+    """
+
+    def __init__(self, bucket: LiveBucket, rank: int, streams: Streams) -> None:
         self.bucket = bucket
-        self.value = bucket.buffer[bucket.own]
+        self.chunk = bucket.buffer[bucket.own]
+        apart = self.chunk.device != bucket.device
+        self.value = torch.zeros_like(self.chunk, device=bucket.device) if apart else self.chunk
         self.gradient = torch.zeros_like(self.value)
-        self.reductions = 0  # which reduction ``gradient`` is of
+        self.reductions = (
+            0  # which reduction ``gradient`` is of, or will be when the device has come to ``kept``
+        )
+        self.kept = Milestones(streams)
         start = bucket.bounds[rank][0]
         self.pieces = []
         for span in spans_of(bucket, rank):
@@ -65,14 +76,27 @@ class Shard:
 
     def keep_gradient(self, reduction: int) -> None:
         """Take the reduced gradient out of the buffer, which parameters will need."""
-        self.gradient.copy_(self.value)
+        self.gradient.copy_(self.chunk)
+        self.kept.reach(reduction)
         self.reductions = reduction
+
+    def publish(self) -> None:
+        """Put the updated value where it is gathered from."""
+        if self.value is not self.chunk:
+            self.chunk.copy_(self.value)
 
 
 class ShardedState:
-    """One optimizer's state over this rank's pieces."""
+    """One optimizer's state over this rank's pieces.
 
-    def __init__(self) -> None:
+    On a device updates are given ahead of time: ``of`` is the state that there will be, ``before`` what a slower rank
+    may still ask for.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._committing = threading.Lock()
+        self._committed: defaultdict[int, Milestones] = defaultdict(lambda: Milestones(streams))
+        self._before: defaultdict[int, dict[int, Mapping[Any, State]]] = defaultdict(dict)
         self.of: defaultdict[Any, State] = defaultdict(dict)
         self.asked: Counter[int] = Counter()  # bucket: how many updates the script has asked for
         self.looked_at: set[Slot] = (
@@ -86,9 +110,39 @@ class ShardedState:
         return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def commit(self, bucket: int, draft: Mapping[Any, State]) -> None:
-        """The gather behind an update is done: every rank has asked for it, so none wants the state before."""
-        self.of.update(draft)
-        self.applied[bucket] += 1
+        """The gather behind an update is done: every rank has asked for it, so none wants the state before.
+
+        Where it is merely given to the device, the state before is kept until it is done. That also keeps the memory
+        of what the update reads.
+        """
+        with self._committing:
+            number = self.applied[bucket] + 1
+            self._committed[bucket].reach(number)
+            if not self._committed[bucket].is_done(number):
+                self._before[bucket][number - 1] = {key: self.of[key] for key in draft}
+            self.of.update(draft)
+            self.applied[bucket] = number
+
+    def forget(self) -> None:
+        """Let go of the states that nobody can ask for any more."""
+        for bucket, earlier in self._before.items():
+            for number in list(earlier):
+                if self._committed[bucket].is_done(number + 1):
+                    del earlier[number]
+
+    def after(self, asked: Mapping[int, int]) -> Mapping[Any, State] | None:
+        """The state after so many updates of each bucket; None where it is gone. They must have been given."""
+        with self._committing:
+            found = dict(self.of)
+            for bucket, number in self.applied.items():
+                count = asked.get(bucket, 0)
+                if count < number:
+                    if count not in self._before[bucket]:
+                        return None
+                    found.update(self._before[bucket][count])
+        for bucket, count in asked.items():
+            self._committed[bucket].wait(count)
+        return found
 
     def absorb(self, slot: Slot, pieces: Sequence[Piece], whole: State) -> None:
         """Take this rank's pieces out of the state of a whole parameter."""
@@ -110,23 +164,26 @@ def _cut(value: Any, shape: torch.Size, start: int, end: int) -> Any:
 
 
 def pack(states: Sequence[Mapping[str, Any] | None]) -> tuple[list[Any], list[torch.Tensor]]:
-    """A description that JSON can hold, and the tensors, of the states of pieces in order."""
+    """A description that JSON can hold, and the tensors in memory, of the states of pieces in order."""
     described: list[Any] = []
     tensors: list[torch.Tensor] = []
     for state in states:
         entry = {}
         for key, value in (state or {}).items():
             if isinstance(value, torch.Tensor):
-                entry[key] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-                tensors.append(value.detach())
+                entry[key] = {
+                    "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape),
+                    "here": value.device.type == "cpu",
+                }  # fmt: skip
+                tensors.append(value.detach().cpu())
             else:
                 entry[key] = {"value": value}
         described.append(entry)
     return described, tensors
 
 
-def unpack(described: Sequence[Mapping[str, Any]], payload: memoryview) -> list[State]:
-    """The states that ``pack`` described."""
+def unpack(described: Sequence[Mapping[str, Any]], payload: memoryview, device: torch.device) -> list[State]:
+    """The states that ``pack`` described; tensors that were on a peer's device are put on ``device``."""
     states = []
     take = reader(payload)
     for entry in described:
@@ -136,7 +193,8 @@ def unpack(described: Sequence[Mapping[str, Any]], payload: memoryview) -> list[
                 state[key] = what["value"]
             else:
                 shape = torch.Size(what["shape"])
-                state[key] = take(shape.numel(), getattr(torch, what["dtype"])).view(shape)
+                value = take(shape.numel(), getattr(torch, what["dtype"])).view(shape)
+                state[key] = value if what["here"] else value.to(device)
         states.append(state)
     return states
 

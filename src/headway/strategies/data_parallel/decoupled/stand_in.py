@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from headway.strategies.data_parallel.decoupled.state import WatchedState
@@ -30,6 +31,15 @@ class StandIn:
         for name in _OF_THE_MOMENT:
             if getattr(optimizer, name, None) is not None:
                 self.__dict__[name] = getattr(optimizer, name)
+
+    @property
+    def lent(self) -> list[torch.Tensor]:
+        """The tensors it has kept, which belong to who called the step."""
+        return [
+            self.__dict__[name]
+            for name in _OF_THE_MOMENT
+            if isinstance(self.__dict__.get(name), torch.Tensor)
+        ]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -24,9 +24,15 @@ class Uneven:
     """One ``join()``: who is still training, for the ranks that are."""
 
     def __init__(
-        self, group: dist.ProcessGroup, schedule: BucketSchedule, *, divide_by_initial: bool
+        self,
+        group: dist.ProcessGroup,
+        schedule: BucketSchedule,
+        device: torch.device,
+        *,
+        divide_by_initial: bool,
     ) -> None:
         self.group = group
+        self.device = device  # where the group takes small tensors
         self.schedule = schedule  # what was in force before, and will be again
         self.divide_by_initial = divide_by_initial
 
@@ -37,13 +43,14 @@ class Uneven:
 
     def how_many(self, here: bool) -> int:
         """On how many ranks something is so."""
-        count = torch.tensor([int(here)])
+        count = torch.tensor([int(here)], device=self.device)
         dist.all_reduce(count, group=self.group)
         return int(count)
 
     def source(self, *, still_training: bool) -> int:
         """The rank of the group whose buffers or parameters everybody takes: the last that is still training."""
-        rank = torch.tensor([dist.get_rank(self.group) if still_training else -1])
+        here = dist.get_rank(self.group) if still_training else -1
+        rank = torch.tensor([here], device=self.device)
         dist.all_reduce(rank, dist.ReduceOp.MAX, group=self.group)
         assert int(rank) >= 0, "every rank believes that it has joined"
         return int(rank)
@@ -74,8 +81,9 @@ class DecoupledJoinHook(JoinHook):
         if wrapped.engine is not None:
             wrapped.engine.settle_all()
         source = self._uneven.source(still_training=is_last_joiner)
-        replicas.broadcast(wrapped.module.parameters(), wrapped.process_group, source)
+        group, device = wrapped.process_group, self._uneven.device
+        replicas.broadcast(wrapped.module.parameters(), group, device, source)
         if wrapped.forward_sync_buffers:
-            replicas.broadcast(wrapped.module.buffers(), wrapped.process_group, source)
+            replicas.broadcast(wrapped.module.buffers(), group, device, source)
         wrapped.uneven = None
         wrapped.reschedule(self._uneven.schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import (
+    check_device_ids,
     check_module,
     trainable_now,
     trainable_parameters,
@@ -27,27 +28,23 @@ from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.data_parallel.decoupled.usage import watch_backward
+from headway.strategies.data_parallel.decoupled.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.module_spec import model_spec
-
-if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
-    from headway.strategies.data_parallel.decoupled.tuning.tuner import Tuner
 
 
 class DecoupledDataParallel(DistributedDataParallel):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
-    are cut in reverse order of registration. With ``tune`` the schedule is improved during the first steps, and
-    ``tuning`` says how as soon as that is done. Parameters, gradients, optimizer state and buffers read at any time are
+    are cut in reverse order of registration. Parameters, gradients, optimizer state and buffers read at any time are
     those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
+
+    Parameters may be on the CPU, or on a CUDA device with NCCL or Gloo; ``device_ids`` and ``output_device`` may name
+    that device, and inputs are then moved to it.
 
     Raises UnsupportedError for models and options that would train wrongly, UserError where there is no process
     group or where ranks do not agree on the model.
     """
-
-    tuning: Tuned | None = None
-    _tuner: Tuner | None = None
 
     def __init__(
         self,
@@ -73,14 +70,12 @@ class DecoupledDataParallel(DistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         schedule: BucketSchedule | None = None,
-        tune: bool = False,
     ) -> None:
         planned = self.__dict__.pop("planned_schedule", None)  # where a plan is injected in a script
-        tune = self.__dict__.pop("planned_tune", tune)
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
         _refuse_options(
-            device_ids=device_ids, output_device=output_device, static_graph=static_graph,
+            static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce, mixed_precision=mixed_precision,
             device_mesh=device_mesh, skip_all_reduce_unused_params=skip_all_reduce_unused_params,
@@ -88,6 +83,9 @@ class DecoupledDataParallel(DistributedDataParallel):
         )  # fmt: skip
         group = _existing_group(process_group)
         check_module(module)
+        self.device = next(iter(trainable_parameters(module).values())).device
+        moves = check_device_ids(self.device, device_ids, output_device)
+        self._wiring = wiring_of(self.device, group)
         spec = model_spec(module)
         if schedule is None and planned is not None:
             schedule = planned(module, group)
@@ -98,8 +96,9 @@ class DecoupledDataParallel(DistributedDataParallel):
         self.module = module
         self.process_group = group
         self.dim = dim
-        self.device_ids = self.output_device = None
-        self.device, self.device_type = torch.device("cpu"), "cpu"
+        self.device_ids = [self.device.index] if moves else None
+        self.output_device = self.device.index if moves else None
+        self.device_type = self.device.type
         self.find_unused_parameters, self.static_graph = find_unused_parameters, False
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.mixed_precision = None
@@ -112,23 +111,20 @@ class DecoupledDataParallel(DistributedDataParallel):
         self.uneven: Uneven | None = None
         self._join_config = torch_private.join_config_disabled()
 
-        replicas.check_agreement(spec, schedule, group)
+        replicas.check_agreement(spec, schedule, group, self.join_device)
         if init_sync:
-            replicas.broadcast(module.parameters(), group)
+            replicas.broadcast(module.parameters(), group, self.join_device)
             if self.forward_sync_buffers or forward_sync_buffers is not None:
-                replicas.broadcast(module.buffers(), group)
+                replicas.broadcast(module.buffers(), group, self.join_device)
         self._start_engine()
-        if tune:
-            from headway.strategies.data_parallel.decoupled.tuning.tuner import tune as tune_while_training
-
-            tune_while_training(self)
 
     def _start_engine(self) -> None:
-        groups = [_group_of_our_own(self.process_group) for _ in range(self.schedule.channels)]
+        groups, native = groups_of_our_own(self.process_group, self._wiring, self.schedule.channels)
         trainable = trainable_parameters(self.module)
         engine = Engine(
-            trainable, self.schedule, groups, Peers(groups[0]), find_unused=self.find_unused_parameters
-        )
+            trainable, self.schedule, self._wiring, groups, native, Peers(groups[0]),
+            find_unused=self.find_unused_parameters,
+        )  # fmt: skip
         self._trainable = frozenset(id(parameter) for parameter in trainable.values())
         lifecycle.adopt(engine, self.process_group)
         for owner in self.module.modules():
@@ -166,16 +162,18 @@ class DecoupledDataParallel(DistributedDataParallel):
                     "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
                 )
             engine.check_usable()
+            if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+                _refuse("CUDA graph capture")
             if trainable_now(self.module) != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
-        if self._tuner is not None:
-            self._tuner.before_forward(learning=learning)
         if self._join_config.enable:
             Join.notify_join_context(self)
         self.share_buffers()
         if self._join_config.enable and self.uneven is not None and engine is not None:
             engine.divisor = self.uneven.divisor(reduces=learning and self.require_backward_grad_sync)
+        if self.device_ids:
+            inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
         output = self.module(*inputs, **kwargs)
         if learning and engine is not None and engine.find_unused:
             watch_backward(output, engine)
@@ -185,9 +183,14 @@ class DecoupledDataParallel(DistributedDataParallel):
     def _follow_trainable(self, engine: Engine) -> None:
         """Parameters were frozen, unfrozen or replaced, on every rank alike: put buckets of those in force."""
         check_module(self.module, mine=engine.slots)
+        device = next(iter(trainable_parameters(self.module).values())).device
+        if device != self.device:
+            raise UnsupportedError("the model was moved after it was wrapped", got=device, expected=str(self.device),
+                                   fix="Move the model before wrapping it.")  # fmt: skip
         self.schedule = restricted(self.schedule, model_spec(self.module))
         trainable = trainable_parameters(self.module)
-        replicas.check_agreement(model_spec(self.module), self.schedule, self.process_group)
+        spec = model_spec(self.module)
+        replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
         engine.reschedule(trainable, self.schedule)
         self._trainable = frozenset(id(parameter) for parameter in trainable.values())
 
@@ -203,7 +206,7 @@ class DecoupledDataParallel(DistributedDataParallel):
                 "a schedule asks for more channels than the model was wrapped with", got=schedule.channels,
                 expected=f"at most {self.engine.channels}",
             )  # fmt: skip
-        replicas.check_agreement(model_spec(self.module), schedule, self.process_group)
+        replicas.check_agreement(model_spec(self.module), schedule, self.process_group, self.join_device)
         self.engine.reschedule(trainable_parameters(self.module), schedule)
         self.schedule = schedule
 
@@ -219,7 +222,7 @@ class DecoupledDataParallel(DistributedDataParallel):
         with torch_private.preserved_versions(buffers):
             try:
                 source = 0 if self.uneven is None else self.uneven.source(still_training=still_training)
-                replicas.broadcast(buffers, self.process_group, source)
+                replicas.broadcast(buffers, self.process_group, self.join_device, source)
             except RuntimeError as error:
                 raise CommunicationError(
                     f"rank {dist.get_rank()}: the broadcast of buffers failed: {' '.join(str(error).split())[:200]}. "
@@ -228,7 +231,8 @@ class DecoupledDataParallel(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        return {k: v for k, v in self.__dict__.items() if k not in _OF_THE_PROCESS}
+        left_behind = ("_engine", "process_group", "_trainable", "_wiring")
+        return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy that can be read, evaluated and saved, and that refuses to be trained."""
@@ -253,13 +257,18 @@ class DecoupledDataParallel(DistributedDataParallel):
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> DecoupledJoinHook:
         """What this rank does while it has no inputs left and others have. Collective."""
-        uneven = Uneven(self.process_group, self.schedule, divide_by_initial=divide_by_initial_world_size)
+        uneven = Uneven(
+            self.process_group,
+            self.schedule,
+            self.join_device,
+            divide_by_initial=divide_by_initial_world_size,
+        )
         return DecoupledJoinHook(self, uneven)
 
     @property
     def join_device(self) -> torch.device:
         """Where ``join()`` keeps its counts."""
-        return torch.device("cpu")
+        return self._wiring.messages
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -292,9 +301,6 @@ class DecoupledDataParallel(DistributedDataParallel):
         }
 
 
-_OF_THE_PROCESS = ("_engine", "process_group", "_trainable", "_tuner")
-
-
 def _refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:
     raise UnsupportedError(f"{what} is not supported by the decoupled all-reduce", fix=fix)
 
@@ -316,15 +322,3 @@ def _existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if dist.get_rank(chosen) < 0:
         raise UserError("this process is not in the process group it was given")
     return chosen
-
-
-def _group_of_our_own(users_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A Gloo group of the same ranks: collectives of one group must be issued in one order, and ours have their own."""
-    ranks = dist.get_process_group_ranks(users_group)
-    group = dist.new_group(
-        ranks, torch_private.group_timeout(users_group), backend="gloo",
-        use_local_synchronization=users_group is not dist.group.WORLD,
-        group_desc="headway decoupled",
-    )  # fmt: skip
-    assert isinstance(group, dist.ProcessGroup)
-    return group
