@@ -125,6 +125,8 @@ class Engine:
         self._warned = False
         self._running = False  # a synchronised backward is filling buckets
         self._change_form = False
+        self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
+        self.on_update: Callable[[int, Callable[[], None]], None] | None = None  # runs updates on channels
         self._kept = False  # whether a reduced gradient may be under way
         self._settled = True  # whether nothing has happened since the last backward began
         self._callback_queued = False
@@ -214,6 +216,7 @@ class Engine:
 
     def gather_gradients_from_now_on(self) -> None:
         """Have the next backward gather gradients; every rank says so at the same point of the script."""
+        self.needs_gradients = True
         if self.schedule.gather == "parameters":
             self._change_form = True
 
@@ -363,7 +366,9 @@ class Engine:
 
         def work(channel: int) -> None:
             with turn:
-                if before is not None:
+                if before is not None and self.on_update is not None:
+                    self.on_update(bucket.index, before)
+                elif before is not None:
                     before()
                 self._collectives.run(name, bucket, channel)
                 if then is not None:
@@ -390,6 +395,11 @@ class Engine:
         """
         with self.wiring.streams.on(self._answering):
             return self.form.answer(request)
+
+    @property
+    def channel_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process group of each channel."""
+        return self._channels.groups
 
     @property
     def channels(self) -> int:

@@ -19,4 +19,5 @@ def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> 
     Raises PlanError where the strategy does not fit the module, UnsupportedError and UserError as
     ``DecoupledDataParallel`` does.
     """
-    return DecoupledDataParallel(module, schedule=strategy.decide(model_spec(module)), tune=strategy.tune, **ddp_options)
+    schedule = strategy.decide(model_spec(module))
+    return DecoupledDataParallel(module, schedule=schedule, tune=strategy.tune, **ddp_options)

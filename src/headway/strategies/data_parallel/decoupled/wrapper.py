@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,17 @@ from headway.strategies.data_parallel.decoupled.usage import watch_backward
 from headway.strategies.data_parallel.decoupled.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.module_spec import model_spec
 
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
+    from headway.strategies.data_parallel.decoupled.tuning.tuner import Tuner
+
 
 class DecoupledDataParallel(DistributedDataParallel):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
-    are cut in reverse order of registration. Parameters, gradients, optimizer state and buffers read at any time are
+    are cut in reverse order of registration. With ``tune`` the schedule is improved during the first steps, and
+    ``tuning`` says how as soon as that is done. Parameters, gradients, optimizer state and buffers read at any time are
     those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
 
     Parameters may be on the CPU, or on a CUDA device with NCCL or Gloo; ``device_ids`` and ``output_device`` may name
@@ -45,6 +50,9 @@ class DecoupledDataParallel(DistributedDataParallel):
     Raises UnsupportedError for models and options that would train wrongly, UserError where there is no process
     group or where ranks do not agree on the model.
     """
+
+    tuning: Tuned | None = None
+    _tuner: Tuner | None = None
 
     def __init__(
         self,
@@ -70,8 +78,10 @@ class DecoupledDataParallel(DistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         schedule: BucketSchedule | None = None,
+        tune: bool = False,
     ) -> None:
         planned = self.__dict__.pop("planned_schedule", None)  # where a plan is injected in a script
+        tune = self.__dict__.pop("planned_tune", tune)
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
         _refuse_options(
@@ -117,6 +127,10 @@ class DecoupledDataParallel(DistributedDataParallel):
             if self.forward_sync_buffers or forward_sync_buffers is not None:
                 replicas.broadcast(module.buffers(), group, self.join_device)
         self._start_engine()
+        if tune:
+            from headway.strategies.data_parallel.decoupled.tuning.tuner import tune as tune_while_training
+
+            tune_while_training(self)
 
     def _start_engine(self) -> None:
         groups, native = groups_of_our_own(self.process_group, self._wiring, self.schedule.channels)
@@ -167,6 +181,8 @@ class DecoupledDataParallel(DistributedDataParallel):
             if trainable_now(self.module) != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
+        if self._tuner is not None:
+            self._tuner.before_forward(learning=learning)
         if self._join_config.enable:
             Join.notify_join_context(self)
         self.share_buffers()
@@ -231,7 +247,7 @@ class DecoupledDataParallel(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        left_behind = ("_engine", "process_group", "_trainable", "_wiring")
+        left_behind = ("_engine", "process_group", "_trainable", "_wiring", "_tuner")
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
