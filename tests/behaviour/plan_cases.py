@@ -64,9 +64,6 @@ def in_code(rank: int, world_size: int) -> dict[str, Any]:
         "world size": lambda: parallelize(model(), _sgd(), plan(decoupled(), world_size + 1)),
         "another model": lambda: parallelize(nn.Linear(2, 2), _sgd(), plan(decoupled(), world_size)),
         "already wrapped": lambda: parallelize(Imported(model()), _sgd(), plan(decoupled(), world_size)),
-        "LBFGS": lambda: parallelize(
-            model(), torch.optim.LBFGS(model().parameters()), plan(decoupled(), world_size)
-        ),
     }
     results["unrefused"] = {
         name: said for name, act in refusals.items() if name not in (said := _refusal(act))

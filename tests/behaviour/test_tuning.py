@@ -80,6 +80,13 @@ def test_thresholds_are_searched_by_the_same_driver() -> None:
     assert results[0]["in force"]
 
 
+def test_an_unmodified_script_is_tuned() -> None:
+    results = workers.run(2, f"{CASES}:injected")
+    _agrees(results, tuning_cases.alone("sgd", 45, 2))
+    _same_changes(results)
+    assert results[0]["in force"]
+
+
 @pytest.mark.parametrize("changes", [1, 3])
 def test_other_parameters_are_trained_in_the_middle(changes: int) -> None:
     results = workers.run(2, f"{CASES}:freezing", changes)

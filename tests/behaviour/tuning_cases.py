@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from headway.integrations import plan_injection
 from headway.model import ModelSpec
+from headway.plan import Plan, PlannedModel
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.decoupled import observer as observing
@@ -196,6 +199,15 @@ def freezing(rank: int, world_size: int, changes: int) -> Any:
     wrapped = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
     frozen = {6 + 5 * change: change % 2 == 0 for change in range(changes)}
     return _train(wrapped, "sgd", rank, world_size, 60, frozen=frozen)
+
+
+def injected(rank: int, world_size: int) -> Any:
+    """An unmodified script under a plan that says tune."""
+    model = PlannedModel.of(model_spec(net()))
+    plan_injection.install(Plan(strategy=DecoupledStrategy(tune=True), world_size=world_size, model=model))
+    wrapped: Any = DistributedDataParallel(net(), bucket_cap_mb=1)
+    plan_injection.uninstall()
+    return _train(wrapped, "sgd", rank, world_size, 45)
 
 
 def left_alone(rank: int, world_size: int) -> dict[str, str]:

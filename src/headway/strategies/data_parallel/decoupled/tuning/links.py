@@ -9,14 +9,13 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING, prepare
 from headway.strategies.data_parallel.decoupled.communication import Job
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.tuning import agreement
+from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 
 REPEATS = 3
 TOKENS = 10  # rings of next to nothing in one measurement
@@ -34,7 +33,7 @@ HALVES = (REDUCE_SCATTER, ALL_GATHER)
 
 def measure(
     engine: Engine,
-    group: dist.ProcessGroup,
+    agreement: Agreement,
     size_bytes: int,
     *,
     busy: float = 0.0,
@@ -46,7 +45,7 @@ def measure(
     own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
     """
     world_size = engine.world_size
-    timed = partial(_ring_s, engine, group, busy=busy >= BUSY)
+    timed = partial(_ring_s, engine, agreement, busy=busy >= BUSY)
     least = 4 * world_size
     gather_s, reduce_s = (timed((kind,), least, TOKENS) for kind in (ALL_GATHER, ALL_REDUCE))
     small = max(least, min(SMALL_BYTES, size_bytes // 8))
@@ -87,7 +86,7 @@ def _host(rank: int, gbps: float) -> Host:
 
 def _ring_s(
     engine: Engine,
-    group: dist.ProcessGroup,
+    agreement: Agreement,
     kinds: tuple[str, ...],
     size_bytes: int,
     count: int,
@@ -104,7 +103,7 @@ def _ring_s(
         if busy:
             _compute_until(job)
         engine.wait(job)
-    return statistics.median(agreement.slowest(took_s, group)) / count
+    return statistics.median(agreement.slowest(took_s)) / count
 
 
 def _run(

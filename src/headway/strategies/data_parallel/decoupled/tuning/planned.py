@@ -13,7 +13,6 @@ from headway.optimize import planner
 from headway.optimize.predict import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
-from headway.strategies.data_parallel.decoupled.tuning import agreement
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
     Learned,
@@ -23,6 +22,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 )
 
 MOST_PLANNED = 3
+GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
 CAP_SHARES = (4, 16)  # fixed caps, as parts of the model, in case that predictions are far off
 FORM_GAIN = 0.02  # another form moves the optimizer's state, so it must promise as much
 TIE = 0.01
@@ -51,7 +51,7 @@ class PlannedProposer:
 
     def begin(self, setting: Setting) -> None:
         """Have rank 0 plan; every rank gets its shortlist."""
-        text = agreement.text_from_rank_0(_planned(setting) if setting.rank == 0 else "", setting.group)
+        text = setting.agreement.text_from_rank_0(_planned(setting) if setting.agreement.rank == 0 else "")
         short = Shortlist.model_validate_json(text)
         if short.problem:
             raise TuningEndedError(short.problem)
@@ -106,7 +106,7 @@ def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
     home = setting.in_force.gather
     schedules = [("in force", setting.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]
-    schedules += [("fixed cap", schedule) for schedule in _capped(model, home, channels)]
+    schedules += [("fixed cap", schedule) for schedule in _capped(model, home, channels, CAP_SHARES)]
     seen: set[BucketSchedule] = set()
     candidates = []
     for name, schedule in schedules:
@@ -115,6 +115,17 @@ def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
             predicted_ms = predictor.predict(schedule) / 1e6
             candidates.append(Candidate.of(name, schedule, model, predicted_ms))
     return candidates
+
+
+def guesses(setting: Setting) -> list[Candidate]:
+    """What to measure where nothing was learned: the schedule in force, and caps of several sizes."""
+    model, home = setting.model, setting.in_force
+    capped = _capped(model, home.gather, min(2, setting.channels), GUESSED_SHARES)
+    schedules = dict.fromkeys([home, *capped])
+    return [
+        Candidate.of("fixed cap" if number else "in force", schedule, model)
+        for number, schedule in enumerate(schedules)
+    ]
 
 
 def ordered(model: ModelSpec, learned: Learned) -> ModelSpec:
@@ -129,8 +140,8 @@ def ordered(model: ModelSpec, learned: Learned) -> ModelSpec:
 
 def _planned(setting: Setting) -> str:
     try:
-        assert setting.learned is not None
-        short = Shortlist(candidates=tuple(shortlist(setting, setting.learned)))
+        found = guesses(setting) if setting.learned is None else shortlist(setting, setting.learned)
+        short = Shortlist(candidates=tuple(found))
     except Exception as error:  # the other ranks wait for an answer, and training goes on without a plan
         short = Shortlist(problem=f"planning failed: {type(error).__name__}: {error}")
     return short.model_dump_json()
@@ -150,8 +161,10 @@ def _worth_trying(found: planner.Planned, home: Gather) -> list[BucketSchedule]:
     return [*first_of_kind, *others][:MOST_PLANNED]
 
 
-def _capped(model: ModelSpec, gather: Gather, channels: int) -> Iterator[BucketSchedule]:
-    for share in CAP_SHARES:
+def _capped(
+    model: ModelSpec, gather: Gather, channels: int, shares: Sequence[int]
+) -> Iterator[BucketSchedule]:
+    for share in shares:
         buckets = make_buckets(fusion.fixed(model, max(1, -(-model.size_bytes // share))), model)
         order = forward_gather_order(model, buckets)
         yield BucketSchedule(buckets, order, gather, channels)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.cluster import Cluster
@@ -14,6 +13,7 @@ from headway.graph.step_profile import StepProfile
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 
 
 class TuningEndedError(Exception):
@@ -56,21 +56,20 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is to be tuned: the same on every rank, but for ``rank``. ``forms`` are the gathers that may be proposed."""
+    """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed."""
 
     model: ModelSpec
     in_force: BucketSchedule
     forms: tuple[Gather, ...]
     channels: int
-    rank: int
-    group: dist.ProcessGroup
+    agreement: Agreement
     learned: Learned | None
 
 
 class Proposer(Protocol):
     """Decides what to try, on every rank alike. It may talk to the other ranks in any of its methods.
 
-    ``learns`` says whether it needs ``Setting.learned``.
+    ``learns`` says whether it asks for ``Setting.learned``, which is None all the same where a device computes.
     """
 
     learns: bool

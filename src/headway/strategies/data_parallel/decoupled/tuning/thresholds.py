@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from headway.errors import UserError
 from headway.optimize.bayesian import ThresholdSearch
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
-from headway.strategies.data_parallel.decoupled.tuning import agreement
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
 
 
@@ -40,8 +38,8 @@ class ThresholdProposer:
 
     def begin(self, setting: Setting) -> None:
         """Search anew."""
-        share = partial(agreement.number_from_rank_0, group=setting.group)
-        self._search = ThresholdSearch(rank=setting.rank, share=share, **self._options)
+        share = setting.agreement.number_from_rank_0
+        self._search = ThresholdSearch(rank=setting.agreement.rank, share=share, **self._options)
         self._setting = setting
 
     def propose(self) -> Candidate | None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 import weakref
 from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
-
 from headway.scheduling.buckets import BucketSchedule, Gather, restricted
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 from headway.strategies.data_parallel.decoupled.tuning import links
-from headway.strategies.data_parallel.decoupled.tuning.agreement import from_each, slowest
+from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
+from headway.strategies.data_parallel.decoupled.tuning.clock import Clock
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps, update_cost
 from headway.strategies.data_parallel.decoupled.tuning.planned import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
@@ -69,6 +67,7 @@ class Tuner:
         self._idle_forwards = 0
         self._steps = 0
         self._watch: StepWatch | None = None
+        self._clock = Clock(wrapped.device)
         self._begin(wrapped)
 
     def _begin(self, wrapped: DecoupledDataParallel) -> None:
@@ -106,7 +105,7 @@ class Tuner:
 
     def _count(self, engine: Engine) -> None:
         reductions = engine.buckets[0].reductions
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock.now_ns()
         if self._reductions is None:
             self._reductions, self._begun_ns, self._disturbed = reductions, now_ns, True
         elif reductions == self._reductions:  # of several forwards before a backward the first one counts
@@ -118,7 +117,7 @@ class Tuner:
             self._steps += 1
             self._resume(Interval((now_ns - self._begun_ns) / 1e6, self._disturbed))
             self._reductions, self._disturbed = engine.buckets[0].reductions, False
-            self._begun_ns = time.monotonic_ns()
+            self._begun_ns = self._clock.now_ns()
 
     def _disturb(self) -> None:
         self._disturbed = True
@@ -140,7 +139,7 @@ class Tuner:
         for _ in range(WARM_STEPS):
             yield
         self._refuse_alone()
-        if self._proposer.learns:
+        if self._proposer.learns and self._clock.host:
             self._watch = self._watch_steps()
             for _ in range(WATCHED_STEPS):
                 yield
@@ -153,7 +152,7 @@ class Tuner:
             intervals = []
             for _ in range(MEASURED_STEPS):
                 intervals.append((yield))  # noqa: PERF401 - a comprehension cannot yield
-            (measured_ms,) = slowest([_typical_ms(intervals)], setting.group)
+            (measured_ms,) = setting.agreement.slowest([_typical_ms(intervals)])
             self._told.setdefault(candidate, []).append(measured_ms)
             self._proposer.tell(candidate, measured_ms)
 
@@ -170,7 +169,7 @@ class Tuner:
     def _learn(self, watch: StepWatch) -> Learned:
         """What was watched on the slowest rank, and what rings cost with nothing else under way."""
         wrapped, engine = self._parts()
-        group, spec = wrapped.process_group, model_spec(wrapped.module)
+        agreement, spec = _agreement(wrapped), model_spec(wrapped.module)
         self._stop_watching()
         engine.settle_all()
         sharded = engine.schedule.gather == "parameters"
@@ -178,11 +177,11 @@ class Tuner:
         if sharded:
             sizes_bytes = {bucket.index: bucket.size_bytes for bucket in engine.buckets}
         update = update_cost(watch.updates, sizes_bytes, engine.world_size if sharded else 1)
-        steps = slowest_steps(from_each(numbers_of(watch.periods, update, spec), group), spec)
+        steps = slowest_steps(agreement.from_each(numbers_of(watch.periods, update, spec)), spec)
         if steps is None:
             raise TuningEndedError("a rank saw no step of one forward and one backward")
         cluster = links.measure(
-            engine, group, spec.size_bytes, busy=steps.busy, update_overhead_ns=steps.update_overhead_ns
+            engine, agreement, spec.size_bytes, busy=steps.busy, update_overhead_ns=steps.update_overhead_ns
         )
         return Learned(steps.profile, cluster)
 
@@ -191,8 +190,9 @@ class Tuner:
         in_force, forms = wrapped.schedule, _forms(wrapped.schedule)
         if engine.needs_gradients:
             in_force, forms = replace(in_force, gather="gradients"), ("gradients",)
-        group, spec = wrapped.process_group, model_spec(wrapped.module)
-        return Setting(spec, in_force, forms, engine.channels, dist.get_rank(group), group, self._learned)
+        return Setting(
+            model_spec(wrapped.module), in_force, forms, engine.channels, _agreement(wrapped), self._learned
+        )
 
     def _put_in_force(self, schedule: BucketSchedule) -> None:
         wrapped, _ = self._parts()
@@ -234,7 +234,7 @@ class Tuner:
             ended_early=reason,
         )
         wrapped._tuner = None
-        if dist.get_rank(wrapped.process_group) == 0:
+        if _agreement(wrapped).rank == 0:
             _log.info("%s", wrapped.tuning.describe())
 
     def _stop_watching(self) -> None:
@@ -247,6 +247,10 @@ class Tuner:
         assert wrapped is not None
         assert wrapped.engine is not None
         return wrapped, wrapped.engine
+
+
+def _agreement(wrapped: DecoupledDataParallel) -> Agreement:
+    return Agreement(wrapped.process_group, wrapped.join_device)
 
 
 def _forms(schedule: BucketSchedule) -> tuple[Gather, ...]:

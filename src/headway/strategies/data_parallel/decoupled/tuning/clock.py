@@ -1,0 +1,21 @@
+"""The clock of a tuner: where a device computes by itself, its time and not that of the host that runs ahead."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Clock:
+    """Tells the time at which all that the host has asked for is done. ``host`` says that this is at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = device.type == "cpu"
+        self._device = device
+
+    def now_ns(self) -> int:
+        """Nanoseconds; on a device this waits for everything under way."""
+        if not self.host:
+            torch.cuda.synchronize(self._device)
+        return time.monotonic_ns()
