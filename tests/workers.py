@@ -1,4 +1,4 @@
-"""Several real processes for a test: each runs one importable function as one rank of a Gloo group.
+"""Several real processes for a test: each runs one importable function as one rank of a group, of Gloo by default.
 
     results = workers.run(3, "tests.behaviour.decoupled_cases:reference", timeout_s=60)
 
@@ -35,10 +35,17 @@ class Worker:
 
 
 def run(
-    world_size: int, function: str, *arguments: Any, timeout_s: float = 60, group_timeout_s: float = 30
+    world_size: int,
+    function: str,
+    *arguments: Any,
+    timeout_s: float = 60,
+    group_timeout_s: float = 30,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run ``module:function`` on ``world_size`` ranks; return what each returned. Fails where one did not end well."""
-    workers = launch(world_size, function, *arguments, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
+    workers = launch(
+        world_size, function, *arguments, timeout_s=timeout_s, group_timeout_s=group_timeout_s, backend=backend
+    )  # fmt: skip
     failed = [worker for worker in workers if worker.status != 0]
     if failed:
         raise AssertionError(
@@ -48,12 +55,17 @@ def run(
 
 
 def launch(
-    world_size: int, function: str, *arguments: Any, timeout_s: float = 60, group_timeout_s: float = 30
+    world_size: int,
+    function: str,
+    *arguments: Any,
+    timeout_s: float = 60,
+    group_timeout_s: float = 30,
+    backend: str = "gloo",
 ) -> list[Worker]:
     """As ``run``, but for tests in which ranks are meant to die: return how each ended."""
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            _start(Path(folder), rank, world_size, function, arguments, group_timeout_s)
+            _start(Path(folder), rank, world_size, function, arguments, group_timeout_s, backend)
             for rank in range(world_size)
         ]
         deadline = time.monotonic() + timeout_s
@@ -82,13 +94,14 @@ def _start(
     function: str,
     arguments: tuple[Any, ...],
     group_timeout_s: float,
+    backend: str,
 ) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     job = {"rank": rank, "world_size": world_size, "function": function, "arguments": arguments,
-           "folder": str(folder), "group_timeout_s": group_timeout_s}  # fmt: skip
+           "folder": str(folder), "group_timeout_s": group_timeout_s, "backend": backend}  # fmt: skip
     with (folder / f"output-{rank}").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.workers", json.dumps(job)],
@@ -116,7 +129,7 @@ def _work(job: dict[str, Any]) -> None:
     module, _, name = job["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     dist.init_process_group(
-        "gloo", store=FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size,
+        job["backend"], store=FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size,
         timeout=timedelta(seconds=job["group_timeout_s"]),
     )  # fmt: skip
     result = function(rank, world_size, *job["arguments"])

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests import workers
-from tests.behaviour.decoupled.job import ALONE, CASES, DDP, Case, Job
+from tests.behaviour.decoupled.job import ALONE, CASES, CPU, DDP, Case, Job
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 GROUP_TIMEOUT_S = 30.0
@@ -32,14 +32,15 @@ ALL_LIMIT_S = 240.0
 Seen = dict[str, "torch.Tensor | None"]
 
 
-def names_of(mode: str, world_size: int) -> list[str]:
-    """The registered cases that can be run in ``mode`` on ``world_size`` ranks."""
+def names_of(mode: str, world_size: int, device: str = CPU) -> list[str]:
+    """The registered cases that can be run in ``mode`` on ``world_size`` ranks, with tensors on ``device``."""
     return [
         case.name
         for case in CASES.values()
         if mode in case.only_in
         and mode not in case.not_in
         and (not case.world_sizes or world_size in case.world_sizes)
+        and device in case.devices
     ]
 
 
@@ -48,22 +49,27 @@ def names_of(mode: str, world_size: int) -> list[str]:
 
 @lru_cache
 def problems(
-    modules: tuple[str, ...], mode: str, world_size: int, folder: Path | None = None
+    modules: tuple[str, ...],
+    mode: str,
+    world_size: int,
+    folder: Path | None = None,
+    device: str = CPU,
+    backend: str = "gloo",
 ) -> dict[str, str]:
     """Run every case of ``modules``; return what is wrong with each, which is nothing where all is well.
 
-    Cases may leave files for each other in ``folder``.
+    Cases may leave files for each other in ``folder``. All ranks share one ``device``.
     """
     found: dict[str, str] = {}
-    left = names_of(mode, world_size)
+    left = names_of(mode, world_size, device)
     deadline = time.monotonic() + ALL_LIMIT_S
     while left and time.monotonic() < deadline:
         with tempfile.TemporaryDirectory() as reports:
             output = ""
             try:
                 ended = workers.launch(
-                    world_size, f"{__name__}:run_cases", modules, mode, left, reports, str(folder or reports),
-                    timeout_s=deadline - time.monotonic(), group_timeout_s=GROUP_TIMEOUT_S,
+                    world_size, f"{__name__}:run_cases", modules, mode, left, reports, str(folder or reports), device,
+                    timeout_s=deadline - time.monotonic(), group_timeout_s=GROUP_TIMEOUT_S, backend=backend,
                 )  # fmt: skip
                 output = "\n".join(f"rank {w.rank} ({w.status}):\n{w.output}" for w in ended if w.status)
             except AssertionError as error:
@@ -95,9 +101,19 @@ def _reports(folder: Path, world_size: int) -> dict[str, str]:
 
 
 def run_cases(
-    rank: int, world_size: int, modules: list[str], mode: str, names: list[str], reports: str, folder: str
+    rank: int,
+    world_size: int,
+    modules: list[str],
+    mode: str,
+    names: list[str],
+    reports: str,
+    folder: str,
+    device: str,
 ) -> None:
     """Run the named cases, and write a line for each to this rank's report."""
+    if device != CPU:
+        torch.set_default_device(device)
+    backend = dist.get_backend_config()
     for module in modules:
         importlib.import_module(module)
     references = _references(rank, world_size, names)
@@ -113,7 +129,7 @@ def run_cases(
             problem = _run(CASES[name], job, references[name])
             del job
             if problem.startswith(_RAISED):
-                _form_new_group(Path(reports) / f"store-{index}", rank, world_size)
+                _form_new_group(Path(reports) / f"store-{index}", rank, world_size, backend)
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
             print(f"{name}: {time.monotonic() - started:.2f} s {problem[:300]}", flush=True)
@@ -145,7 +161,9 @@ def _references(rank: int, world_size: int, names: list[str]) -> dict[str, Seen 
 def _as_tensors(seen: Any) -> Seen | str:
     if isinstance(seen, str):
         return seen
-    return {what: None if value is None else torch.as_tensor(value) for what, value in seen.items()}
+    return {
+        what: None if value is None else torch.as_tensor(value, device=CPU) for what, value in seen.items()
+    }
 
 
 def _run(case: Case, job: Job, reference: Seen | str) -> str:
@@ -184,7 +202,7 @@ def _kind(value: torch.Tensor | None) -> str:
     return "None" if value is None else f"{tuple(value.shape)} of {value.dtype}"
 
 
-def _form_new_group(path: Path, rank: int, world_size: int) -> None:
+def _form_new_group(path: Path, rank: int, world_size: int, backend: str) -> None:
     """Leave a process group that may be in any state, which wakes those who wait for this rank, and form another."""
     try:
         dist.destroy_process_group()
@@ -194,5 +212,5 @@ def _form_new_group(path: Path, rank: int, world_size: int) -> None:
     store.set(f"left-{rank}", "")
     store.wait([f"left-{other}" for other in range(world_size)], timedelta(seconds=2 * GROUP_TIMEOUT_S))
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 ALONE, DDP, GRADIENTS, PARAMETERS = "alone", "ddp", "gradients", "parameters"
 CAP_BYTES = 300  # several buckets even of the smallest model
 PER_RANK = 4
+CPU, CUDA = "cpu", "cuda"
 WIDTH = 6
 
 
@@ -135,7 +136,7 @@ class Job:
         """Note copies of all tensors and numbers in ``value``; the n-th time is compared with the n-th time."""
         time = self._times[what] = self._times.get(what, 0) + 1
         for path, leaf in _leaves(value, f"{what} #{time}"):
-            self.seen[path] = None if leaf is None else torch.as_tensor(leaf).detach().clone()
+            self.seen[path] = None if leaf is None else torch.as_tensor(leaf).detach().to(CPU, copy=True)
 
     def see_loss(self, loss: torch.Tensor) -> None:
         """Note a loss, without any communication now."""
@@ -152,7 +153,9 @@ class Job:
     def digest(self) -> str:
         """Equal on two ranks only if all parameters are the same there to the last bit."""
         values = [
-            p.detach().contiguous().numpy().tobytes() for model in self.models for p in model.parameters()
+            p.detach().cpu().contiguous().numpy().tobytes()
+            for model in self.models
+            for p in model.parameters()
         ]
         return hashlib.sha256(b"".join(values)).hexdigest()
 
@@ -178,8 +181,9 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
 
 def rows(count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of a step: ``count`` rows, the same ones for any larger count as well."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    both = torch.randn(count, WIDTH + 3, generator=generator, dtype=torch.float64)
+    generator = torch.Generator(CPU).manual_seed(1000 + step)
+    both = torch.randn(count, WIDTH + 3, generator=generator, dtype=torch.float64, device=CPU)
+    both = both.to(torch.get_default_device())
     return both[:, :WIDTH].contiguous(), both[:, WIDTH:].contiguous()
 
 
@@ -224,7 +228,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A script, how close it must come to the reference, and the ways and world sizes in which it can be run at all."""
+    """A script, how close it must come to the reference, and where it can be run at all.
+
+    ``devices`` are the kinds of device that models and data may be on; the script makes them on torch's default device.
+    """
 
     name: str
     script: Callable[[Job], None]
@@ -232,6 +239,7 @@ class Case:
     only_in: tuple[str, ...]
     not_in: tuple[str, ...]
     world_sizes: tuple[int, ...]
+    devices: tuple[str, ...]
 
 
 CASES: dict[str, Case] = {}
@@ -246,13 +254,16 @@ def case(
     only_in: Iterable[str] = (DDP, GRADIENTS, PARAMETERS),
     not_in: Iterable[str] = (),
     world_sizes: Iterable[int] = (),
+    devices: Iterable[str] = (CPU, CUDA),
 ) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
     """Register a script as a case. ``tolerance`` bounds the absolute and the relative difference."""
 
     def register(script: Callable[[Job], None]) -> Callable[[Job], None]:
         chosen = name or script.__name__
         assert chosen not in CASES, chosen
-        CASES[chosen] = Case(chosen, script, tolerance, tuple(only_in), tuple(not_in), tuple(world_sizes))
+        CASES[chosen] = Case(
+            chosen, script, tolerance, tuple(only_in), tuple(not_in), tuple(world_sizes), tuple(devices)
+        )
         return script
 
     return register

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.behaviour.decoupled.job import Job, case, mlp, sgd, state_of, train
+from tests.behaviour.decoupled.job import CPU, CUDA, Job, case, mlp, sgd, state_of, train
 from torch import nn
 from torch.optim import swa_utils
 
@@ -90,11 +90,15 @@ def _reading(read: Reader, everybody: bool, job: Job) -> None:
         job.see_loss(loss)
 
 
+ONLY_IN_MEMORY = ("numpy", "memory")
 FEW = ("state_dict", "data", "grad")  # enough for another number of ranks
 for _kind, _readers in (("values", VALUES), ("gradients", GRADIENTS)):
     for _name, _read in _readers.items():
         _world_sizes = [2, 3] if _name in FEW else [2]
-        case(name=f"{_kind} by {_name} on rank 0", world_sizes=_world_sizes)(partial(_reading, _read, False))
+        _devices = [CPU] if _name in ONLY_IN_MEMORY else [CPU, CUDA]
+        case(name=f"{_kind} by {_name} on rank 0", world_sizes=_world_sizes, devices=_devices)(
+            partial(_reading, _read, False)
+        )
         if _name in FEW:
             case(name=f"{_kind} by {_name} on every rank")(partial(_reading, _read, True))
 
@@ -270,7 +274,7 @@ def values_read_through_kept_references(job: Job) -> None:
     model = job.wrap(mlp())
     optimizer = sgd(model)
     kept = model.state_dict()
-    arrays = [p.detach().numpy() for p in list(model.parameters())[:2]]
+    arrays = [p.detach().numpy() for p in list(model.parameters())[:2] if p.device.type == CPU]
     views = [p.data.view(-1) for p in model.parameters()]
     for step in range(3):
         train(job, model, optimizer, 1, step)

@@ -138,7 +138,7 @@ def _autocast(dtype: torch.dtype, job: Job) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def loss_of(share: Share) -> torch.Tensor:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(torch.get_default_device().type, dtype):
             loss = nn.functional.mse_loss(model(share.x.float()).float(), share.y.float())
         job.see(f"loss of rank {share.rank}", loss)
         return loss
@@ -159,11 +159,11 @@ def _loss_scaling(unscale: str, fused: bool, job: Job) -> None:
         if fused
         else torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     )
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=64.0, growth_interval=2)
     for step in range(6):
 
         def loss_of(share: Share, step: int = step) -> torch.Tensor:
-            with torch.autocast("cpu", torch.float16):
+            with torch.autocast(torch.get_default_device().type, torch.float16):
                 loss = nn.functional.mse_loss(model(share.x.float()).float(), share.y.float())
             if (step, share.rank) in ((1, job.world_size - 1), (4, 0)):
                 loss = loss * math.inf

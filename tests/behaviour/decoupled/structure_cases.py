@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.behaviour.decoupled.job import FEW_ULPS, WIDTH, Job, Share, case, mlp, sgd, state_of, train
+from tests.behaviour.decoupled.job import CUDA, FEW_ULPS, WIDTH, Job, Share, case, mlp, sgd, state_of, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -249,6 +249,19 @@ def _batch_normalisation(job: Job, **options: Any) -> None:
                     forward(share)
             model.train()
             kept = after
+
+
+@case(devices=[CUDA], tolerance=1e-9)
+def batch_normalisation_over_all_ranks(job: Job) -> None:
+    """The statistics are computed by counts and sums of ranks; torch has this for CUDA only."""
+    module = _normalised()
+    model = job.wrap(module if job.alone else nn.SyncBatchNorm.convert_sync_batchnorm(module))
+    optimizer = sgd(model)
+    train(job, model, optimizer, 4)
+    job.see("buffers", list(model.buffers()))
+    model.eval()
+    with torch.no_grad():
+        job.see_loss(job.loss(model, 40))
 
 
 case(name="batch normalisation")(_batch_normalisation)

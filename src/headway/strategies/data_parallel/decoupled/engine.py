@@ -500,13 +500,13 @@ class Engine:
 
     def _meet(self) -> None:
         """Wait for every rank to come to this point."""
-        token = torch.zeros(self.world_size, dtype=torch.int32)
+        token = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
         self.wait(self.submit(self.all_reduce(token)))
 
     def all_reduce(self, tensor: torch.Tensor) -> Job:
         """A job that sums a small tensor over ranks, in place."""
         numel, program = tensor.numel(), ring_all_reduce(self.rank, self.world_size)
-        scratch = torch.empty(live.scratch_numel(numel, self.world_size), dtype=tensor.dtype)
+        scratch = tensor.new_empty(live.scratch_numel(numel, self.world_size))
 
         def work(channel: int) -> None:
             live.run(program, tensor, self._channels.host_groups[channel], scratch)

@@ -46,7 +46,9 @@ class Rings:
         for bucket, pieces in self._pieces.items():
             numel = live.scratch_numel(bucket.buffer.numel(), world_size, pieces)
             needed[bucket.buffer.dtype] = max(numel, needed.get(bucket.buffer.dtype, 0))
-        self._scratch = [{d: torch.empty(n, dtype=d) for d, n in needed.items()} for _ in groups]
+        self._scratch = [
+            {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()} for _ in groups
+        ]
         self._prepared: dict[tuple[str, LiveBucket, int], Callable[[], None]] = {}
 
     def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:

@@ -209,7 +209,7 @@ def reader(payload: memoryview) -> Callable[[int, torch.dtype], torch.Tensor]:
         piece = payload[place : place + size_bytes]
         place += size_bytes
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # Copied, so that the tensor begins at a multiple of its size.
         return torch.frombuffer(bytearray(piece), dtype=dtype)
 

@@ -42,7 +42,8 @@ class Usage:
 
     def share(self, engine: Engine) -> None:
         """Queue the exchange of uses, behind the backward's reduce-scatters."""
-        counts = torch.tensor([slot in self._used for slot in self._index], dtype=torch.int32)
+        used = [slot in self._used for slot in self._index]
+        counts = torch.tensor(used, dtype=torch.int32, device="cpu")
         self._counts = counts
         self._job = engine.submit(engine.all_reduce(counts))
 
