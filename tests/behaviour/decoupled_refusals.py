@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import UnsupportedError, UserError
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, prepare_optimizer
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
 REFUSALS: dict[str, tuple[str, Callable[[], Any]]] = {}
 
@@ -40,7 +40,7 @@ def loss(module: nn.Module) -> torch.Tensor:
 
 
 for _option, _value in {
-    "find_unused_parameters": True, "static_graph": True, "mixed_precision": object(), "device_ids": [0],
+    "static_graph": True, "mixed_precision": object(), "device_ids": [0],
     "output_device": 0, "delay_all_reduce_named_params": [("a", 1)], "device_mesh": object(),
     "skip_all_reduce_unused_params": True, "bucket_cap_mb_list": [1, 2],
 }.items():  # fmt: skip
@@ -50,11 +50,6 @@ for _option, _value in {
 @refused("register_comm_hook")
 def communication_hook() -> None:
     wrapped().register_comm_hook(None, lambda *_: None)
-
-
-@refused("join")
-def uneven_inputs() -> None:
-    wrapped().join()
 
 
 @refused("already wrapped")
@@ -175,27 +170,6 @@ def gradient_of_gradient() -> None:
     loss(ours).backward(create_graph=True)
 
 
-@refused("changed after wrapping")
-def frozen_later() -> None:
-    ours = wrapped()
-    ours.module[0].weight.requires_grad = False
-    loss(ours)
-
-
-@refused("changed after wrapping")
-def replaced_parameter() -> None:
-    ours = wrapped()
-    ours.module[0].weight = nn.Parameter(torch.ones(4, 4))
-    loss(ours)
-
-
-@refused("changed after wrapping")
-def added_parameter() -> None:
-    ours = wrapped()
-    ours.module.append(nn.Linear(2, 2))
-    loss(ours)
-
-
 @refused("changed its dtype")
 def converted_later() -> None:
     ours = wrapped().double()
@@ -233,32 +207,6 @@ def gradient_replaced_by_a_hook() -> None:
     for parameter in ours.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     loss(ours).backward()
-
-
-def _step(make: Callable[[Any], Any]) -> None:
-    ours = wrapped()
-    optimizer = make(ours.parameters())
-    before = [p.detach().clone() for p in ours.parameters()]
-    loss(ours).backward()
-    try:
-        optimizer.step()
-    finally:
-        assert all(torch.equal(p, b) for p, b in zip(ours.parameters(), before, strict=True))
-
-
-class OwnSGD(torch.optim.SGD):
-    pass
-
-
-REFUSALS["optimizer LBFGS"] = ("LBFGS", lambda: _step(torch.optim.LBFGS))
-REFUSALS["optimizer Adafactor"] = ("Adafactor", lambda: _step(torch.optim.Adafactor))
-REFUSALS["optimizer subclass"] = ("OwnSGD", lambda: _step(lambda p: OwnSGD(p, lr=0.1)))
-REFUSALS["optimizer differentiable"] = (
-    "differentiable", lambda: _step(lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True))
-)  # fmt: skip
-REFUSALS["optimizer before wrapping"] = (
-    "RAdam", lambda: prepare_optimizer(torch.optim.RAdam(model().parameters()))
-)  # fmt: skip
 
 
 @refused("a copy of a decoupled model")
