@@ -48,7 +48,7 @@ def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
         return Dear(job, threshold_mb)
 
     def decoupled() -> Trainer:
-        trainer, built.tried[OURS] = ours(job, learned, effort)
+        trainer, built.tried[OURS] = ours(job, effort)
         return trainer
 
     makers: dict[str, Callable[[], Trainer]] = {

@@ -1,38 +1,36 @@
-"""Headway's decoupled all-reduce, and how its options are chosen. The one place to put the automatic tuner in."""
+"""Headway's decoupled all-reduce, tuned while it trains."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
+from headway.strategies.data_parallel.decoupled.tuning.tuner import MEASURED_STEPS, tune
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.data_parallel.module_spec import model_spec
 from paced_training.cases import Effort
 from paced_training.jobs import Job, optimizer_of
-from paced_training.learned import Learned
 from paced_training.trainer import Memory, Trainer, live_storages
-from paced_training.tuning import sweep
+
+BEGIN_MB = 25.0  # the buckets that training begins with: stock DDP's
+MOST_STEPS = 100
 
 
 class Ours(Trainer):
     name = "headway"
     bound = "decoupled"
 
-    def __init__(
-        self, job: Job, learned: Learned, cap_mb: float, *, counted: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, job: Job, strategy: DecoupledStrategy, *, counted: bool = False) -> None:
         """``counted`` counts memory during the first two steps, which then take long."""
         inner = job.make()
         self._counted = counted
         if counted:
             own = {p.untyped_storage().data_ptr() for p in inner.parameters()}
             self._others = set(live_storages()) - own
-        strategy = DecoupledStrategy(bucket_cap_bytes=max(1, round(cap_mb * job.scale * 2**20)), **options)
-        wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(learned.spec))
+        wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(model_spec(inner)))
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
         self._held: list[int] = []
-        self.note = f"{len(wrapped.schedule.buckets)} buckets of {cap_mb:g} MiB scaled, {options}"
 
     def update(self) -> None:
         assert self.optimizer is not None
@@ -58,12 +56,31 @@ class Ours(Trainer):
             release(self.decoupled.engine)
 
 
-FORMS: tuple[dict[str, Any], ...] = ({"gather": "parameters"}, {"gather": "gradients"})
-"""Options tried with the best bucket size of the first."""
+def tuned(job: Job, effort: Effort) -> Tuned:
+    """What a training run that is tuned comes to."""
+    cap_bytes = max(1, round(BEGIN_MB * job.scale * 2**20))
+    trainer = Ours(job, DecoupledStrategy(bucket_cap_bytes=cap_bytes))
+    tune(trainer.decoupled, measured_steps=min(MEASURED_STEPS, effort.trial_steps + 1))
+    trainer.training.restart()
+    for _ in range(MOST_STEPS):
+        if trainer.decoupled.tuning is None:
+            trainer.step()
+    found = trainer.decoupled.tuning
+    assert found is not None
+    trainer.finish()
+    trainer.close()
+    return found
 
 
-def ours(job: Job, learned: Learned, effort: Effort) -> tuple[Ours, dict[str, float]]:
-    """The best of a sweep of bucket sizes, then of forms, tried while training."""
-    cap_mb, tried = sweep(effort.caps, lambda cap: Ours(job, learned, cap, **FORMS[0]), effort)
-    form, also = sweep(FORMS, lambda options: Ours(job, learned, cap_mb, **options), effort)
-    return Ours(job, learned, cap_mb, counted=True, **form), tried | also
+def ours(job: Job, effort: Effort) -> tuple[Ours, dict[str, float]]:
+    """What a tuned run came to, from the start, so that every method has taken equally many steps; what was tried."""
+    found = tuned(job, effort)
+    trainer = Ours(job, found.strategy, counted=True)
+    trainer.note = found.describe()
+    tried = {
+        f"{number} {candidate.name}, {candidate.strategy.describe()}": round(measured_ms, 1)
+        for number, (candidate, measured_ms) in enumerate(
+            zip(found.candidates, found.measured_ms, strict=True)
+        )
+    }
+    return trainer, tried

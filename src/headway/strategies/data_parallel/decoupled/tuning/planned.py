@@ -148,7 +148,7 @@ def _planned(setting: Setting) -> str:
 
 
 def _worth_trying(found: planner.Planned, home: Gather) -> list[BucketSchedule]:
-    """The best of the form in force, and of others that promise more; unlike ones first."""
+    """The best of the form in force, and of others that promise more; of those that are much alike the best."""
     best_ns = found.best(home).step_ns
     worth = [
         planned.schedule
@@ -156,9 +156,7 @@ def _worth_trying(found: planner.Planned, home: Gather) -> list[BucketSchedule]:
         if planned.schedule.gather == home or planned.step_ns < best_ns * (1 - FORM_GAIN)
     ]
     kinds = [(s.gather, s.channels, len(s.buckets)) for s in worth]
-    first_of_kind = [s for i, s in enumerate(worth) if kinds[i] not in kinds[:i]]
-    others = [s for s in worth if s not in first_of_kind]
-    return [*first_of_kind, *others][:MOST_PLANNED]
+    return [s for i, s in enumerate(worth) if kinds[i] not in kinds[:i]][:MOST_PLANNED]
 
 
 def _capped(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WARM_STEPS = 3
 WATCHED_STEPS = 4
-MEASURED_STEPS = 3  # behind one in which a new schedule settles
+MEASURED_STEPS = 3
 MOST_RESTARTS = 2
 MOST_IDLE_FORWARDS = 50
 
@@ -57,11 +57,15 @@ Study = Generator[None, Interval, None]
 
 
 class Tuner:
-    """Tunes one wrapped model as ``proposer`` says, and leaves ``wrapped.tuning`` behind."""
+    """Tunes one wrapped model as ``proposer`` says, and leaves ``wrapped.tuning`` behind.
 
-    def __init__(self, wrapped: DecoupledDataParallel, proposer: Proposer) -> None:
+    A proposal is measured over ``measured_steps``, behind one step in which it settles.
+    """
+
+    def __init__(self, wrapped: DecoupledDataParallel, proposer: Proposer, measured_steps: int) -> None:
         self._wrapped = weakref.ref(wrapped)
         self._proposer = proposer
+        self._measured_steps = measured_steps
         self._initial = wrapped.schedule
         self._restarts = 0
         self._idle_forwards = 0
@@ -150,7 +154,7 @@ class Tuner:
             self._put_in_force(candidate.strategy.decide(setting.model))
             yield  # settling
             intervals = []
-            for _ in range(MEASURED_STEPS):
+            for _ in range(self._measured_steps):
                 intervals.append((yield))  # noqa: PERF401 - a comprehension cannot yield
             (measured_ms,) = setting.agreement.slowest([_typical_ms(intervals)])
             self._told.setdefault(candidate, []).append(measured_ms)
@@ -262,12 +266,15 @@ def _typical_ms(intervals: list[Interval]) -> float:
     return statistics.median(calm or [interval.ms for interval in intervals])
 
 
-def tune(wrapped: DecoupledDataParallel, proposer: Proposer | None = None) -> None:
+def tune(
+    wrapped: DecoupledDataParallel, proposer: Proposer | None = None, measured_steps: int = MEASURED_STEPS
+) -> None:
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
-    Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``).
+    Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
+    measured over ``measured_steps``: with three of them all is done in at most 40 steps.
     """
-    wrapped._tuner = Tuner(wrapped, proposer or PlannedProposer())
+    wrapped._tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps)
 
 
 __all__ = ["Interval", "Tuner", "tune"]
