@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -49,13 +50,29 @@ def environment() -> dict[str, Any]:
 def report(name: str, rows: list[dict[str, Any]], arguments: BenchmarkArguments, words: str) -> None:
     """Print the rows; a full run also keeps its page and JSON under ``benchmarks/results``."""
     document = {"benchmark": name, "environment": environment(), "rows": rows}
-    page = _page(name, document, words)
-    print(page)
+    print(_page(name, document, words))
     if arguments.json is not None:
         files.write_text(arguments.json, files.dump_json(document))
     if not arguments.quick and arguments.only is None:
-        files.write_text(RESULTS / f"{name}.json", files.dump_json(document))
-        files.write_text(RESULTS / f"{name}.md", page)
+        _keep(name, document, words)
+
+
+def keep_case(name: str, rows: list[dict[str, Any]], cases: Sequence[str], words: str) -> None:
+    """Keep a case that was run in full beside the cases kept before, in the order of ``cases``.
+
+    For benchmarks whose cases take so long together that they are run one by one.
+    """
+    path = RESULTS / f"{name}.json"
+    new = {row["case"] for row in rows}
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    merged = [row for row in kept if row["case"] not in new and row["case"] in cases] + rows
+    merged.sort(key=lambda row: cases.index(row["case"]))
+    _keep(name, {"benchmark": name, "environment": environment(), "rows": merged}, words)
+
+
+def _keep(name: str, document: dict[str, Any], words: str) -> None:
+    files.write_text(RESULTS / f"{name}.json", files.dump_json(document))
+    files.write_text(RESULTS / f"{name}.md", _page(name, document, words))
 
 
 def _page(name: str, document: dict[str, Any], words: str) -> str:

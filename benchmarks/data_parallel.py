@@ -5,7 +5,8 @@
 A paced case has a published model's true parameter tensors, scaled in size and not in number, on workers whose layers
 sleep for their modelled time, stretched (`headway.models.paced`). Link rates of the lab are chosen so that the time
 of one way's volume against that of computation is that of 64 GPUs on the network named. Latency is the lab's own:
-it is neither scaled nor imitated. All methods run in the same processes, in turn.
+it is neither scaled nor imitated. All methods run in the same processes, in turn. A case takes about six minutes in
+full, and is kept under ``benchmarks/results`` as soon as it is done, so that cases may be run one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import parse_arguments, report
+from common import keep_case, parse_arguments, report
 from paced_training import cases
 from paced_training.cases import NETWORKS, PacedCase, RealCase
 from paced_training.rows import rows_of
@@ -49,9 +50,11 @@ def main() -> None:
     for name in [arguments.only] if arguments.only else chosen:
         case = cases.ALL[name]
         print(f"{name} …", file=sys.stderr, flush=True)
-        rows += rows_of(
-            name, cases.describe(case, quick=arguments.quick), _measure(case, quick=arguments.quick)
-        )
+        described = cases.describe(case, quick=arguments.quick)
+        rows_of_case = rows_of(name, described, _measure(case, quick=arguments.quick))
+        if not arguments.quick:
+            keep_case("data_parallel", rows_of_case, list(cases.ALL), WORDS)
+        rows += rows_of_case
     report("data_parallel", rows, arguments, WORDS)
 
 

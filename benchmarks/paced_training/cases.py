@@ -128,7 +128,7 @@ class Effort:
         return replace(self, steps=self.steps * self.real_factor, caps=self.real_caps)
 
 
-FULL = Effort(5, 2, 3, 2, 2, 10, (2.5, 5, 10, 25, 50, 100), (0.25, 0.5, 1, 2, 4, 25), 5)
+FULL = Effort(3, 1, 3, 1, 2, 10, (2.5, 5, 10, 25, 50), (0.25, 0.5, 1, 2, 4), 5)
 QUICK = Effort(2, 1, 1, 1, 1, 2, (5, 25), (0.5, 2), 2)
 _PACED = [PacedCase(model, network, p) for model in MODELS for network in ("10gbe", "100gib") for p in (4, 8)]
 _BALANCED = [PacedCase(model, "balanced", p) for model in ("resnet50", "bert-base") for p in (4, 8)]
