@@ -239,6 +239,6 @@ def unshared(device: torch.device) -> tuple[tuple[int, int], int]:
     counts: list[Any] = []
     parameter = nn.Parameter(torch.ones(2, device=device))
     parameter.register_post_accumulate_grad_hook(lambda p: counts.append(gradient_holders(cast(Any, p))))
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch_private.without_user_modes(), torch.enable_grad():
         (parameter * 2).sum().backward()
     return counts[0], torch_private.storage_uses(parameter)
