@@ -1,4 +1,4 @@
-"""The decoupled all-reduce trains exactly as one process on the whole batch, and as stock DDP."""
+"""Copies, pickles and modes: the decoupled all-reduce sees the numbers of one process, and of stock DDP."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ pytestmark = pytest.mark.processes
 def test_same_numbers(world_size: int, caps_mb: list[float]) -> None:
     for result in workers.run(world_size, CASES, caps_mb, timeout_s=110):
         assert result["problems"] == []
-        assert result["compared"] > 3000 * len(caps_mb)
+        assert result["compared"] > 100 * len(caps_mb)

@@ -247,13 +247,15 @@ class DecoupledDataParallel(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        left_behind = ("_engine", "process_group", "_trainable", "_wiring", "_tuner")
+        left_behind = ("_engine", "process_group", "_trainable", "_wiring", "_tuner", "uneven")
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy that can be read, evaluated and saved, and that refuses to be trained."""
         nn.Module.__setstate__(self, state)
         self.process_group = _existing_group(None)
+        self._wiring = wiring_of(self.device, self.process_group)
+        self.uneven = None
 
     # What DDP offers besides, and what is refused ---------------------------------------------------
 
