@@ -22,7 +22,9 @@ STEP = [Item(Point.STEP), Item(Part.OPTIMIZER, duration_ns=1000)]
 def walked(*items: Item) -> GraphBuilder:
     """Two ranks that walk twice over ``items`` under one bucket a layer."""
     cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2)))
-    graph = GraphBuilder(cluster, MODEL, DecoupledStrategy(bucket_cap_bytes=5000).decide(MODEL))
+    graph = GraphBuilder(
+        cluster, MODEL, DecoupledStrategy(bucket_cap_bytes=5000, gather="gradients", channels=1).decide(MODEL)
+    )
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank in range(2)]
     walk_timelines(graph, Dataflow(graph), timelines)
     return graph
@@ -79,7 +81,7 @@ def spans(graph: GraphBuilder, schedule: Schedule, name: str, step: int) -> dict
 
 
 FORWARD = [Item(Point.USE, "layer0"), Item(Part.FORWARD, "", 50_000), Item(Point.USE, "layer1")]
-PARAMETERS = DecoupledStrategy(bucket_cap_bytes=5000, gather="parameters")
+PARAMETERS = DecoupledStrategy(bucket_cap_bytes=5000, gather="parameters", channels=1)
 
 
 def test_parameters_are_gathered_after_the_step_and_the_update_of_the_own_share() -> None:
@@ -140,7 +142,7 @@ def test_a_channel_serves_its_jobs_in_order_one_at_a_time(gather: Gather, channe
 
 def test_gradients_may_be_gathered_behind_their_reduction() -> None:
     model = layered_model(3)
-    strategy = DecoupledStrategy(bucket_cap_bytes=4100).spelled_out(model)
+    strategy = DecoupledStrategy(bucket_cap_bytes=4100, gather="gradients", channels=1).spelled_out(model)
     count = len(strategy.buckets)
     early = strategy.model_copy(update={"gathers_after": (count - 1,) * (count - 1) + (0,)})
     assert early.gather_order[-1] == 0
@@ -158,7 +160,10 @@ def test_a_bucket_of_parts_goes_when_every_parameter_in_it_is_ready() -> None:
     ready = [Item(Point.READY, name) for name in MODEL.ready_order]
     gap = Item(Part.BACKWARD, "", 10_000)
     items = [part for item in ready for part in (gap, item)]
-    graph, schedule = played([*items, Item(Point.BACKWARD_END), *STEP], DecoupledStrategy(buckets=buckets))
+    graph, schedule = played(
+        [*items, Item(Point.BACKWARD_END), *STEP],
+        DecoupledStrategy(buckets=buckets, gather="gradients", channels=1),
+    )
     scatters = spans(graph, schedule, "reduce_scatter", 0)
     assert [begin for begin, _ in scatters.values()] == [20_000, 40_000]
     waits = [s for s in graph.stretches if s.rank == 0 and s.step == 1 and s.wait_name]
