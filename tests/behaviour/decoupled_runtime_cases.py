@@ -229,3 +229,27 @@ def many_wraps_of_subgroups(rank: int, world_size: int) -> float:
     for index in range(3):
         step(wrapped, optimizer, rank, index)
     return sum(p.sum().item() for p in wrapped.parameters())
+
+
+def clipping_asks_no_peer(rank: int, world_size: int) -> dict[str, float]:
+    """Clip by norm where parameters are gathered; count the questions between ranks, and what a look adds to them."""
+    ours = DecoupledDataParallel(model(), bucket_cap_mb=1e-4)
+    assert ours.engine is not None
+    asked: list[Any] = []
+    ask_all = ours.engine.peers.ask_all
+
+    def noted(request: Any) -> Any:
+        asked.append(request)
+        return ask_all(request)
+
+    ours.engine.peers.ask_all = noted  # type: ignore[method-assign]
+    ours(torch.full((2, 6), rank + 1.0, dtype=torch.float64)).sum().backward()
+    norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
+    clipping = len(asked)
+    clipped = torch.cat([p.grad.flatten() for p in ours.parameters() if p.grad is not None])
+    return {
+        "clipping": clipping,
+        "looking": len(asked),
+        "norm": float(norm),
+        "clipped": float(clipped.norm()),
+    }

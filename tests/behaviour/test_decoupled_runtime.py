@@ -81,3 +81,11 @@ def test_a_killed_peer_is_reported(world_size: int) -> None:
         if worker.rank != 1:
             assert worker.status == 0, worker.output
             assert worker.result.startswith(f"rank {worker.rank}: the ")
+
+
+def test_clipping_by_norm_fetches_no_gradient() -> None:
+    results = workers.run(2, f"{CASES}:clipping_asks_no_peer")
+    assert results[0] == results[1]
+    assert (results[0]["clipping"], results[0]["looking"]) == (0, 1)
+    assert results[0]["norm"] > 0.1
+    assert results[0]["clipped"] == pytest.approx(0.1, rel=1e-4)

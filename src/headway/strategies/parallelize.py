@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def parallelize(model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any) -> nn.Module:
+def parallelize(
+    model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any
+) -> nn.Module:
     """Wrap ``model`` for data-parallel training as ``plan`` says, and make ``optimizer`` ready for it.
 
     Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps.

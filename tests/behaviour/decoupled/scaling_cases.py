@@ -78,6 +78,39 @@ def clipping_after_accumulation(job: Job) -> None:
 
 
 @case()
+def clipped_then_looked_at_and_added_to(job: Job) -> None:
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        job.loss(model, step).backward()
+        job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        if step in (1, 4) and job.is_rank(job.world_size - 1):
+            job.see("on the last rank", [p.grad for p in model.parameters()])
+        if step == 2:
+            job.see("everywhere", [p.grad for p in model.parameters()])
+        if step >= 3:  # onto clipped gradients, which in step 4 one rank has looked at
+            job.loss(model, step + 10).backward()
+            job.see("norm of both", nn.utils.clip_grad_norm_(model.parameters(), 0.15))
+        optimizer.step()
+        if step == 0:
+            job.see("after the step", [p.grad for p in model.parameters()])
+
+
+@case()
+def clipped_while_some_are_frozen(job: Job) -> None:
+    inner = mlp()
+    inner[0].weight.requires_grad_(False)
+    model = job.wrap(inner)
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        job.loss(model, step).backward()
+        job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+
+
+@case()
 def gradients_changed_in_place(job: Job) -> None:
     model = job.wrap(mlp())
     optimizer = sgd(model)

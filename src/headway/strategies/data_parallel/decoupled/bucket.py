@@ -58,6 +58,7 @@ class Slot:
         self.stepped = False
         self.cleared = False
         self.held = False
+        self.clipped = False  # the reduced gradient has been clipped where it is sharded
         self.defined = False  # whether there was a gradient when an optimizer stepped
         self.local: torch.Tensor | None = None  # the gradient as it was when it was taken
         self.unreduced: tuple[torch.Tensor | None, int] | None = (
@@ -84,6 +85,7 @@ class Slot:
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
+        self.clipped = False
         self.pending = True
         deferred.defer(self.parameter)
 

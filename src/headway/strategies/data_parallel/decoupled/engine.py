@@ -9,36 +9,31 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
 from headway.collectives.program import ring_all_reduce
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
-from headway.scheduling.filling import Filling
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import (
     LiveBucket,
     Place,
     Slot,
     Unit,
-    gradient_holders,
     make_units,
-    unshared,
 )
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
-from headway.strategies.data_parallel.decoupled.kinds import Kind
+from headway.strategies.data_parallel.decoupled.form import Form
+from headway.strategies.data_parallel.decoupled.intake import Intake
 from headway.strategies.data_parallel.decoupled.rings import Collectives, Natives, Rings
 from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
 from headway.strategies.data_parallel.decoupled.streams import Streams, Turns
@@ -46,55 +41,7 @@ from headway.strategies.data_parallel.decoupled.usage import Usage
 from headway.strategies.data_parallel.decoupled.wiring import Wiring
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.peers import Peers, Reply
-
-
-class Form(Protocol):
-    """What happens between a reduce-scatter and the next use of a parameter."""
-
-    def before_gradients(self) -> None:
-        """Gradients are about to be computed, and perhaps accumulated."""
-
-    def begin_backward(self) -> None:
-        """Gradients are being accumulated."""
-
-    def reduced(self, index: int) -> None:
-        """The reduce-scatter of bucket ``index`` has been queued."""
-
-    def keep(self, index: int) -> Callable[[], None] | None:
-        """What is done, on the channel's thread, as soon as bucket ``index`` is reduced."""
-
-    def settle_value(self, unit: Unit) -> None:
-        """Make the parameters of ``unit`` current."""
-
-    def settle_gradient(self, unit: Unit) -> None:
-        """Make ``.grad`` of the parameters of ``unit`` current."""
-
-    def takes(self, slot: Slot, kind: Kind, *, scaled_by_amp: bool) -> bool:
-        """Whether the form does the update of ``slot`` that an optimizer of this kind asks for."""
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        hyper_parameters: Sequence[dict[str, Any]],
-        slots: Sequence[Sequence[Slot]],
-    ) -> None:
-        """Defer the update of the slots it takes, one sequence a parameter group."""
-
-    def state_wanted(self, optimizer: Optimizer) -> None:
-        """Put the whole state of every parameter into ``optimizer.state``."""
-
-    def state_replaced(self, optimizer: Optimizer) -> None:
-        """The script has given the optimizer another state: forget what is kept of the old one."""
-
-    def answer(self, request: Mapping[str, Any]) -> Reply:
-        """Answer a peer."""
-
-    def lose_states(self) -> None:
-        """The process group is about to go."""
-
-    def leave(self) -> None:
-        """The buckets are about to go: nothing may be kept in their terms."""
+    from headway.strategies.data_parallel.decoupled.peers import Answer, Peers, Reply
 
 
 class Engine:
@@ -123,14 +70,10 @@ class Engine:
         self.lock = threading.RLock()
         self._failure: HeadwayError | None = None
         self._warned = False
-        self._running = False  # a synchronised backward is filling buckets
         self._change_form = False
         self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
         self.on_update: Callable[[int, Callable[[], None]], None] | None = None  # runs updates on channels
-        self._kept = False  # whether a reduced gradient may be under way
-        self._settled = True  # whether nothing has happened since the last backward began
-        self._callback_queued = False
-        self._unheld = unshared(wiring.device)[0]
+        self.intake = Intake(self)
         self._settling = Turns(wiring.streams, on_host=False)  # of parameters, out of their buckets
         self._answering = wiring.streams.new()
         self._channels: Channels | StreamChannels
@@ -160,7 +103,6 @@ class Engine:
         self.slots = list(slots.values())
         self.units = make_units(self.buckets)
         self.usage = Usage(self.slots)
-        self._filling = Filling(schedule)
         self._channels.use(schedule.channels)
         groups = self._channels.groups[: schedule.channels]
         self._collectives: Collectives = (
@@ -169,7 +111,7 @@ class Engine:
         self.form: Form = _make_form(self, schedule.gather)
         for slot in self.slots:
             deferred.register(slot.parameter, slot)
-        self._hooks = [handle for slot in self.slots for handle in _hook(self, slot)]
+        self._hooks = self.intake.follow(schedule)
 
     def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         """Put another schedule in force, on every rank at the same point of the script, with nothing under way."""
@@ -189,167 +131,28 @@ class Engine:
         for bucket in self.buckets:
             bucket.turns.join()  # its memory is about to be used for something else
 
-    # What happens to a gradient -------------------------------------------------------------------
-
-    def before_accumulation(self) -> None:
-        """Called with every gradient before it is added to ``.grad``: the first of a backward settles values."""
-        if not self._running:
-            self._settle_before_backward()
-
-    def _settle_before_backward(self) -> None:
-        if not self._settled:
-            self.form.before_gradients()
-            self._settled = True
-
-    def _let_go(self) -> None:
-        """Gradients are being accumulated: whatever was under way for the earlier ones ends here."""
-        self._settle_before_backward()
-        if self._kept:
-            self._kept = False
-            self.form.begin_backward()
-            if self._change_form:
-                self._change_form = False
-                self.form.leave()
-                self._meet()
-                self.schedule = replace(self.schedule, gather="gradients")
-                self.form = _make_form(self, "gradients")
-
     def gather_gradients_from_now_on(self) -> None:
         """Have the next backward gather gradients; every rank says so at the same point of the script."""
         self.needs_gradients = True
         if self.schedule.gather == "parameters":
             self._change_form = True
 
-    def backward_begins(self) -> None:
-        """A backward that may leave parameters without a gradient begins: be told of its end in any case."""
-        if self.synchronise and self.find_unused:
-            self._begin()
-
-    def _begin(self) -> None:
-        self.check_usable(inside_backward=True)
-        if not self._running:
-            self._let_go()
-            self._running, self._settled, self._kept = True, False, True
-            self._filling.restart()
-            self.usage.restart()
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch_private.queue_backward_callback(self._backward_ended)
-
-    def take_gradient(self, slot: Slot) -> None:
-        """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
-        if not self.synchronise:
-            self._let_go()
-            return
-        self._begin()
-        if slot.pending:
-            raise self.fail(
-                "a parameter received a gradient again after it had been reduced in the same backward",
-                slot.name, "Use checkpoint(..., use_reentrant=False) for shared parameters.",
-            )  # fmt: skip
-        self._check_gradient(slot, slot.parameter.grad)
-        slot.held = gradient_holders(slot.parameter) != self._unheld  # before this function holds it too
-        gradient = slot.parameter.grad
-        assert gradient is not None
-        self._fill(slot, gradient)
-        if self.usage.used(slot):
-            self._launch(self._filling.ready(slot.name))
-
-    def _fill(self, slot: Slot, gradient: torch.Tensor) -> None:
-        slot.local = gradient
-        scale = 1.0 / self.divisor
-        with torch.no_grad():
-            for place in slot.places:
-                place.bucket.fill(place, gradient, scale)
-
-    def _check_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
-        if gradient is None:
-            raise self.fail(
-                "another hook removed a gradient before it was reduced", slot.name, "Remove that hook."
-            )
-        if gradient.layout is not torch.strided:
-            raise self.fail(
-                "sparse gradients are not supported", slot.name, "Make the layer's gradient dense."
-            )
-        if gradient.requires_grad or torch.is_grad_enabled():
-            raise self.fail(
-                "gradients of gradients (create_graph) are not supported", slot.name, "Use stock DDP."
-            )
-        buffer = slot.places[0].bucket.buffer
-        if gradient.dtype != buffer.dtype or gradient.device != self.wiring.device:
-            raise self.fail("a parameter changed its dtype or device after it was wrapped", slot.name,
-                            "Convert the model before wrapping it.")  # fmt: skip
-
-    def _launch(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            bucket = self.buckets[index]
-            for slot in bucket.slots:
-                if slot.grad is not slot.local:
-                    raise self.fail("a hook replaced a gradient while backward was reducing it", slot.name,
-                                    "Change gradients after backward().")  # fmt: skip
-                if not slot.pending:
-                    slot.begin()
-            bucket.unit.in_flight = True
-            bucket.reductions += 1
-            bucket.reduce = self.collective(REDUCE_SCATTER, bucket, then=self.form.keep(index))
-            self.form.reduced(index)
-        if indices and self._filling.complete and self.find_unused:
-            self.usage.share(self)
-
-    def _backward_ended(self) -> None:
-        self._callback_queued = False
-        if not self._filling.complete and torch_private.inside_backward():
-            return  # nested in another backward, which goes on
-        if not self._filling.complete and self.find_unused:
-            self._fill_up()
-        if not self._filling.complete:
-            raise self._fail_unfinished()
-        self._running = False
-        # A gradient that somebody holds a reference to can be read without asking: it must be right now.
-        for unit in self.units:
-            if any(slot.held for slot in unit.slots):
-                self.settle_gradient(unit)
-
-    def _fill_up(self) -> None:
-        """Let parameters that this rank did not use take part with what they hold, or with zeros."""
-        for slot in self.usage.unused():
-            gradient = slot.grad
-            if gradient is None:
-                slot.local = None
-                for place in slot.places:
-                    place.bucket.clear(place)
-            else:
-                self._fill(slot, gradient)
-            self._launch(self._filling.ready(slot.name))
-
-    def reduce_zeros(self) -> None:
-        """Take part in the backward of other ranks without a gradient of one's own; wait for its end."""
-        self.check_usable()
-        self.settle_all()
-        self.usage.restart()
-        for bucket in self.buckets:
-            bucket.clear()
-            bucket.reductions += 1
-            bucket.reduce = self.collective(REDUCE_SCATTER, bucket, then=self.form.keep(bucket.index))
-            self.form.reduced(bucket.index)
-        if self.find_unused:
-            self.usage.share(self)
-        for bucket in self.buckets:
-            assert bucket.gather is not None
-            self.wait(bucket.gather)
-
-    def refuse_inside_backward(self, slot: Slot, what: str) -> None:
-        """Raise UnsupportedError where backward is still running: not every bucket is on its way yet."""
-        if self._running:
-            self.check_usable()
-            raise UnsupportedError(
-                f"the gradient of {slot.name} was {what} during backward, while it is being reduced",
-                fix="Look at gradients after backward() has returned.",
-            )
+    def change_form(self) -> None:
+        """A backward has begun and nothing is under way: put a form in force that was asked for."""
+        if self._change_form:
+            self._change_form = False
+            self.form.leave()
+            self._meet()
+            self.schedule = replace(self.schedule, gather="gradients")
+            self.form = _make_form(self, "gradients")
 
     def unsettle(self) -> None:
         """Something was deferred that the next backward must find settled."""
-        self._settled, self._kept = False, True
+        self.intake.unsettle()
+
+    def refuse_inside_backward(self, slot: Slot, what: str) -> None:
+        """Raise UnsupportedError where backward is still running: not every bucket is on its way yet."""
+        self.intake.refuse_while_running(slot, what)
 
     # Collectives -----------------------------------------------------------------------------------
 
@@ -384,6 +187,14 @@ class Engine:
         """Return when ``job`` is done. Raises CommunicationError where it failed, and ever after."""
         try:
             self._channels.wait(job)
+        except HeadwayError as error:
+            self._failure = error
+            raise
+
+    def ask_all(self, request: Mapping[str, Any]) -> dict[int, Answer]:
+        """Ask every other rank. Raises CommunicationError where one does not answer, and ever after."""
+        try:
+            return self.peers.ask_all(request)
         except HeadwayError as error:
             self._failure = error
             raise
@@ -458,8 +269,8 @@ class Engine:
             raise UnsupportedError(
                 "the process group of a decoupled model has been destroyed", fix="Wrap the model again."
             )
-        if self._running and not inside_backward and not torch_private.inside_backward():
-            raise self._fail_unfinished()
+        if self.intake.running and not inside_backward and not torch_private.inside_backward():
+            raise self.fail_unfinished()
 
     def warn_of_aliases(self, name: str) -> None:
         """Say, once, that overlap is lost for a bucket because somebody could look past the parameter."""
@@ -481,7 +292,7 @@ class Engine:
         if self.closed:
             return
         try:
-            if self._failure is None and not self._running:
+            if self._failure is None and not self.intake.running:
                 self.settle_all()
                 self.form.lose_states()
                 if together:
@@ -521,12 +332,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._running and not any(unit.in_flight for unit in self.units)
+        return not self.intake.running and not any(unit.in_flight for unit in self.units)
 
     @property
     def running(self) -> bool:
         """Whether a backward is filling buckets, or was interrupted while it did."""
-        return self._running
+        return self.intake.running
 
     def fail(self, what: str, got: str, fix: str) -> UnsupportedError:
         """Note for good that training cannot go on; returns the error to raise."""
@@ -534,7 +345,8 @@ class Engine:
         self._failure = error
         return error
 
-    def _fail_unfinished(self) -> UnsupportedError:
+    def fail_unfinished(self) -> UnsupportedError:
+        """Note for good that a backward left buckets unfilled; returns the error to raise."""
         missing = [slot.name for slot in self.usage.unused()]
         return self.fail(
             "backward ended without a gradient for some parameters, or was interrupted",
@@ -549,20 +361,3 @@ def _make_form(engine: Engine, gather: Gather) -> Form:
     from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
 
     return GatherGradients(engine) if gather == "gradients" else GatherParameters(engine)
-
-
-def _hook(engine: Engine, slot: Slot) -> Sequence[RemovableHandle]:
-    engine_of: Callable[[], Engine | None] = weakref.ref(engine)
-
-    def before(_gradient: torch.Tensor) -> None:
-        if (alive := engine_of()) is not None:
-            alive.before_accumulation()
-
-    def after(_parameter: torch.Tensor, slot: Slot = slot) -> None:
-        if (alive := engine_of()) is not None:
-            alive.take_gradient(slot)
-
-    return slot.parameter.register_hook(before), slot.parameter.register_post_accumulate_grad_hook(after)
-
-
-__all__ = ["ALL_GATHER", "REDUCE_SCATTER", "Engine", "Form"]

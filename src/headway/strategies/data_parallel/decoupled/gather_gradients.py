@@ -17,9 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from headway import torch_private
+from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled.bucket import Place, Slot, Unit, flat_copy
-from headway.strategies.data_parallel.decoupled.engine import ALL_GATHER, Engine
+from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
 from headway.strategies.data_parallel.decoupled.observer import observer
 from headway.strategies.data_parallel.decoupled.peers import Reply
@@ -94,6 +95,10 @@ class GatherGradients:
 
     def state_replaced(self, optimizer: Optimizer) -> None:
         """Nothing is kept of the state."""
+
+    def clip(self, slots: Sequence[Slot], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
+        """Stock torch clips whole gradients."""
+        raise AssertionError("whole gradients are clipped by stock torch")
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """There is nothing that other ranks do not get by themselves."""

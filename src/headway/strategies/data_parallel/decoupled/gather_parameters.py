@@ -19,10 +19,11 @@ import torch
 from torch.optim import Optimizer
 
 from headway import torch_private
+from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled import clipping, deferred
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Slot, Unit, flat_copy
-from headway.strategies.data_parallel.decoupled.engine import ALL_GATHER, Engine
+from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
 from headway.strategies.data_parallel.decoupled.observer import observer
 from headway.strategies.data_parallel.decoupled.peers import Answer, Reply
@@ -61,6 +62,10 @@ class GatherParameters:
     def before_gradients(self) -> None:
         """Settle values that forward left untouched; put local gradients back where a look replaced them."""
         self._engine.settle_values()
+        clipped = [slot for slot in self._engine.slots if slot.clipped and not slot.cleared]
+        for slot in clipped:
+            slot.before_gradient_read()  # what is accumulated onto is clipped, on every rank
+            slot.unreduced = None
         for slot in self._engine.slots:
             if slot.unreduced is not None:
                 _put_back(slot)
@@ -215,8 +220,9 @@ class GatherParameters:
         for bucket in buckets:
             assert bucket.reduce is not None
             engine.wait(bucket.reduce)
-        request = {"want": "gradients", "buckets": [[b.index, b.reductions] for b in buckets]}
-        whole = self._assemble(buckets, engine.peers.ask_all(request))
+        wanted = [[b.index, b.reductions, self._shards[b.index].clips] for b in buckets]
+        request = {"want": "gradients", "buckets": wanted}
+        whole = self._assemble(buckets, engine.ask_all(request))
         with torch_private.without_user_modes():
             for slot in slots:
                 if slot.grad is not None or engine.usage.anywhere(slot):
@@ -239,6 +245,27 @@ class GatherParameters:
                 low, high = bucket.bounds[rank]
                 flat[low:high] = take(high - low, flat.dtype)
         return whole
+
+    def clip(self, slots: Sequence[Slot], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
+        """Sum the norms of all ranks' pieces, and scale the own ones."""
+        engine = self._engine
+        buckets = list(dict.fromkeys(place.bucket for slot in slots for place in slot.places))
+        for bucket in buckets:
+            assert bucket.reduce is not None
+            engine.wait(bucket.reduce)
+        pieces = [piece.gradient for slot in slots for piece in self._pieces[slot]]
+        norms = torch.zeros(engine.world_size, dtype=torch.float64, device="cpu")
+        norms[engine.rank] = clipping.norm_of(pieces, norm_type)
+        engine.wait(engine.submit(engine.all_reduce(norms)))
+        norm = torch.tensor(clipping.joined(norms, norm_type), dtype=slots[0].parameter.dtype)
+        factor = clipping.coefficient(norm, max_norm, norm_type, error)
+        for piece_gradient in pieces:
+            piece_gradient.mul_(factor)
+        for slot in slots:
+            slot.clipped = True
+        for bucket in buckets:
+            self._shards[bucket.index].clips += 1
+        return norm
 
     # The optimizer's state --------------------------------------------------------------------------------
 
@@ -272,7 +299,7 @@ class GatherParameters:
         number = [known() for known in self._optimizers].index(optimizer)
         request = {"want": "state", "optimizer": number, "asked": list(state.asked.items())}
         found = {self._engine.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]}
-        for rank, answer in self._engine.peers.ask_all(request).items():
+        for rank, answer in self._engine.ask_all(request).items():
             found[rank] = unpack(answer.header["states"], answer.payload, self._engine.wiring.device)
         wholes = self._whole_states(found)
         for slot in (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"]):
@@ -307,13 +334,16 @@ class GatherParameters:
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """What a peer asked for, as soon as this rank has come that far."""
         if request["want"] == "gradients":
-            return {}, [self._gradient_of(index, count) for index, count in request["buckets"]]
+            return {}, [self._gradient_of(*wanted) for wanted in request["buckets"]]
         return self._state_answer(int(request["optimizer"]), request["asked"])
 
-    def _gradient_of(self, index: int, reduction: int) -> torch.Tensor:
-        """A rank can be ahead of who asks by a reduction it waits in, not by one that is done: that needs all ranks."""
+    def _gradient_of(self, index: int, reduction: int, clips: int) -> torch.Tensor:
+        """A rank can be ahead of who asks by a reduction it waits in, not by one that is done: that needs all ranks.
+
+        Clipping needs all ranks too.
+        """
         shard = self._shards[index]
-        self._until(lambda: shard.reductions >= reduction)
+        self._until(lambda: shard.reductions >= reduction and shard.clips >= clips)
         shard.kept.wait(reduction)
         return shard.gradient.cpu()
 

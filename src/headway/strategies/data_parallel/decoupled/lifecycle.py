@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError
+from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.stepping import watch_optimizers
 
@@ -35,6 +36,7 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
     if not _prepared:
         _prepared = True
         watch_optimizers()
+        watch_clipping()
         torch_private.before_group_shutdown(_before_shutdown)
         atexit.register(_at_exit)
     if not _engines:

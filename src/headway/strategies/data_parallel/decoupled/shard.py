@@ -67,6 +67,7 @@ class Shard:
         self.reductions = (
             0  # which reduction ``gradient`` is of, or will be when the device has come to ``kept``
         )
+        self.clips = 0  # how often ``gradient`` has been clipped
         self.kept = Milestones(streams)
         start = bucket.bounds[rank][0]
         self.pieces = []
@@ -78,6 +79,7 @@ class Shard:
         """Take the reduced gradient out of the buffer, which parameters will need."""
         self.gradient.copy_(self.chunk)
         self.kept.reach(reduction)
+        self.clips = 0
         self.reductions = reduction
 
     def publish(self) -> None:

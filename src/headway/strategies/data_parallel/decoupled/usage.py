@@ -69,7 +69,7 @@ def watch_backward(output: Any, engine: Engine) -> None:
 
     def begins(_gradient: torch.Tensor) -> None:
         if (alive := engine_of()) is not None:
-            alive.backward_begins()
+            alive.intake.backward_begins()
 
     for tensor in torch_private.tensors_in(output):
         if tensor.requires_grad:

@@ -160,6 +160,13 @@ class DecoupledDataParallel(DistributedDataParallel):
         if self.engine is not None:
             self.engine.settle_all()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all parameters by their total norm, as ``torch.nn.utils.clip_grad_norm_``; returns it.
+
+        With parameters gathered only norms are exchanged, not gradients. Every rank must call it.
+        """
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, without waiting for those under way."""
         clear_gradients(self.module.parameters(), set_to_none=set_to_none)

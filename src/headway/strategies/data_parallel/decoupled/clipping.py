@@ -1,0 +1,91 @@
+"""Clipping by norm where gradients are sharded: norms of shards are summed, rather than every gradient fetched.
+
+``torch.nn.utils.clip_grad_norm_`` of the process is replaced, once something is wrapped, by one that knows of shards
+and hands everything else to the stock one. A script that has imported the stock function before gets the same
+result from it, at the cost of reading every gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.bucket import Slot
+
+_EPSILON = 1e-6  # stock torch's
+_stock: Callable[..., torch.Tensor] | None = None
+
+
+def watch_clipping() -> None:
+    """Replace ``torch.nn.utils.clip_grad_norm_`` from now on."""
+    global _stock  # noqa: PLW0603 - the function that is replaced is the process's too
+    if _stock is not None:
+        return
+    stock = _stock = nn.utils.clip_grad_norm_
+
+    @functools.wraps(stock)
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        slots = _sharded(given)
+        if slots is None:
+            return stock(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return slots[0].engine.form.clip(slots, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    nn.utils.clip_grad_norm_ = clip_grad_norm_
+    nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+
+
+def _sharded(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:
+    """The slots of ``parameters`` where all of them wait for one engine's sharded gradients; else None."""
+    slots: list[Slot] = []
+    for parameter in parameters:
+        slot: Slot | None = deferred.entry_of(parameter)
+        if slot is None and parameter.grad is None:
+            continue  # frozen: the stock function passes over it, too
+        if slot is None or not slot.pending or slot.stepped or slot.cleared:
+            return None
+        slots.append(slot)
+    engines = {slot.engine for slot in slots}
+    if len(engines) != 1 or len(set(slots)) != len(slots):
+        return None
+    (engine,) = engines
+    whole = engine.schedule.gather != "parameters" or engine.wiring.device.type != "cpu" or engine.find_unused
+    return None if whole or engine.running else slots
+
+
+def coefficient(
+    norm: torch.Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """What gradients of this total norm are multiplied by, as stock torch has it.
+
+    Raises RuntimeError, as stock torch does, for a norm that is not finite where that is asked for.
+    """
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+
+
+def norm_of(pieces: Iterable[torch.Tensor], norm_type: float) -> float:
+    """The norm of all ``pieces`` together, in double precision."""
+    norms = [float(torch.linalg.vector_norm(p, norm_type, dtype=torch.float64)) for p in pieces if p.numel()]
+    return joined(torch.tensor(norms, dtype=torch.float64, device="cpu"), norm_type)
+
+
+def joined(norms: torch.Tensor, norm_type: float) -> float:
+    """The norm of vectors whose norms are given."""
+    return float(torch.linalg.vector_norm(norms, norm_type)) if norms.numel() else 0.0

@@ -1,0 +1,66 @@
+"""What the engine leaves to a form: what is gathered, and who updates what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from headway.strategies.data_parallel.decoupled.bucket import Slot, Unit
+from headway.strategies.data_parallel.decoupled.kinds import Kind
+
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.peers import Reply
+
+
+class Form(Protocol):
+    """What happens between a reduce-scatter and the next use of a parameter."""
+
+    def before_gradients(self) -> None:
+        """Gradients are about to be computed, and perhaps accumulated."""
+
+    def begin_backward(self) -> None:
+        """Gradients are being accumulated."""
+
+    def reduced(self, index: int) -> None:
+        """The reduce-scatter of bucket ``index`` has been queued."""
+
+    def keep(self, index: int) -> Callable[[], None] | None:
+        """What is done, on the channel's thread, as soon as bucket ``index`` is reduced."""
+
+    def settle_value(self, unit: Unit) -> None:
+        """Make the parameters of ``unit`` current."""
+
+    def settle_gradient(self, unit: Unit) -> None:
+        """Make ``.grad`` of the parameters of ``unit`` current."""
+
+    def takes(self, slot: Slot, kind: Kind, *, scaled_by_amp: bool) -> bool:
+        """Whether the form does the update of ``slot`` that an optimizer of this kind asks for."""
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        hyper_parameters: Sequence[dict[str, Any]],
+        slots: Sequence[Sequence[Slot]],
+    ) -> None:
+        """Defer the update of the slots it takes, one sequence a parameter group."""
+
+    def state_wanted(self, optimizer: Optimizer) -> None:
+        """Put the whole state of every parameter into ``optimizer.state``."""
+
+    def state_replaced(self, optimizer: Optimizer) -> None:
+        """The script has given the optimizer another state: forget what is kept of the old one."""
+
+    def clip(self, slots: Sequence[Slot], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
+        """Clip the reduced gradients of ``slots`` by their total norm, which is returned; asked where sharded."""
+
+    def answer(self, request: Mapping[str, Any]) -> Reply:
+        """Answer a peer."""
+
+    def lose_states(self) -> None:
+        """The process group is about to go."""
+
+    def leave(self) -> None:
+        """The buckets are about to go: nothing may be kept in their terms."""
