@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from headway.cluster import Cluster, Host
+from headway.graph.step_profile import StepProfile
 from headway.model import ModelSpec
+from headway.optimize.dependency_bound import bounds_of
+from headway.optimize.predict import Predictor
 from headway.strategies.data_parallel.module_spec import model_spec
 from paced_training.jobs import Job
 from paced_training.trainer import alone
@@ -18,16 +22,33 @@ _STEPS = 2
 
 @dataclass(frozen=True)
 class Learned:
-    """The spec with its orders, and for each parameter when, after the start of backward, it was ready (seconds)."""
+    """The spec with its orders; when parameters are ready after backward's start, modules needed after forward's."""
 
     spec: ModelSpec
     ready_s: dict[str, float]
+    needed_s: dict[str, float]
+
+    def dependency_bound_s(self, forward_s: float, backward_s: float, bytes_per_s: float) -> float:
+        """What no decoupled schedule of this step can beat on such links, however fine its buckets, of either form."""
+        gbps = bytes_per_s * 8 / 1e9
+        hosts = [
+            Host(name=f"rank{r}", workers=1, up_gbps=gbps, down_gbps=gbps)
+            for r in range(dist.get_world_size())
+        ]
+        profile = StepProfile(
+            forward_ns=round(forward_s * 1e9),
+            backward_ns=round(backward_s * 1e9),
+            needs_ns={name: round(at_s * 1e9) for name, at_s in self.needed_s.items()},
+            ready_ns={name: round(at_s * 1e9) for name, at_s in self.ready_s.items()},
+        )
+        bounds = bounds_of(Predictor(self.spec, profile, Cluster(hosts=tuple(hosts), latency_us=0.0)))
+        return min(bounds.gradients_ns, bounds.parameters_ns) / 1e9
 
 
 def learn(job: Job) -> Learned:
     trainer = alone(job)
     names = {id(p): name for name, p in trainer.inner.named_parameters()}
-    used: list[str] = []
+    used: dict[str, float] = {}
     ready_at: dict[str, float] = {}
     handles = [
         module.register_forward_pre_hook(lambda _, __, name=name: _once(used, name))
@@ -41,6 +62,7 @@ def learn(job: Job) -> Learned:
     handles += [p.register_post_accumulate_grad_hook(ready) for p in trainer.inner.parameters()]
     for _ in range(_STEPS):
         ready_at.clear()
+        used.clear()
         taken = trainer.step()
     for handle in handles:
         handle.remove()
@@ -49,7 +71,12 @@ def learn(job: Job) -> Learned:
     spec = model_spec(trainer.inner).model_copy(
         update={"forward_order": tuple(used), "ready_order": tuple(order)}
     )
-    return Learned(spec, {name: ready_at[name] - start for name in order})
+    begun = min(used.values())
+    return Learned(
+        spec,
+        {name: ready_at[name] - start for name in order},
+        {name: at - begun for name, at in used.items()},
+    )
 
 
 def shared_from_rank_0(learned: Learned) -> Learned:
@@ -59,6 +86,5 @@ def shared_from_rank_0(learned: Learned) -> Learned:
     return box[0]
 
 
-def _once(used: list[str], name: str) -> None:
-    if name not in used:
-        used.append(name)
+def _once(used: dict[str, float], name: str) -> None:
+    used.setdefault(name, time.perf_counter())

@@ -55,6 +55,7 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
             "spread": f"{low * 1e3:.0f} to {high * 1e3:.0f}",
             "bound_ms": bound_ms,
             "ratio": time_ms / bound_ms,
+            **_dependency(time_ms, method["bound"], found),
             "speedup_over_tuned": medians.get(TUNED, float("nan")) / time_ms,
             "speedup_over_default": medians[DEFAULT] / time_ms,
             "exposed_ms": max(0.0, time_ms - computing_ms),
@@ -68,6 +69,14 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
         rows.append(row | _shared(described, bounds, found, goodput) | {"note": _note(method, found)})
     rows += [{"case": case, "method": name, "error": error} for name, error in found["errors"].items()]
     return rows
+
+
+def _dependency(time_ms: float, kind: str, found: Mapping[str, Any]) -> dict[str, float]:
+    """The bound that respects which gradients are ready and which parameters needed when; of decoupled methods."""
+    if kind != "decoupled":
+        return {}
+    bound_ms = found["dependency_bound_s"] * 1e3
+    return {"dependency_bound_ms": bound_ms, "dependency_ratio": time_ms / bound_ms}
 
 
 def _shared(

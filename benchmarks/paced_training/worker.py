@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from paced_training.cases import Effort, PacedCase
 from paced_training.jobs import Job, paced_job, real_job
 from paced_training.learned import Learned, learn, shared_from_rank_0
 from paced_training.measuring import disagreement, measure, slowest_of_ranks
-from paced_training.methods import DEFAULT, Built, build
+from paced_training.methods import ALONE, DEFAULT, Built, build
 from paced_training.probing import all_reduce_cost, goodput_bytes_per_s
 
 SWITCH_INTERVAL_S = 1e-4
@@ -56,12 +57,19 @@ def _measured(job: Job, learned: Learned, effort: Effort) -> dict[str, Any]:
     methods = _methods(built)
     for method, own in zip(methods, samples, strict=True):
         method["samples"] = asdict(slowest_of_ranks(own))
+    alone = next(method["samples"] for method in methods if method["method"] == ALONE)
+    dependency_s = learned.dependency_bound_s(
+        statistics.median(alone["forward_s"]),
+        statistics.median(alone["backward_s"]),
+        max(goodputs),
+    )
     for trainer in trainers:
         trainer.close()
     return {
         "size_bytes": size_bytes,
         "one_way_bytes": one_way_bytes,
         "goodput_bytes_per_s": goodputs,
+        "dependency_bound_s": dependency_s,
         "all_reduce": asdict(cost),
         "methods": methods,
         "errors": built.errors,

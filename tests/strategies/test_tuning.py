@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from tests.models import layered_model
@@ -13,7 +12,7 @@ from tests.optimize.jobs import MS, PlannedJob, layered_job
 from headway.plan import Plan, PlannedModel
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import links, planned
+from headway.strategies.data_parallel.decoupled.tuning import planned
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.learning import (
     UpdateCost,
@@ -179,17 +178,6 @@ def test_the_cost_of_updates_is_a_line_over_bucket_sizes() -> None:
     assert update_cost({}, sizes, 4) == UpdateCost()
     one = update_cost({0: [40_000, 60_000, 50_000]}, sizes, 1)
     assert one.overhead_ns + one.whole_ns == 50_000
-
-
-def test_the_cost_of_rings_is_a_line_over_their_sizes() -> None:
-    sizes = (16, 65_536, 4_000_000)
-    once_s, byte_s = links.line([(size, 3e-4 + 2e-8 * size) for size in sizes])
-    assert once_s == pytest.approx(3e-4)
-    assert byte_s == pytest.approx(2e-8)
-    once_s, byte_s = links.line([(16, 1e-9), (65_536, 1e-3), (4_000_000, 0.1)])  # as if a ring cost nothing
-    assert once_s >= 0
-    assert byte_s > 0
-    assert np.isfinite(byte_s)
 
 
 # The option ------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 
 from headway.cluster import AlgorithmCost, Cluster, Host
@@ -53,8 +52,8 @@ def measure(
     byte_s = max(LEAST_BYTE_S, (small_s - reduce_s / 2) / small)
     large = max(2 * small, round(min(LARGE_BYTES, size_bytes, LONGEST_S / byte_s)))
     count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
-    large_s = timed(HALVES, large, count) / 2
-    alpha_s, byte_s = line([(least, reduce_s / 2), (small, small_s), (large, large_s)])
+    byte_s = max(LEAST_BYTE_S, _saturated_s(engine, agreement, large, count, busy=busy >= BUSY) / large)
+    alpha_s = reduce_s / 2  # of a ring whose bytes take no time
     # Both have one overhead; an all-reduce has twice the rounds.
     overhead_s = min(alpha_s, max(0.0, 2 * gather_s - reduce_s))
     others = world_size - 1
@@ -67,17 +66,6 @@ def measure(
         },
         source="rings measured while training",
     )
-
-
-def line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds once and seconds a byte of rings of (bytes, seconds), by least relative error."""
-    sizes, times = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-    (once_s, byte_s), *_ = np.linalg.lstsq(
-        np.stack([1.0 / times, sizes / times], axis=1), np.ones_like(times), rcond=None
-    )
-    if once_s < 0 or byte_s <= 0:  # noise: the largest ring says what a byte takes at most
-        once_s, byte_s = 0.0, times[-1] / sizes[-1]
-    return float(once_s), max(float(byte_s), LEAST_BYTE_S)
 
 
 def _host(rank: int, gbps: float) -> Host:
@@ -104,6 +92,28 @@ def _ring_s(
             _compute_until(job)
         engine.wait(job)
     return statistics.median(agreement.slowest(took_s)) / count
+
+
+def _saturated_s(engine: Engine, agreement: Agreement, size_bytes: int, count: int, *, busy: bool) -> float:
+    """Seconds that a ring half costs where every channel has one under way, as in training: what its bytes take.
+
+    One channel alone leaves the links idle while it waits for messages, which shaped links make up for later and real
+    ones do not; either way it says little of what several get through.
+    """
+    took_s: list[float] = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        run = partial(_run, engine, HALVES, size_bytes, count, lambda _: None)
+        jobs = [
+            engine.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(engine.schedule.channels)
+        ]
+        if busy:
+            _compute_until(jobs[-1])
+        for job in jobs:
+            engine.wait(job)
+        took_s.append(time.perf_counter() - begun)
+    rings = len(jobs) * len(HALVES) * (count + 1)  # with the one that ranks begin together behind
+    return statistics.median(agreement.slowest(took_s)) / rings
 
 
 def _run(
