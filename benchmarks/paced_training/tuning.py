@@ -6,17 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from bayes_opt import BayesianOptimization
-from bayes_opt.acquisition import ExpectedImprovement
 
+from headway.optimize.bayesian import ThresholdSearch, share_over
 from paced_training.cases import Effort
 from paced_training.probing import slowest
 from paced_training.trainer import Trainer
 
 T = TypeVar("T")
-_BOUNDS_MB, _START_MB, _XI = (1.0, 256.0), 25.0, 0.1  # those of DeAR's search
 
 
 def trial_s(make: Callable[[], Trainer], effort: Effort) -> float:
@@ -43,26 +40,12 @@ def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) ->
 
 
 def bayesian(make: Callable[[float], Trainer], effort: Effort) -> tuple[float, dict[str, float]]:
-    """DeAR's search for a threshold in MB: expected improvement, from 25 MB on; rank 0 proposes."""
-    search = BayesianOptimization(
-        None,
-        {"threshold": _BOUNDS_MB},
-        acquisition_function=ExpectedImprovement(xi=_XI, random_state=0),
-        random_state=0,
-        verbose=0,
-        allow_duplicate_points=True,
-    )
+    """DeAR's search for a threshold in MB, by trials; what each threshold took."""
+    search = ThresholdSearch(rank=dist.get_rank(), share=share_over(), trials=effort.bayesian_trials)
     tried: dict[float, float] = {}
-    for trial in range(effort.bayesian_trials):
-        threshold_mb = _from_rank_0(_START_MB if trial == 0 else float(search.suggest()["threshold"]))
+    while not search.done:
+        threshold_mb = search.ask()
         taken_s = trial_s(lambda mb=threshold_mb: make(mb), effort)  # type: ignore[misc]
-        search.register({"threshold": threshold_mb}, -taken_s)
+        search.tell(threshold_mb, taken_s)
         tried[threshold_mb] = min(taken_s, tried.get(threshold_mb, taken_s))
-    best = min(tried, key=tried.__getitem__)
-    return best, {f"{mb:.3g}": round(s * 1e3, 1) for mb, s in tried.items()}
-
-
-def _from_rank_0(value: float) -> float:
-    box = torch.tensor([value], dtype=torch.float64)
-    dist.broadcast(box, 0)
-    return float(box)
+    return search.ask(), {f"{mb:.3g}": round(s * 1e3, 1) for mb, s in tried.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def parallelize(
     model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any
 ) -> nn.Module:
-    """Wrap ``model`` for data-parallel training as ``plan`` says, and make ``optimizer`` ready for it.
+    """Wrap ``model`` for data-parallel training as ``plan`` says; ``optimizer`` is noticed at its first step.
 
     Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps.
 
@@ -45,9 +45,6 @@ def parallelize(
         check(plan, model, ddp_options.get("process_group"))
         strategy = plan.strategy
     runtime = driver(strategy, "runtime")
-    prepare = getattr(runtime, "prepare_optimizer", None)
-    if prepare is not None:
-        prepare(optimizer)
     return cast("nn.Module", runtime.wrap(model, strategy, **ddp_options))
 
 

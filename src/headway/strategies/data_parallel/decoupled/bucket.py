@@ -196,17 +196,6 @@ class Unit:
             yield
 
 
-def make_units(buckets: list[LiveBucket]) -> list[Unit]:
-    """Join the buckets that share a slot, in the order of their first bucket."""
-    joined: list[list[LiveBucket]] = []
-    for bucket in buckets:
-        mine = set(bucket.slots)
-        related = [each for each in joined if any(mine & set(other.slots) for other in each)]
-        joined = [each for each in joined if each not in related]
-        joined.append([other for each in related for other in each] + [bucket])
-    return [Unit(sorted(each, key=lambda bucket: bucket.index)) for each in joined]
-
-
 def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
     """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order.
 

@@ -29,7 +29,6 @@ from headway.strategies.data_parallel.decoupled.bucket import (
     Place,
     Slot,
     Unit,
-    make_units,
 )
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.form import Form
@@ -101,7 +100,7 @@ class Engine:
                 offset += part.numel
             bucket.slots = [slots[name] for name in planned.parameters]
         self.slots = list(slots.values())
-        self.units = make_units(self.buckets)
+        self.units = [Unit([self.buckets[index] for index in indices]) for indices in schedule.units]
         self.usage = Usage(self.slots)
         self._channels.use(schedule.channels)
         groups = self._channels.groups[: schedule.channels]
