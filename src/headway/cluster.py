@@ -36,8 +36,8 @@ class Host(BaseModel):
 class AlgorithmCost(BaseModel):
     """What one collective algorithm costs beyond the ideal of its messages.
 
-    ``overhead_us`` is paid once a collective (launching, waking and joining its workers); ``byte_factor`` is how many
-    times the ideal its bytes take.
+    ``overhead_us`` is paid once a collective (launching, waking and joining its workers), by one collective of a rank
+    at a time; ``byte_factor`` is how many times the ideal its bytes take.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

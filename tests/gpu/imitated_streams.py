@@ -193,8 +193,8 @@ def install() -> None:
         return wiring.Wiring(device, True, cpu, Imitated(device, True))
 
     def groups_of_our_own(group: Any, wired: Any, channels: int) -> Any:
-        host = wiring._new_group(group, "gloo")
-        return [host], [wiring._new_group(group, "gloo") for _ in range(channels)]
+        native = tuple(wiring._new_group(group, "gloo") for _ in range(channels))
+        return wiring.OwnGroups(host=(wiring._new_group(group, "gloo"),), native=native)
 
     replaced: Any = wrapper
     replaced.wiring_of = wiring_of

@@ -80,13 +80,17 @@ def prepare(
     group: dist.ProcessGroup,
     scratch: torch.Tensor,
     pieces: int = 1,
+    second: dist.ProcessGroup | None = None,
 ) -> Callable[[], None]:
-    """``collective`` bound to its tensors, to be called over and over at the least cost a call."""
+    """``collective`` bound to its tensors, to be called over and over at the least cost a call.
+
+    ``second`` is for rings of two ranks (``live.Prepared``).
+    """
     from headway.collectives import live
 
     if algorithm == RING:
         program = program_of(algorithm, kind, pieces)(group.rank(), group.size())
-        return live.Prepared(program, flat, group, scratch).run
+        return live.Prepared(program, flat, group, scratch, second).run
     return partial(collective(algorithm, kind, group.rank(), group.size()), flat, group, scratch)
 
 

@@ -12,10 +12,11 @@ __all__ = ["Links", "ProgramOf", "expand"]
 
 
 class Links:
-    """The resources of a cluster: two a host for its link, one each direction, and one a rank for local sends.
+    """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, overhead.
 
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
-    it are one rank's sends.
+    it are one rank's sends. The overheads of a rank's collectives queue for each other, since they are work of its
+    cores.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -25,7 +26,13 @@ class Links:
     @property
     def resources(self) -> int:
         """How many resources the links of the cluster are."""
-        return 2 * len(self._cluster.hosts) + self._cluster.world_size
+        return 2 * len(self._cluster.hosts) + 2 * self._cluster.world_size
+
+    def overhead(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
+        """Add what a collective costs a rank before its first message."""
+        overhead_ns = round(cost.overhead_us * 1e3)
+        resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
+        return builder.operation(overhead_ns, after=[after], sender=resource if overhead_ns else NO_RESOURCE)
 
     def transfer(
         self, builder: DataflowBuilder, sender: int, receiver: int, size_bytes: int, after: list[int]
@@ -68,7 +75,7 @@ def expand(
     """
     world_size = len(begins)
     programs = [program_of(rank, world_size) for rank in range(world_size)]
-    begun = [builder.operation(round(cost.overhead_us * 1e3), after=[begin]) for begin in begins]
+    begun = [links.overhead(builder, rank, cost, begin) for rank, begin in enumerate(begins)]
     done: list[list[int]] = [[] for _ in begins]  # for each rank, the operation that ends each step
     last_sent = list(begun)
     bounds = piece_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks, programs[0].pieces)

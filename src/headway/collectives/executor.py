@@ -20,7 +20,8 @@ else:
 
 
 def execute(
-    group: BoxedGroup,
+    sends: BoxedGroup,
+    receives: BoxedGroup,
     outgoing: List[torch.Tensor],  # noqa: UP006
     send_to: List[int],  # noqa: UP006
     send_after: List[int],  # noqa: UP006
@@ -32,8 +33,8 @@ def execute(
     """Run a program whose step ``i`` sends ``outgoing[i]`` and receives into ``landing[i]``.
 
     What has landed is added to ``target[i]`` unless that is empty. Empty tensors are neither sent nor received. A
-    receive is posted before any send of its time: Gloo tells the peer of it over the connection that carries the
-    payload too, and a payload in front of that message would make both directions take turns.
+    receive is posted before any send of its time: the peer is told of it by a message, which should not have to queue
+    behind a payload.
     """
     count = len(outgoing)
     receiving: List[BoxedWork] = []  # noqa: UP006
@@ -49,11 +50,11 @@ def execute(
                 target[done].add_(landing[done])
         while posted < count and posted <= done + lookahead:
             if landing[posted].numel() > 0:
-                receiving.append(torch.ops.c10d.recv_([landing[posted]], group, receive_from[posted], 0))
+                receiving.append(torch.ops.c10d.recv_([landing[posted]], receives, receive_from[posted], 0))
             posted += 1
         while sent < count and send_after[sent] <= done:
             if outgoing[sent].numel() > 0:
-                sending.append(torch.ops.c10d.send([outgoing[sent]], group, send_to[sent], 0))
+                sending.append(torch.ops.c10d.send([outgoing[sent]], sends, send_to[sent], 0))
             sent += 1
     for work in sending:
         work.wait()

@@ -23,10 +23,20 @@ class Prepared:
     ``flat`` is a contiguous tensor of shape (numel,), the same numel and dtype on every rank; ``scratch`` is a
     contiguous tensor of its dtype and device with at least ``scratch_numel`` elements, which collectives that run
     one after the other may share. Both keep their memory for as long as this object is used.
+
+    Two ranks have one connection a group for both directions, and Gloo announces a receive on the connection that its
+    payload will come by: behind whatever this rank has sent and the link has yet to carry. The directions of
+    collectives that follow each other then take turns. ``second``, another group of the same ranks, ends that: it
+    carries what rank 1 sends. With more ranks it is not used.
     """
 
     def __init__(
-        self, program: ChunkProgram, flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor
+        self,
+        program: ChunkProgram,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        scratch: torch.Tensor,
+        second: dist.ProcessGroup | None = None,
     ) -> None:
         assert flat.dim() == scratch.dim() == 1
         assert flat.is_contiguous()
@@ -48,7 +58,7 @@ class Prepared:
             targets.append(place if step.reduce else nothing)
         self._execute = executor.compiled()
         self._arguments = (
-            group.boxed(),
+            *(each.boxed() for each in _by_direction(program, group, second)),
             [views[step.send_piece] for step in program.steps],
             [step.send_to for step in program.steps],
             [step.send_after for step in program.steps],
@@ -71,6 +81,15 @@ class Prepared:
         except RuntimeError as error:
             # The compiled loop puts a trace of itself before the reason.
             raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from error
+
+
+def _by_direction(
+    program: ChunkProgram, group: dist.ProcessGroup, second: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups that this rank sends by and receives by."""
+    if second is None or program.world_size != 2:
+        return group, group
+    return (group, second) if program.rank == 0 else (second, group)
 
 
 def run(program: ChunkProgram, flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor) -> None:

@@ -51,13 +51,15 @@ class Candidate:
         """The name of its cost."""
         return cost_name(self.algorithm, self.kinds[0], self.pieces)
 
-    def prepared(self, size_bytes: int) -> Callable[[], None]:
-        """One collective of each kind, on a tensor of its own."""
+    def prepared(self, size_bytes: int, second: dist.ProcessGroup | None = None) -> Callable[[], None]:
+        """One collective of each kind, on a tensor of its own. ``second`` is for rings (``live.Prepared``)."""
         group = dist.group.WORLD
         assert group is not None
         flat = torch.ones(-(-size_bytes // (4 * group.size())) * group.size())
         scratch = torch.empty(live.scratch_numel(flat.numel(), group.size(), self.pieces))
-        actions = [prepare(self.algorithm, kind, flat, group, scratch, self.pieces) for kind in self.kinds]
+        actions = [
+            prepare(self.algorithm, kind, flat, group, scratch, self.pieces, second) for kind in self.kinds
+        ]
         return partial(_in_turn, actions)
 
     def ideal_s(self, cluster: Cluster, size_bytes: int) -> float:
@@ -74,7 +76,7 @@ CANDIDATES = (
 )
 
 
-def measure_costs(cluster: Cluster) -> dict[str, AlgorithmCost]:
+def measure_costs(cluster: Cluster, second: dist.ProcessGroup | None = None) -> dict[str, AlgorithmCost]:
     """Time every candidate on this job's ranks, which all call it; the cost of each by its name.
 
     Candidates take turns, so that what disturbs the machine for a while disturbs them all.
@@ -90,7 +92,7 @@ def measure_costs(cluster: Cluster) -> dict[str, AlgorithmCost]:
                 continue
             ideal_s[candidate.name].append(ideal / len(candidate.kinds))
             turns = max(1, min(count // len(candidate.kinds), int(LONGEST_S / ideal)))
-            action = candidate.prepared(size_bytes)
+            action = candidate.prepared(size_bytes, second)
             action()
             runs.append((candidate, turns, action))
         times_s: dict[str, list[float]] = {candidate.name: [] for candidate, _, _ in runs}

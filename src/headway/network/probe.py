@@ -68,11 +68,13 @@ def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
     if cluster.world_size == 1:
         return cluster
     progress("ring and native collectives")
-    costs = measure_costs(cluster)
+    second = dist.new_group(backend="gloo") if cluster.world_size == 2 else None
+    assert second is None or isinstance(second, dist.ProcessGroup)
+    costs = measure_costs(cluster, second)
     progress("computation beside communication")
     beside = CANDIDATES[0]
     slowdown, update_s = beside_communication(
-        beside.prepared(BESIDE_BYTES), beside.ideal_s(cluster, BESIDE_BYTES)
+        beside.prepared(BESIDE_BYTES, second), beside.ideal_s(cluster, BESIDE_BYTES)
     )
     costs["deferred_update"] = AlgorithmCost(overhead_us=update_s * 1e6)
     return cluster.model_copy(update={"algorithms": costs, "compute_slowdown": slowdown})

@@ -7,7 +7,7 @@ on from the best by local search. Everything is deterministic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.cluster import Cluster
 from headway.graph.step_profile import StepProfile
@@ -63,22 +63,22 @@ def plan(
 ) -> Planned:
     """Plan the communication of ``model``'s gradients for steps like ``profile`` on ``cluster``.
 
-    For each form of gathering the ``keep`` best schedules are returned, each improved with at most ``effort``
-    predictions. ``channels`` are the numbers of collectives that may be under way at a time.
+    For each form of gathering and each of ``channels``, the numbers of collectives that may be under way at a time,
+    the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions.
     """
     drafter = Drafter(Predictor(model, profile, cluster))
     starts = list(starting_groups(drafter))
     found: list[PlannedSchedule] = []
     for form in forms:
         drafts = _predicted(drafter, starts, [Manner(form, channels[0], p) for p in _patiences(form)])
-        wider = [
-            _Draft(drafter.cost_ns(draft.groups, manner), draft.groups, manner)
-            for draft in drafts[: 2 * keep]
-            for count in channels[1:]
-            for manner in (Manner(form, count, draft.manner.patience),)
-        ]
-        best = sorted([*drafts[: 2 * keep], *wider], key=lambda draft: draft.cost_ns)[: 2 * keep]
-        found += _improved(drafter, best, effort)[:keep]
+        for count in channels:
+            counted = [
+                _Draft(drafter.cost_ns(draft.groups, manner), draft.groups, manner)
+                for draft in drafts[: 2 * keep]
+                for manner in (replace(draft.manner, channels=count),)
+            ]
+            best = sorted(counted, key=lambda draft: draft.cost_ns)[:keep]
+            found += _improved(drafter, best, effort)
     found.sort(key=lambda planned: planned.step_ns)
     return Planned(tuple(found), bounds_of(drafter.predictor), drafter.evaluated)
 

@@ -25,7 +25,7 @@ def serve(jobs: Sequence[Job], channels: int) -> list[float]:
     """When each job ends. Job ``n`` is served by channel ``n % channels``, in order.
 
     All ranks are taken to be alike, so that one link stands for all. Jobs under way together take turns on it, a
-    message each.
+    message each, and pay their overheads one after the other.
     """
     return _serve_one_by_one(jobs) if channels == 1 else _serve_together(jobs, channels)
 
@@ -51,15 +51,17 @@ def _serve_together(jobs: Sequence[Job], channels: int) -> list[float]:
             waiting[number - channels].append(number)
     turns = [_turns(job) for job in jobs]
     left = [messages for messages, _, _ in turns]
-    queue = [
-        (begin_ns[n] + job.before_ns + job.cost.overhead_ns, n)
-        for n, job in enumerate(jobs)
-        if not missing[n]
-    ]
+    overhead_due = [job.cost.overhead_ns > 0 for job in jobs]
+    queue = [(begin_ns[n] + job.before_ns, n) for n, job in enumerate(jobs) if not missing[n]]
     heapq.heapify(queue)
-    link_ns = 0.0
+    link_ns = core_ns = 0.0
     while queue:
         now_ns, number = heapq.heappop(queue)
+        if overhead_due[number]:
+            overhead_due[number] = False
+            core_ns = max(now_ns, core_ns) + jobs[number].cost.overhead_ns
+            heapq.heappush(queue, (core_ns, number))
+            continue
         if left[number]:
             left[number] -= 1
             _, busy_ns, arrival_ns = turns[number]
@@ -71,9 +73,7 @@ def _serve_together(jobs: Sequence[Job], channels: int) -> list[float]:
             begin_ns[follower] = max(begin_ns[follower], now_ns)
             missing[follower] -= 1
             if not missing[follower]:
-                job = jobs[follower]
-                ready_ns = begin_ns[follower] + job.before_ns + job.cost.overhead_ns
-                heapq.heappush(queue, (ready_ns, follower))
+                heapq.heappush(queue, (begin_ns[follower] + jobs[follower].before_ns, follower))
     return ends
 
 

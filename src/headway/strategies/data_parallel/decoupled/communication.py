@@ -16,6 +16,7 @@ from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled.observer import observer
 from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
+from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
 
 Work = Callable[[int], None]  # is told the channel it runs on
 
@@ -51,35 +52,23 @@ class Channels:
     when that is done.
     """
 
-    def __init__(
-        self, groups: Sequence[dist.ProcessGroup], culprit: Callable[[], str], streams: Streams
-    ) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, groups: OwnGroups, culprit: Callable[[], str], streams: Streams) -> None:
+        self._groups = groups
         self._culprit = culprit
         self._streams = streams
         self._rank = dist.get_rank()
-        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups]
-        self._active = len(self._groups)
+        self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups.host]
+        self._active = len(groups.host)
         self.last: Job | None = None
         self.failure: CommunicationError | None = None
         self._failing = threading.Lock()
         self._process = os.getpid()
         self._threads = [
             threading.Thread(target=self._serve, args=(channel,), name="headway-communication", daemon=True)
-            for channel in range(len(groups))
+            for channel in range(len(groups.host))
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process group of each channel."""
-        return self._groups
-
-    @property
-    def host_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups for tensors on the CPU."""
-        return self._groups
 
     @property
     def submitted(self) -> int:
@@ -155,7 +144,8 @@ class Channels:
             )
             failure.__cause__ = error
             self.failure = failure
-        for group in self._groups:  # so that peers that wait for this rank fail rather than wait
+        # So that peers that wait for this rank fail rather than wait.
+        for group in (*self._groups.host, *self._groups.second):
             torch_private.abort_group(group)
 
     def refuse_forked(self) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.program import ring_all_reduce
+from headway.collectives.algorithms import ALL_REDUCE, RING, prepare
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.data_parallel.decoupled import deferred
@@ -37,7 +37,7 @@ from headway.strategies.data_parallel.decoupled.rings import Collectives, Native
 from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
 from headway.strategies.data_parallel.decoupled.streams import Streams, Turns
 from headway.strategies.data_parallel.decoupled.usage import Usage
-from headway.strategies.data_parallel.decoupled.wiring import Wiring
+from headway.strategies.data_parallel.decoupled.wiring import OwnGroups, Wiring
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.peers import Answer, Peers, Reply
@@ -51,15 +51,14 @@ class Engine:
         parameters: Mapping[str, nn.Parameter],
         schedule: BucketSchedule,
         wiring: Wiring,
-        groups: Sequence[dist.ProcessGroup],
-        native_groups: Sequence[dist.ProcessGroup],
+        groups: OwnGroups,
         peers: Peers,
         *,
         find_unused: bool = False,
     ) -> None:
         self.wiring = wiring
-        self.groups = (*groups, *native_groups)
-        self.group = groups[0]
+        self.groups = groups
+        self.group = groups.host[0]
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.synchronise = True  # whether the next backward reduces; no_sync() turns it off
         self.divisor = float(self.world_size)  # what sums of gradients are divided by; join() may change it
@@ -78,7 +77,7 @@ class Engine:
         self._channels: Channels | StreamChannels
         if wiring.native:
             host = Channels(groups, peers.culprit, Streams(torch.device("cpu")))
-            self._channels = StreamChannels(native_groups, host, wiring.streams)
+            self._channels = StreamChannels(groups.native, host, wiring.streams)
         else:
             self._channels = Channels(groups, peers.culprit, wiring.streams)
         peers.answer_with(self)
@@ -103,9 +102,10 @@ class Engine:
         self.units = [Unit([self.buckets[index] for index in indices]) for indices in schedule.units]
         self.usage = Usage(self.slots)
         self._channels.use(schedule.channels)
-        groups = self._channels.groups[: schedule.channels]
         self._collectives: Collectives = (
-            Natives(groups) if self.wiring.native else Rings(self.buckets, groups, self.world_size)
+            Natives(self.groups.native)
+            if self.wiring.native
+            else Rings(self.buckets, self.prepare_ring, schedule.channels, self.world_size)
         )
         self.form: Form = _make_form(self, schedule.gather)
         for slot in self.slots:
@@ -206,15 +206,18 @@ class Engine:
         with self.wiring.streams.on(self._answering):
             return self.form.answer(request)
 
-    @property
-    def channel_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process group of each channel."""
-        return self._channels.groups
+    def prepare_ring(
+        self, kind: str, flat: torch.Tensor, scratch: torch.Tensor, channel: int, pieces: int = 1
+    ) -> Callable[[], None]:
+        """A ring on ``channel``, to be run there."""
+        groups = self.groups
+        second = groups.second[channel] if groups.second else None
+        return prepare(RING, kind, flat, groups.host[channel], scratch, pieces, second)
 
     @property
     def channels(self) -> int:
         """How many collectives a schedule may have under way at a time."""
-        return len(self._channels.groups)
+        return len(self.groups.native or self.groups.host)
 
     @property
     def progress(self) -> tuple[int, str]:
@@ -315,11 +318,11 @@ class Engine:
 
     def all_reduce(self, tensor: torch.Tensor) -> Job:
         """A job that sums a small tensor over ranks, in place."""
-        numel, program = tensor.numel(), ring_all_reduce(self.rank, self.world_size)
+        numel = tensor.numel()
         scratch = tensor.new_empty(live.scratch_numel(numel, self.world_size))
 
         def work(channel: int) -> None:
-            live.run(program, tensor, self._channels.host_groups[channel], scratch)
+            self.prepare_ring(ALL_REDUCE, tensor, scratch, channel)()
 
         return Job("all_reduce", -1, numel * tensor.element_size(), work)
 

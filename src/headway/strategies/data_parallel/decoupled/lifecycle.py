@@ -79,7 +79,7 @@ def abandon(engine: Engine) -> None:
 def _before_shutdown(group: dist.ProcessGroup) -> None:
     world = dist.group.WORLD
     for engine, users_group in list(_engines.items()):
-        if group in (users_group, *engine.groups, world) or users_group is None:
+        if group in (users_group, *engine.groups.all, world) or users_group is None:
             release(engine)
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import live, native
-from headway.collectives.algorithms import RING, prepare
 from headway.collectives.program import pieces_for
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 
@@ -32,13 +31,17 @@ class Natives:
         native.COLLECTIVES[kind](bucket.buffer, self._groups[channel], bucket.buffer)
 
 
+PrepareRing = Callable[[str, torch.Tensor, torch.Tensor, int, int], Callable[[], None]]
+"""(kind, flat tensor, scratch, channel, pieces) to what is run on that channel."""
+
+
 class Rings:
     """Reduce-scatters and all-gathers of buckets over the process groups of the channels."""
 
     def __init__(
-        self, buckets: Sequence[LiveBucket], groups: Sequence[dist.ProcessGroup], world_size: int
+        self, buckets: Sequence[LiveBucket], prepare: PrepareRing, channels: int, world_size: int
     ) -> None:
-        self._groups = groups
+        self._prepare = prepare
         self._pieces = {
             b: pieces_for(b.buffer.numel() // world_size * b.buffer.element_size()) for b in buckets
         }
@@ -47,7 +50,7 @@ class Rings:
             numel = live.scratch_numel(bucket.buffer.numel(), world_size, pieces)
             needed[bucket.buffer.dtype] = max(numel, needed.get(bucket.buffer.dtype, 0))
         self._scratch = [
-            {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()} for _ in groups
+            {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()} for _ in range(channels)
         ]
         self._prepared: dict[tuple[str, LiveBucket, int], Callable[[], None]] = {}
 
@@ -56,7 +59,5 @@ class Rings:
         key = (kind, bucket, channel)
         if key not in self._prepared:
             scratch = self._scratch[channel][bucket.buffer.dtype]
-            self._prepared[key] = prepare(
-                RING, kind, bucket.buffer, self._groups[channel], scratch, self._pieces[bucket]
-            )
+            self._prepared[key] = self._prepare(kind, bucket.buffer, scratch, channel, self._pieces[bucket])
         self._prepared[key]()

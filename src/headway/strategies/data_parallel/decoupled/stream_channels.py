@@ -41,16 +41,6 @@ class StreamChannels:
                 dist.all_reduce(torch.zeros(1, device=streams.device), group=group)
                 wait_on_host(lane)
 
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process group of each channel."""
-        return self._groups
-
-    @property
-    def host_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups for tensors on the CPU."""
-        return self._host.host_groups
-
     def use(self, count: int) -> None:
         """Use the first ``count`` channels from now on."""
         self._active = count

@@ -10,7 +10,6 @@ Updates are computed where the parameters are, in every case, and so is the opti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,17 +58,35 @@ def wiring_of(device: torch.device, group: dist.ProcessGroup) -> Wiring:
     return Wiring(device, native, torch.device("cpu") if "cpu" in backends else device, Streams(device))
 
 
-def groups_of_our_own(
-    users_group: dist.ProcessGroup, wiring: Wiring, channels: int
-) -> tuple[Sequence[dist.ProcessGroup], Sequence[dist.ProcessGroup]]:
-    """New groups of the ranks of ``users_group``: for tensors on the CPU, and for native collectives where they are.
+@dataclass(frozen=True, slots=True)
+class OwnGroups:
+    """Process groups of one wrapped model alone, as the collectives of a group must be issued in one order.
 
-    Collectives of one group must be issued in one order, and ours have their own. Collective.
+    ``host`` are those for tensors on the CPU and ``native`` those for collectives where the parameters are; one of them
+    has one group a channel. ``second`` is empty, or has one beside each of ``host`` (``live.Prepared`` says what for).
     """
-    if not wiring.native:
-        return [_new_group(users_group, "gloo") for _ in range(channels)], ()
-    host = _new_group(users_group, "gloo")
-    return [host], [_new_group(users_group, "nccl") for _ in range(channels)]
+
+    host: tuple[dist.ProcessGroup, ...]
+    second: tuple[dist.ProcessGroup, ...] = ()
+    native: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def all(self) -> tuple[dist.ProcessGroup, ...]:
+        """All of them."""
+        return (*self.host, *self.second, *self.native)
+
+
+def groups_of_our_own(users_group: dist.ProcessGroup, wiring: Wiring, channels: int) -> OwnGroups:
+    """New groups of the ranks of ``users_group``. Collective."""
+
+    def new(backend: str, count: int) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(_new_group(users_group, backend) for _ in range(count))
+
+    if wiring.native:
+        return OwnGroups(host=new("gloo", 1), native=new("nccl", channels))
+    return OwnGroups(
+        host=new("gloo", channels), second=new("gloo", channels) if users_group.size() == 2 else ()
+    )
 
 
 def _new_group(users_group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:

@@ -133,10 +133,10 @@ class DecoupledDataParallel(DistributedDataParallel):
             tune_while_training(self)
 
     def _start_engine(self) -> None:
-        groups, native = groups_of_our_own(self.process_group, self._wiring, self.schedule.channels)
+        groups = groups_of_our_own(self.process_group, self._wiring, self.schedule.channels)
         trainable = trainable_parameters(self.module)
         engine = Engine(
-            trainable, self.schedule, self._wiring, groups, native, Peers(groups[0]),
+            trainable, self.schedule, self._wiring, groups, Peers(groups.host[0]),
             find_unused=self.find_unused_parameters,
         )  # fmt: skip
         self._trainable = frozenset(id(parameter) for parameter in trainable.values())

@@ -11,7 +11,7 @@ import torch
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING, prepare
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING
 from headway.strategies.data_parallel.decoupled.communication import Job
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -45,17 +45,19 @@ def measure(
     """
     world_size = engine.world_size
     timed = partial(_ring_s, engine, agreement, busy=busy >= BUSY)
+    saturated = partial(_saturated_s, engine, agreement, busy=busy >= BUSY)
     least = 4 * world_size
-    gather_s, reduce_s = (timed((kind,), least, TOKENS) for kind in (ALL_GATHER, ALL_REDUCE))
+    reduce_s = timed((ALL_REDUCE,), least, TOKENS)
+    # Where rings on other channels keep cores from each other, that is what each of them costs.
+    overhead_s = saturated(least, TOKENS)
     small = max(least, min(SMALL_BYTES, size_bytes // 8))
     small_s = timed(HALVES, small, 4) / 2
     byte_s = max(LEAST_BYTE_S, (small_s - reduce_s / 2) / small)
     large = max(2 * small, round(min(LARGE_BYTES, size_bytes, LONGEST_S / byte_s)))
     count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
-    byte_s = max(LEAST_BYTE_S, _saturated_s(engine, agreement, large, count, busy=busy >= BUSY) / large)
+    byte_s = max(LEAST_BYTE_S, saturated(large, count) / large)
     alpha_s = reduce_s / 2  # of a ring whose bytes take no time
-    # Both have one overhead; an all-reduce has twice the rounds.
-    overhead_s = min(alpha_s, max(0.0, 2 * gather_s - reduce_s))
+    overhead_s = min(alpha_s, overhead_s)
     others = world_size - 1
     return Cluster(
         hosts=tuple(_host(rank, others / world_size / byte_s * 8 / 1e9) for rank in range(world_size)),
@@ -124,10 +126,10 @@ def _run(
     tell: Callable[[float], None],
     channel: int,
 ) -> None:
-    group, world_size = engine.channel_groups[channel], engine.world_size
+    world_size = engine.world_size
     flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
     scratch = torch.empty(live.scratch_numel(flat.numel(), world_size))
-    rings = [prepare(RING, kind, flat, group, scratch) for kind in kinds]
+    rings = [engine.prepare_ring(kind, flat, scratch, channel) for kind in kinds]
     for ring in rings:  # ranks begin together behind it, and shaped links have spent what they had saved
         ring()
     begun = time.perf_counter()

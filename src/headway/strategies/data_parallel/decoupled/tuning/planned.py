@@ -148,15 +148,22 @@ def _planned(setting: Setting) -> str:
 
 
 def _worth_trying(found: planner.Planned, home: Gather) -> list[BucketSchedule]:
-    """The best of the form in force, and of others that promise more; of those that are much alike the best."""
+    """The best of the form in force, and of others that promise more, with each number of channels.
+
+    What comes next is left out where it is much like another. Predictions are too close for one number of channels to
+    rule out the other.
+    """
     best_ns = found.best(home).step_ns
     worth = [
         planned.schedule
         for planned in found.schedules
         if planned.schedule.gather == home or planned.step_ns < best_ns * (1 - FORM_GAIN)
     ]
+    manners = [(s.gather, s.channels) for s in worth]
     kinds = [(s.gather, s.channels, len(s.buckets)) for s in worth]
-    return [s for i, s in enumerate(worth) if kinds[i] not in kinds[:i]][:MOST_PLANNED]
+    first = [s for i, s in enumerate(worth) if manners[i] not in manners[:i]]
+    other = [s for i, s in enumerate(worth) if kinds[i] not in kinds[:i] and s not in first]
+    return [*first, *other][:MOST_PLANNED]
 
 
 def _capped(
