@@ -18,6 +18,7 @@ from torch.distributed import destroy_process_group  # as scripts import it, bef
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled import observer as observing
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
+from headway.strategies.data_parallel.decoupled.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
 
@@ -28,21 +29,13 @@ class Log:
         self.events: list[tuple[str, str, int]] = []
         self.sequences: list[tuple[int, str, int]] = []
 
-    def collective(
-        self,
-        name: str,
-        bucket: int,
-        size_bytes: int,
-        enqueue_ns: int,
-        start_ns: int,
-        end_ns: int,
-        sequence: int,
-    ) -> None:
-        assert 0 < enqueue_ns <= end_ns
-        assert start_ns <= end_ns
-        assert size_bytes > 0
-        self.sequences.append((sequence, name, bucket))
-        self.events.append(("done", name, bucket))
+    def collective(self, done: Collective) -> None:
+        assert 0 < done.enqueue_ns <= done.end_ns
+        assert done.start_ns <= done.end_ns
+        assert done.size_bytes > 0
+        assert done.algorithm == "ring"
+        self.sequences.append((done.sequence, done.name, done.bucket))
+        self.events.append(("done", done.name, done.bucket))
 
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         assert start_ns <= end_ns

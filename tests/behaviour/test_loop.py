@@ -111,7 +111,7 @@ def test_replay_reproduces_the_recorded_step_and_answers_what_ifs(recorded: Path
     } <= set(base)
     # A step of a few milliseconds on a shared machine, in which thread switches weigh more than transfers do, and
     # links fitted from the trace itself: the law is tested on exact traces, this only that nothing is left out.
-    assert abs(base["error"]) < 0.5
+    assert abs(base["error"]) < 0.75
     halved = json.loads(headway("replay", recorded / "trace", "--what-if", "compute=0.5x", "--json").stdout)
     assert halved["step_ms"] < base["step_ms"]
     more = json.loads(headway("replay", recorded / "trace", "--what-if", "workers=8", "--json").stdout)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.optimize.jobs import PlannedJob, layered_job, replayed_ns
 
+from headway.collectives.selection import RINGS
 from headway.optimize.dependency_bound import bounds_of, least_lateness
 from headway.optimize.planner import FORMS, plan
 from headway.optimize.predict import Predictor
@@ -72,6 +73,15 @@ def test_predictions_agree_with_replay_over_channels_and_ranks(
     schedule = fixed(MIB, gather).model_copy(update={"channels": channels}).decide(job.model)
     predicted = Predictor(job.model, job.profile, cluster).predict(schedule)
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.01)
+
+
+@pytest.mark.parametrize("gather", FORMS)
+def test_predictions_agree_with_replay_where_chunks_are_cut_into_pieces(gather: Gather) -> None:
+    job = layered_job([12 * MIB] * 6, communication=0.9)
+    schedule = fixed(12 * MIB, gather).decide(job.model)
+    assert {RINGS.select("all_gather", b.size_bytes, 4).pieces for b in schedule.buckets} == {1, 2}
+    predicted = Predictor(job.model, job.profile, job.cluster).predict(schedule)
+    assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.02)
 
 
 @pytest.mark.parametrize("gather", FORMS)

@@ -36,11 +36,11 @@ def trial(measured_ms: float, predicted_ms: float | None, gather: Gather = "para
     ("trials", "chosen"),
     [
         ([trial(100, 90), trial(90, 95)], 1),
-        ([trial(100, 95), trial(100.9, 90)], 1),  # a tie goes to the better predicted
+        ([trial(100, 95), trial(100.4, 90)], 1),  # a tie goes to the better predicted
         ([trial(100, 95), trial(101.1, 90)], 0),
-        ([trial(100, 80, "gradients"), trial(100.9, 90)], 1),  # and to parameters before that
+        ([trial(100, 80, "gradients"), trial(100.4, 90)], 1),  # and to parameters before that
         ([trial(100, 80, "gradients"), trial(102, 90)], 0),
-        ([trial(100.5, None), trial(100, None)], 1),
+        ([trial(100.4, None), trial(100, None)], 1),
     ],
 )
 def test_the_quickest_stays_and_ties_go_to_the_better_predicted(trials: list[Trial], chosen: int) -> None:

@@ -58,6 +58,14 @@ def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
     return ring if pieces == 1 else partial(ring, pieces=pieces)
 
 
+def sent_bytes(algorithm: str, kind: str, world_size: int, size_bytes: int) -> float:
+    """What each rank sends to its neighbour in a collective of a tensor of ``size_bytes``.
+
+    Raises PlanError for an unknown name.
+    """
+    return size_bytes / world_size * len(program_of(algorithm, kind)(0, world_size).steps)
+
+
 def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: int = 1) -> Collective:
     """What carries a collective out on this rank.
 

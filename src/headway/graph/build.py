@@ -7,19 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headway.cluster import Cluster
-from headway.collectives import program
-from headway.collectives.algorithms import GLOO_ALL_REDUCE
-from headway.collectives.dataflow import Links, ProgramOf, expand
+from headway.collectives.algorithms import ALL_REDUCE, KINDS, NATIVE
+from headway.collectives.dataflow import Links, expand
+from headway.collectives.selection import Selection
 from headway.graph.dataflow import Dataflow, DataflowBuilder
 from headway.graph.timeline import Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
-
-PROGRAMS: dict[str, ProgramOf] = {
-    "all_reduce": program.ring_all_reduce,
-    "reduce_scatter": program.ring_reduce_scatter,
-    "all_gather": program.ring_all_gather,
-}
 
 
 @dataclass(slots=True)
@@ -61,7 +55,7 @@ class PlacedCollective:
     """A collective in the graph: one begin and one end a rank (operations)."""
 
     name: str
-    algorithm: str
+    selection: Selection
     step: int
     bucket: int
     size_bytes: int
@@ -139,7 +133,7 @@ class GraphBuilder:
         size_bytes: int,
         *,
         bucket: int,
-        algorithm: str,
+        selection: Selection,
         after: Sequence[int] = (),
         after_work: Sequence[int] = (),
     ) -> int:
@@ -155,7 +149,7 @@ class GraphBuilder:
             begins = [self._operations.operation() for _ in range(self.world_size)]
             ends = [self._operations.operation() for _ in range(self.world_size)]
             self.collectives.append(
-                PlacedCollective(name, algorithm, walk.step, bucket, size_bytes, begins, ends)
+                PlacedCollective(name, selection, walk.step, bucket, size_bytes, begins, ends)
             )
         begin = self.collectives[number].begins[walk.rank]
         if walk.tail >= 0:
@@ -176,11 +170,11 @@ class GraphBuilder:
             expand(
                 self._operations,
                 self._links,
-                PROGRAMS.get(collective.name, program.ring_all_reduce),
+                collective.selection.program_of,
                 collective.size_bytes,
                 collective.begins,
                 collective.ends,
-                self.cluster.cost_of(collective.algorithm),
+                collective.selection.cost(self.cluster),
             )
         return self._operations.close()
 
@@ -209,8 +203,9 @@ def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, time
             case Point.BACKWARD_END:
                 strategy.backward_end(walk)
             case Point.BLOCKING:
+                selection = Selection(NATIVE, item.name if item.name in KINDS else ALL_REDUCE)
                 number = graph.launch(
-                    walk, item.name, blocking, item.size_bytes, bucket=-1, algorithm=GLOO_ALL_REDUCE
+                    walk, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
                 )
                 graph.wait(walk, item.name, number)
                 blocking += 1

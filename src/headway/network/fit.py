@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster, Host
-from headway.collectives.algorithms import GLOO_ALL_REDUCE, RING
+from headway.collectives.algorithms import KINDS, NATIVE, RING, cost_name, sent_bytes
 from headway.errors import TraceError
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
-VOLUME_FACTOR = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0}
-ALGORITHM = {"gloo": GLOO_ALL_REDUCE, RING: RING}
 DEFAULT_LATENCY_US = 100.0
 
 
@@ -34,7 +32,7 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     gradients were under way. Raises TraceError where the trace holds no collective of gradients, or where
     ranks of one host are not consecutive.
     """
-    periods, algorithm = busy_periods(trace)
+    periods, names = busy_periods(trace)
     if trace.world_size == 1 or not periods:
         if trace.world_size > 1:
             raise TraceError(
@@ -43,25 +41,30 @@ def cluster_from_trace(trace: Trace) -> Cluster:
             )
         return _cluster(trace, 100.0, {}, "one rank: no link")
     overhead_ns, ns_per_byte = _fit(periods)
-    costs = {algorithm: AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3))}
+    costs = dict.fromkeys(names, AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3)))
     return _cluster(trace, 8.0 / ns_per_byte, costs, "fitted from a trace")
 
 
-def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], str]:
-    """The periods of each recorded step in which a collective of gradients, asked for by all, was under way."""
+def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
+    """The periods of each recorded step in which a collective of gradients, asked for by all, was under way.
+
+    And the names of what these collectives cost.
+    """
     members: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
-    algorithm = GLOO_ALL_REDUCE
     for events in trace.events.values():
         for row in events.of_kind(Kind.COLLECTIVE):
-            if row.bucket >= 0 and row.name in VOLUME_FACTOR:
+            if row.bucket >= 0 and row.name in KINDS:
                 members[row.name, row.group, row.sequence].append(row)
-                algorithm = ALGORITHM.get(row.algorithm, algorithm)
-    share = (trace.world_size - 1) / trace.world_size
     spans = []
-    for (name, _, _), rows in members.items():
+    names: set[str] = set()
+    for (kind, _, _), rows in members.items():
         if len(rows) == trace.world_size:
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
-            spans.append((begin_ns, end_ns, VOLUME_FACTOR[name] * share * rows[0].size_bytes))
+            algorithm = RING if rows[0].algorithm == RING else NATIVE
+            names.add(cost_name(algorithm, kind))
+            spans.append(
+                (begin_ns, end_ns, sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes))
+            )
     periods: list[BusyPeriod] = []
     open_until_ns = begin_ns = count = 0
     wire_bytes = 0.0
@@ -74,7 +77,7 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], str]:
         count, wire_bytes, open_until_ns = count + 1, wire_bytes + size, max(open_until_ns, end_ns)
     if count:
         periods.append(BusyPeriod(count, wire_bytes, open_until_ns - begin_ns))
-    return periods, algorithm
+    return periods, sorted(names)
 
 
 def _fit(periods: list[BusyPeriod]) -> tuple[float, float]:

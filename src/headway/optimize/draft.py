@@ -75,6 +75,7 @@ class Drafter:
             gather=manner.gather,
             channels=manner.channels,
             gathers_after=self._after(facts, order, manner) if early else (),
+            algorithms=self.predictor.algorithms,
         )
 
     def _after(self, facts: Sequence[BucketFacts], order: tuple[int, ...], manner: Manner) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, cost_name, program_of
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
 from headway.collectives.dataflow import Links, expand
+from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.dataflow import Dataflow, DataflowBuilder
 from headway.replay.engine import play
 
@@ -53,30 +54,33 @@ class LinkCost:
     all_gather: CollectiveCost
 
     @classmethod
-    def of(cls, cluster: Cluster, algorithm: str = RING, pieces: int = 1) -> LinkCost:
-        """Measure both halves of ``algorithm`` on the links of ``cluster``."""
+    def of(cls, cluster: Cluster, algorithms: Algorithms = RINGS) -> LinkCost:
+        """Measure both halves, by ``algorithms``, on the links of ``cluster``."""
         return cls(
             cluster.world_size,
-            _measure(cluster, algorithm, REDUCE_SCATTER, pieces),
-            _measure(cluster, algorithm, ALL_GATHER, pieces),
+            _measure(cluster, algorithms, REDUCE_SCATTER),
+            _measure(cluster, algorithms, ALL_GATHER),
         )
 
 
-def _measure(cluster: Cluster, algorithm: str, kind: str, pieces: int) -> CollectiveCost:
-    cost = cluster.cost_of(cost_name(algorithm, kind, pieces))
-    programs = program_of(algorithm, kind, pieces)
+def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveCost:
     alone_ns = []
     ns_per_byte = 0.0
     for size_bytes in _SIZES_BYTES:
+        selection = algorithms.select(kind, size_bytes, cluster.world_size)
         builder = DataflowBuilder(Links(cluster).resources)
         begins = [builder.operation() for _ in range(cluster.world_size)]
         ends = [builder.operation() for _ in range(cluster.world_size)]
-        expand(builder, Links(cluster), programs, size_bytes, begins, ends, cost)
+        expand(
+            builder, Links(cluster), selection.program_of, size_bytes, begins, ends, selection.cost(cluster)
+        )
         graph = builder.close()
         alone_ns.append(float(play(graph).end_ns[ends].max()))
         ns_per_byte = _busiest_ns(graph) / size_bytes
-    messages = len(programs(0, cluster.world_size).steps)
-    return CollectiveCost(cost.overhead_us * 1e3, ns_per_byte, messages, _SIZES_BYTES, tuple(alone_ns))
+    least = algorithms.select(kind, 1, cluster.world_size)
+    messages = len(least.program_of(0, cluster.world_size).steps)
+    overhead_ns = least.cost(cluster).overhead_us * 1e3
+    return CollectiveCost(overhead_ns, ns_per_byte, messages, _SIZES_BYTES, tuple(alone_ns))
 
 
 def _busiest_ns(graph: Dataflow) -> float:

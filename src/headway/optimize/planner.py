@@ -6,12 +6,13 @@ on from the best by local search. Everything is deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headway.cluster import Cluster
 from headway.graph.step_profile import StepProfile
 from headway.model import ModelSpec
+from headway.optimize.algorithm_choices import algorithm_choices
 from headway.optimize.dependency_bound import Bounds, bounds_of
 from headway.optimize.draft import Drafter, Groups, Manner
 from headway.optimize.predict import Predictor
@@ -64,11 +65,23 @@ def plan(
     """Plan the communication of ``model``'s gradients for steps like ``profile`` on ``cluster``.
 
     For each form of gathering and each of ``channels``, the numbers of collectives that may be under way at a time,
-    the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions.
+    the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions. So they are for each
+    choice of algorithms that the cluster's measured costs speak for.
     """
-    drafter = Drafter(Predictor(model, profile, cluster))
+    drafters = [
+        Drafter(Predictor(model, profile, cluster, algorithms))
+        for algorithms in algorithm_choices(cluster, model.size_bytes)
+    ]
+    found = [each for drafter in drafters for each in _planned(drafter, forms, channels, keep, effort)]
+    found.sort(key=lambda planned: planned.step_ns)
+    evaluated = sum(drafter.evaluated for drafter in drafters)
+    return Planned(tuple(found), bounds_of(drafters[0].predictor), evaluated)
+
+
+def _planned(
+    drafter: Drafter, forms: Sequence[Gather], channels: Sequence[int], keep: int, effort: int
+) -> Iterator[PlannedSchedule]:
     starts = list(starting_groups(drafter))
-    found: list[PlannedSchedule] = []
     for form in forms:
         drafts = _predicted(drafter, starts, [Manner(form, channels[0], p) for p in _patiences(form)])
         for count in channels:
@@ -78,9 +91,7 @@ def plan(
                 for manner in (replace(draft.manner, channels=count),)
             ]
             best = sorted(counted, key=lambda draft: draft.cost_ns)[:keep]
-            found += _improved(drafter, best, effort)
-    found.sort(key=lambda planned: planned.step_ns)
-    return Planned(tuple(found), bounds_of(drafter.predictor), drafter.evaluated)
+            yield from _improved(drafter, best, effort)
 
 
 def _patiences(form: Gather) -> tuple[float | None, ...]:

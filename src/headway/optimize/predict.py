@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headway.cluster import Cluster
+from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.optimize.link_cost import LinkCost
@@ -29,14 +30,23 @@ class BucketFacts(NamedTuple):
 
 
 class Predictor:
-    """Predicts the step time of schedules of one model, step and cluster."""
+    """Predicts the step time of schedules of one model, step and cluster.
+
+    Their collectives are carried out by ``algorithms``.
+    """
 
     def __init__(
-        self, model: ModelSpec, profile: StepProfile, cluster: Cluster, cost: LinkCost | None = None
+        self,
+        model: ModelSpec,
+        profile: StepProfile,
+        cluster: Cluster,
+        algorithms: Algorithms = RINGS,
     ) -> None:
         self.model = model
         self.profile = profile
-        self.cost = cost or LinkCost.of(cluster)
+        self.cluster = cluster
+        self.algorithms = algorithms
+        self.cost = LinkCost.of(cluster, algorithms)
         self.world_size = cluster.world_size
         self.total_bytes = max(1, model.size_bytes)
         first_ns = min(profile.ready_ns.values(), default=0)
@@ -72,7 +82,9 @@ class Predictor:
         return BucketFacts(size_bytes, ready_ns, need, tuple(cut))
 
     def predict(self, schedule: BucketSchedule) -> float:
-        """The predicted step of ``schedule``, in nanoseconds."""
+        """The predicted step of ``schedule``, in nanoseconds; whatever its algorithms are."""
+        if schedule.algorithms != self.algorithms:
+            return Predictor(self.model, self.profile, self.cluster, schedule.algorithms).predict(schedule)
         return self.step_ns(
             [self.facts(bucket.parts) for bucket in schedule.buckets],
             schedule.gather_order,

@@ -35,7 +35,7 @@ def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
                 Event(
                     Kind.COLLECTIVE, collective.name, Stream.COMMUNICATION, collective.step, begin_ns,
                     end_ns - begin_ns, begin_ns, "replay", number, collective.size_bytes, collective.bucket,
-                    algorithm=collective.algorithm,
+                    algorithm=collective.selection.algorithm,
                 )
             )  # fmt: skip
     steps = tuple(sorted(result.graph.boundaries))[1:]

@@ -10,6 +10,7 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
+from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.timeline import Point, Timeline, timelines_of
@@ -19,6 +20,7 @@ from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
 from headway.replay.memory import peak_bytes
 from headway.replay.what_if import WhatIf
+from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.loading import driver
 from headway.strategies.registry import STRATEGIES
@@ -109,7 +111,7 @@ class Replayer:
         schedule = strategy.decide(model)
         graph = GraphBuilder(cluster, model, schedule)
         ranks = self._ranks(cluster.world_size, what_if.compute)
-        _check_size(ranks, cluster.world_size, len(schedule.buckets))
+        _check_size(ranks, cluster.world_size, schedule)
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         dataflow = graph.close()
         played = play_disturbed(graph, dataflow, cluster.compute_slowdown)
@@ -142,14 +144,18 @@ def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
     return lengths
 
 
-def _check_size(ranks: list[list[Timeline]], world_size: int, buckets: int) -> None:
+def _check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
     """Refuse what would take too long, by what is launched: a bucket's collectives a pass, and blocking ones."""
     items = collectives = 0
+    pieces = sum(
+        schedule.algorithms.select(ALL_GATHER, bucket.size_bytes, world_size).pieces
+        for bucket in schedule.buckets
+    )
     for timelines in ranks:
         launched = 0
         for item in (item for timeline in timelines for item in timeline.items):
             items += 1
-            launched += buckets * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
+            launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
         collectives = max(collectives, launched)
     operations = items + collectives * world_size * (4 * world_size + 4)
     if operations > MAX_OPERATIONS:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from headway.collectives.selection import RINGS, Algorithms
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
 
 Gather = Literal["parameters", "gradients"]
@@ -49,7 +50,8 @@ class BucketSchedule:
     strategies whose collective leaves every rank with the whole result. ``gather`` says what is gathered: gradients,
     right behind the reduce-scatters, or parameters, after the step of an optimizer whose state is sharded.
     ``channels`` collectives may be under way at a time. With gradients, gather number ``i`` may stand right behind
-    reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one.
+    reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one. ``algorithms`` carry out
+    the halves.
     """
 
     buckets: tuple[Bucket, ...]
@@ -57,6 +59,7 @@ class BucketSchedule:
     gather: Gather = "gradients"
     channels: int = 1
     gathers_after: tuple[int, ...] = ()
+    algorithms: Algorithms = RINGS
 
     @property
     def buckets_of(self) -> dict[str, tuple[int, ...]]:
@@ -172,4 +175,5 @@ def restricted(schedule: BucketSchedule, model: ModelSpec) -> BucketSchedule:
         gather_order=forward_gather_order(model, buckets),
         gather=schedule.gather,
         channels=schedule.channels,
+        algorithms=schedule.algorithms,
     )

@@ -62,7 +62,10 @@ class Job:
         self._losses: list[torch.Tensor] = []
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
-        """``module`` as this job trains it. ``options`` are those of DistributedDataParallel."""
+        """``module`` as this job trains it. ``options`` are those of DistributedDataParallel.
+
+        And ``decision``, options of the decoupled strategy, which the other ways do without.
+        """
         self.models.append(wrap(module, self.mode, **options))
         return self.models[-1]
 
@@ -162,6 +165,7 @@ class Job:
 
 def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
     """``module`` ready for training in ``mode``, with several buckets."""
+    decision: dict[str, Any] = {"bucket_cap_bytes": CAP_BYTES, **options.pop("decision", {})}
     if mode == ALONE:
         return Alone(module)
     if mode == DDP:
@@ -170,7 +174,6 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
     from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
     from headway.strategies.data_parallel.module_spec import model_spec
 
-    decision: dict[str, Any] = {"bucket_cap_bytes": CAP_BYTES}
     if "gather" in DecoupledStrategy.model_fields:
         decision["gather"] = mode
     else:

@@ -235,3 +235,12 @@ def one_optimizer_for_wrapped_and_other_parameters(job: Job) -> None:
         (own * 2).sum().backward()
         optimizer.step()
         job.see("own", own)
+
+
+def _halves(reduce_scatter: str, all_gather: str, job: Job) -> None:
+    model = job.wrap(mlp(), decision={"reduce_scatter": reduce_scatter, "all_gather": all_gather})
+    train(job, model, sgd(model), 4)
+
+
+for _halves_of in (("native", "native"), ("ring", "native"), ("native", "ring")):
+    case(name=f"reduce-scatter {_halves_of[0]}, all-gather {_halves_of[1]}")(partial(_halves, *_halves_of))

@@ -49,13 +49,22 @@ def test_a_blocking_collective_outside_backward_is_a_wait_and_an_asynchronous_on
 def test_a_strategy_s_own_spans_become_events() -> None:
     spans = [
         StrategySpan(
-            Kind.COLLECTIVE, "reduce_scatter", 2, 100, 200, size_bytes=64, enqueue_ns=90, sequence=7, step=5
+            Kind.COLLECTIVE,
+            "reduce_scatter",
+            2,
+            100,
+            200,
+            64,
+            enqueue_ns=90,
+            sequence=7,
+            algorithm="native",
+            step=5,
         ),
         StrategySpan(Kind.WAIT, "all_gather", 2, 150, 160, step=6),
         StrategySpan(Kind.UPDATE, "bucket 2", 2, 160, 170, step=6),
     ]
     (row,) = collective_rows([], spans)
-    assert (row.name, row.bucket, row.sequence, row.algorithm) == ("reduce_scatter", 2, 7, "ring")
+    assert (row.name, row.bucket, row.sequence, row.algorithm) == ("reduce_scatter", 2, 7, "native")
     assert [w.kind for w in wait_rows([], [], {}, spans)] == [Kind.WAIT, Kind.UPDATE]
 
 

@@ -29,19 +29,13 @@ class _RuntimeObserver(observer.Observer):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def collective(
-        self,
-        name: str,
-        bucket: int,
-        size_bytes: int,
-        enqueue_ns: int,
-        start_ns: int,
-        end_ns: int,
-        sequence: int,
-    ) -> None:
+    def collective(self, done: observer.Collective) -> None:
         self._recorder.span(
-            StrategySpan(Kind.COLLECTIVE, name, bucket, start_ns, end_ns, size_bytes, enqueue_ns, sequence)
-        )
+            StrategySpan(
+                Kind.COLLECTIVE, done.name, done.bucket, done.start_ns, done.end_ns,
+                done.size_bytes, done.enqueue_ns, done.sequence, done.algorithm,
+            )
+        )  # fmt: skip
 
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.WAIT, name, bucket, start_ns, end_ns))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headway.collectives.algorithms import GLOO_THREADS, RING
+from headway.collectives.algorithms import GLOO_THREADS
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import align_ns
@@ -26,6 +26,7 @@ class StrategySpan:
     size_bytes: int = -1
     enqueue_ns: int = -1
     sequence: int = -1
+    algorithm: str = ""
     step: int = 0
 
 
@@ -73,7 +74,7 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
             sequence=span.sequence,
             size_bytes=span.size_bytes,
             bucket=span.bucket,
-            algorithm=RING,
+            algorithm=span.algorithm,
         )
         for span in spans
         if span.kind == Kind.COLLECTIVE

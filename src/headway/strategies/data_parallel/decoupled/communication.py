@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
+from headway.collectives.algorithms import RING
 from headway.errors import CommunicationError, UnsupportedError
-from headway.strategies.data_parallel.decoupled.observer import observer
+from headway.strategies.data_parallel.decoupled.observer import Collective, observer
 from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
 from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
 
@@ -25,13 +26,20 @@ class Job:
     """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``."""
 
     def __init__(
-        self, name: str, bucket: int, size_bytes: int, work: Work, after: Sequence[Job] = ()
+        self,
+        name: str,
+        bucket: int,
+        size_bytes: int,
+        work: Work,
+        after: Sequence[Job] = (),
+        algorithm: str = RING,
     ) -> None:
         self.name = name
         self.bucket = bucket
         self.size_bytes = size_bytes
         self.work = work
         self.after = after
+        self.algorithm = algorithm
         self.sequence = -1
         self.enqueue_ns = time.monotonic_ns()
         self.ready: Any = None  # a mark of what the job's operands wait for on the device
@@ -128,7 +136,10 @@ class Channels:
             job.error = self.failure
             if job.error is None:
                 observer().collective(
-                    job.name, job.bucket, job.size_bytes, job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence
+                    Collective(
+                        job.name, job.bucket, job.size_bytes, job.algorithm,
+                        job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence,
+                    )
                 )  # fmt: skip
             job.done.set()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from headway.collectives.algorithms import RING
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 from headway.scheduling.filling import Filling
@@ -113,7 +112,7 @@ class Dataflow:
             key,
             bucket.size_bytes,
             bucket=index,
-            algorithm=RING,
+            selection=self._schedule.algorithms.select(name, bucket.size_bytes, self._graph.world_size),
             after=[*self._channel(walk), *after],
             after_work=after_work,
         )

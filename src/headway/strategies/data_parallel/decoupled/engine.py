@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_REDUCE, RING, prepare
+from headway.collectives.algorithms import ALL_REDUCE, NATIVE, RING, prepare
+from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.data_parallel.decoupled import deferred
@@ -30,10 +31,10 @@ from headway.strategies.data_parallel.decoupled.bucket import (
     Slot,
     Unit,
 )
+from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.intake import Intake
-from headway.strategies.data_parallel.decoupled.rings import Collectives, Natives, Rings
 from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
 from headway.strategies.data_parallel.decoupled.streams import Streams, Turns
 from headway.strategies.data_parallel.decoupled.usage import Usage
@@ -105,7 +106,7 @@ class Engine:
         self._collectives: Collectives = (
             Natives(self.groups.native)
             if self.wiring.native
-            else Rings(self.buckets, self.prepare_ring, schedule.channels, self.world_size)
+            else OnHost(self.buckets, self.prepare, schedule, self.world_size)
         )
         self.form: Form = _make_form(self, schedule.gather)
         for slot in self.slots:
@@ -176,7 +177,14 @@ class Engine:
                 if then is not None:
                     then()
 
-        return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after))
+        algorithm = self.selection(name, bucket).algorithm
+        return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after, algorithm))
+
+    def selection(self, kind: str, bucket: LiveBucket) -> Selection:
+        """How a collective of ``bucket`` is carried out."""
+        if self.wiring.native:
+            return Selection(NATIVE, kind)
+        return self.schedule.algorithms.select(kind, bucket.size_bytes, self.world_size)
 
     def submit(self, job: Job) -> Job:
         """Queue ``job`` behind what is queued; every rank must do so at the same point."""
@@ -206,13 +214,14 @@ class Engine:
         with self.wiring.streams.on(self._answering):
             return self.form.answer(request)
 
-    def prepare_ring(
-        self, kind: str, flat: torch.Tensor, scratch: torch.Tensor, channel: int, pieces: int = 1
+    def prepare(
+        self, selection: Selection, flat: torch.Tensor, scratch: torch.Tensor, channel: int
     ) -> Callable[[], None]:
-        """A ring on ``channel``, to be run there."""
+        """A collective of a tensor on the CPU, to be run on ``channel``."""
         groups = self.groups
         second = groups.second[channel] if groups.second else None
-        return prepare(RING, kind, flat, groups.host[channel], scratch, pieces, second)
+        algorithm, kind, pieces = selection
+        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second)
 
     @property
     def channels(self) -> int:
@@ -322,7 +331,7 @@ class Engine:
         scratch = tensor.new_empty(live.scratch_numel(numel, self.world_size))
 
         def work(channel: int) -> None:
-            self.prepare_ring(ALL_REDUCE, tensor, scratch, channel)()
+            self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)()
 
         return Job("all_reduce", -1, numel * tensor.element_size(), work)
 

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One finished ``reduce_scatter`` or ``all_gather`` of a whole bucket of ``size_bytes``.
+
+    ``sequence`` counts the collectives of one wrapped model, the same on all ranks.
+    """
+
+    name: str
+    bucket: int
+    size_bytes: int
+    algorithm: str
+    enqueue_ns: int
+    start_ns: int
+    end_ns: int
+    sequence: int
 
 
 class Observer(Protocol):
@@ -12,20 +30,8 @@ class Observer(Protocol):
     observer raises is not caught, so it should not raise.
     """
 
-    def collective(
-        self,
-        name: str,
-        bucket: int,
-        size_bytes: int,
-        enqueue_ns: int,
-        start_ns: int,
-        end_ns: int,
-        sequence: int,
-    ) -> None:
-        """One ``reduce_scatter`` or ``all_gather`` of a whole bucket of ``size_bytes`` was done.
-
-        ``sequence`` counts the collectives of one wrapped model, the same on all ranks.
-        """
+    def collective(self, done: Collective) -> None:
+        """A collective was done."""
 
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         """Training stood still until that collective of that bucket was done."""
@@ -37,16 +43,7 @@ class Observer(Protocol):
 class NullObserver:
     """Does nothing."""
 
-    def collective(
-        self,
-        name: str,
-        bucket: int,
-        size_bytes: int,
-        enqueue_ns: int,
-        start_ns: int,
-        end_ns: int,
-        sequence: int,
-    ) -> None:
+    def collective(self, done: Collective) -> None:
         """Ignore."""
 
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:

@@ -7,6 +7,8 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from headway.collectives.algorithms import NATIVE
+from headway.collectives.selection import AlgorithmName, Algorithms
 from headway.errors import PlanError
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import (
@@ -32,8 +34,9 @@ class DecoupledStrategy(Strategy):
     reduction, or parts of them as ``name[start:end]`` (elements); where it is empty, buckets of ``bucket_cap_bytes``
     are cut from the order in which gradients become ready. ``gather_order`` holds bucket indices in the order of the
     next forward, and follows from the model where it is empty. ``channels`` collectives are under way at a time.
-    ``gathers_after`` lets gathers of gradients begin during backward (see ``BucketSchedule``). With ``tune`` all this
-    is where training begins, and better schedules are looked for during its first steps.
+    ``gathers_after`` lets gathers of gradients begin during backward (see ``BucketSchedule``). ``reduce_scatter`` and
+    ``all_gather`` are the algorithms of the halves on Gloo: Headway's rings, or the process group's own collectives.
+    With ``tune`` all this is where training begins, and better schedules are looked for during its first steps.
     """
 
     name: ClassVar[str] = "decoupled"
@@ -44,6 +47,8 @@ class DecoupledStrategy(Strategy):
     buckets: tuple[tuple[str, ...], ...] = ()
     gather_order: tuple[int, ...] = ()
     gathers_after: tuple[int, ...] = ()
+    reduce_scatter: AlgorithmName = "ring"
+    all_gather: AlgorithmName = "ring"
     tune: bool = False
 
     @model_validator(mode="after")
@@ -74,6 +79,7 @@ class DecoupledStrategy(Strategy):
             gather=self.gather,
             channels=self.channels,
             gathers_after=self.gathers_after,
+            algorithms=Algorithms(self.reduce_scatter, self.all_gather),
         )
 
     def spelled_out(self, model: ModelSpec) -> DecoupledStrategy:
@@ -110,6 +116,8 @@ class DecoupledStrategy(Strategy):
         said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")
         if self.channels > 1:
             said.append(f"{self.channels} channels")
+        halves = {"reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
+        said += [f"native {half}" for half, algorithm in halves.items() if algorithm == NATIVE]
         if self.tune:
             said.append("tuned while training")
         return ", ".join(said)
@@ -123,6 +131,8 @@ def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:
         "gather": schedule.gather,
         "channels": schedule.channels,
         "gathers_after": schedule.gathers_after,
+        "reduce_scatter": schedule.algorithms.reduce_scatter,
+        "all_gather": schedule.algorithms.all_gather,
     }
 
 

@@ -1,17 +1,19 @@
-"""What this model's rings cost, measured in place: on its own channels, with nothing else under way."""
+"""What this model's collectives cost, measured in place: on its own channels, with nothing else under way."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
+from headway.collectives.selection import Selection
+from headway.network.collective_costs import ideal_seconds
 from headway.strategies.data_parallel.decoupled.communication import Job
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -28,6 +30,7 @@ MEASURED_S = (
 BUSY = 0.5  # from this share of CPU time on, rings are timed beside computation, as they run in training
 UPDATE = "deferred_update"  # the name of its cost, as replay has it
 HALVES = (REDUCE_SCATTER, ALL_GATHER)
+RINGS = tuple(Selection(RING, kind) for kind in HALVES)
 
 
 def measure(
@@ -38,20 +41,20 @@ def measure(
     busy: float = 0.0,
     update_overhead_ns: float = 0.0,
 ) -> Cluster:
-    """The cluster as rings of a model of ``size_bytes`` see it: latency, goodput and a ring's overhead.
+    """The cluster as a model of ``size_bytes`` sees it: latency, goodput, what rings cost and what might be quicker.
 
     Every rank calls it at the same point, with nothing under way, and gets the same. Each rank counts as a host of its
     own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
     """
     world_size = engine.world_size
-    timed = partial(_ring_s, engine, agreement, busy=busy >= BUSY)
+    timed = partial(_collectives_s, engine, agreement, busy=busy >= BUSY)
     saturated = partial(_saturated_s, engine, agreement, busy=busy >= BUSY)
     least = 4 * world_size
-    reduce_s = timed((ALL_REDUCE,), least, TOKENS)
+    reduce_s = timed((Selection(RING, ALL_REDUCE),), least, TOKENS)
     # Where rings on other channels keep cores from each other, that is what each of them costs.
     overhead_s = saturated(least, TOKENS)
     small = max(least, min(SMALL_BYTES, size_bytes // 8))
-    small_s = timed(HALVES, small, 4) / 2
+    small_s = timed(RINGS, small, 4) / 2
     byte_s = max(LEAST_BYTE_S, (small_s - reduce_s / 2) / small)
     large = max(2 * small, round(min(LARGE_BYTES, size_bytes, LONGEST_S / byte_s)))
     count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
@@ -59,37 +62,58 @@ def measure(
     alpha_s = reduce_s / 2  # of a ring whose bytes take no time
     overhead_s = min(alpha_s, overhead_s)
     others = world_size - 1
-    return Cluster(
+    cluster = Cluster(
         hosts=tuple(_host(rank, others / world_size / byte_s * 8 / 1e9) for rank in range(world_size)),
         latency_us=(alpha_s - overhead_s) / others * 1e6,
         algorithms={
             RING: AlgorithmCost(overhead_us=overhead_s * 1e6),
             UPDATE: AlgorithmCost(overhead_us=update_overhead_ns / 1e3),
         },
-        source="rings measured while training",
+        source="measured while training",
     )
+    natives = _natives(cluster, timed, alpha_s, least, large, count)
+    return cluster.model_copy(update={"algorithms": {**cluster.algorithms, **natives}})
+
+
+def _natives(
+    cluster: Cluster, timed: Callable[..., float], ring_s: float, least: int, large: int, count: int
+) -> dict[str, AlgorithmCost]:
+    """The costs of the process group's own halves, where they start quicker than a ring, which takes ``ring_s``.
+
+    Others cannot win: no collective moves fewer bytes than a ring.
+    """
+    costs = {}
+    for kind in HALVES:
+        selection = Selection(NATIVE, kind)
+        alpha_s = timed((selection,), least, TOKENS)
+        if alpha_s < ring_s:
+            least_s, large_s = (ideal_seconds(cluster, selection.program_of, size) for size in (least, large))
+            overhead_s = max(0.0, alpha_s - least_s)
+            factor = (timed((selection,), large, count) - overhead_s) / large_s
+            costs[selection.cost_names[0]] = AlgorithmCost(
+                overhead_us=overhead_s * 1e6, byte_factor=min(100.0, max(0.1, factor))
+            )
+    return costs
 
 
 def _host(rank: int, gbps: float) -> Host:
     return Host(name=f"rank{rank}", workers=1, up_gbps=gbps, down_gbps=gbps)
 
 
-def _ring_s(
+def _collectives_s(
     engine: Engine,
     agreement: Agreement,
-    kinds: tuple[str, ...],
+    selections: Sequence[Selection],
     size_bytes: int,
     count: int,
     *,
     busy: bool,
 ) -> float:
-    """Seconds of one ring of each of ``kinds``, of ``count`` without a pause: the median of the slowest rank's."""
+    """Seconds of one of each of ``selections``, of ``count`` without a pause: the median of the slowest rank's."""
     took_s: list[float] = []
     for _ in range(REPEATS):
-        job = Job(
-            "all_reduce", -1, size_bytes, partial(_run, engine, kinds, size_bytes, count, took_s.append)
-        )
-        engine.submit(job)
+        run = partial(_run, engine, selections, size_bytes, count, took_s.append)
+        job = engine.submit(Job("all_reduce", -1, size_bytes, run))
         if busy:
             _compute_until(job)
         engine.wait(job)
@@ -105,7 +129,7 @@ def _saturated_s(engine: Engine, agreement: Agreement, size_bytes: int, count: i
     took_s: list[float] = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        run = partial(_run, engine, HALVES, size_bytes, count, lambda _: None)
+        run = partial(_run, engine, RINGS, size_bytes, count, lambda _: None)
         jobs = [
             engine.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(engine.schedule.channels)
         ]
@@ -114,13 +138,13 @@ def _saturated_s(engine: Engine, agreement: Agreement, size_bytes: int, count: i
         for job in jobs:
             engine.wait(job)
         took_s.append(time.perf_counter() - begun)
-    rings = len(jobs) * len(HALVES) * (count + 1)  # with the one that ranks begin together behind
+    rings = len(jobs) * len(RINGS) * (count + 1)  # with the one that ranks begin together behind
     return statistics.median(agreement.slowest(took_s)) / rings
 
 
 def _run(
     engine: Engine,
-    kinds: tuple[str, ...],
+    selections: Sequence[Selection],
     size_bytes: int,
     count: int,
     tell: Callable[[float], None],
@@ -129,13 +153,13 @@ def _run(
     world_size = engine.world_size
     flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
     scratch = torch.empty(live.scratch_numel(flat.numel(), world_size))
-    rings = [engine.prepare_ring(kind, flat, scratch, channel) for kind in kinds]
-    for ring in rings:  # ranks begin together behind it, and shaped links have spent what they had saved
-        ring()
+    actions = [engine.prepare(selection, flat, scratch, channel) for selection in selections]
+    for action in actions:  # ranks begin together behind it, and shaped links have spent what they had saved
+        action()
     begun = time.perf_counter()
     for _ in range(count):
-        for ring in rings:
-            ring()
+        for action in actions:
+            action()
     tell(time.perf_counter() - begun)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from headway.strategies.data_parallel.decoupled.observer import Observer
+from headway.strategies.data_parallel.decoupled.observer import Collective, Observer
 
 
 class Watch(Protocol):
@@ -47,18 +47,9 @@ class WaitObserver:
         self._watch = weakref.ref(watch)
         self.next = following
 
-    def collective(
-        self,
-        name: str,
-        bucket: int,
-        size_bytes: int,
-        enqueue_ns: int,
-        start_ns: int,
-        end_ns: int,
-        sequence: int,
-    ) -> None:
+    def collective(self, done: Collective) -> None:
         """Pass it on."""
-        self.next.collective(name, bucket, size_bytes, enqueue_ns, start_ns, end_ns, sequence)
+        self.next.collective(done)
 
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         """Tell both."""

@@ -25,7 +25,7 @@ MOST_PLANNED = 3
 GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
 CAP_SHARES = (4, 16)  # fixed caps, as parts of the model, in case that predictions are far off
 FORM_GAIN = 0.02  # another form moves the optimizer's state, so it must promise as much
-TIE = 0.01
+TIE = 0.005
 CLOSE = 0.05  # the best two are measured again where they are no further apart
 EFFORT = 200
 
@@ -76,7 +76,7 @@ class PlannedProposer:
 
 
 def choose(trials: Sequence[Trial]) -> int:
-    """The quickest trial. Of those within a hundredth of it, one that gathers parameters, then the better predicted."""
+    """The quickest trial. Of those within half a hundredth of it, one that gathers parameters, then the better predicted."""
     best_ms = min(trial.measured_ms for trial in trials)
 
     def preference(index: int) -> tuple[bool, float, float]:

@@ -1,4 +1,4 @@
-"""How buckets' collectives are carried out: rings, prepared once for every channel, or a device's native ones."""
+"""How buckets' collectives are carried out: in memory, prepared once for every channel, or by a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import live, native
-from headway.collectives.program import pieces_for
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
+from headway.collectives.selection import Selection
+from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 
 
@@ -31,26 +33,29 @@ class Natives:
         native.COLLECTIVES[kind](bucket.buffer, self._groups[channel], bucket.buffer)
 
 
-PrepareRing = Callable[[str, torch.Tensor, torch.Tensor, int, int], Callable[[], None]]
-"""(kind, flat tensor, scratch, channel, pieces) to what is run on that channel."""
+Prepare = Callable[[Selection, torch.Tensor, torch.Tensor, int], Callable[[], None]]
+"""(selection, flat tensor, scratch, channel) to what is run on that channel."""
 
 
-class Rings:
-    """Reduce-scatters and all-gathers of buckets over the process groups of the channels."""
+class OnHost:
+    """Reduce-scatters and all-gathers of buckets in memory, as a schedule selects them, over the channels' groups."""
 
     def __init__(
-        self, buckets: Sequence[LiveBucket], prepare: PrepareRing, channels: int, world_size: int
+        self, buckets: Sequence[LiveBucket], prepare: Prepare, schedule: BucketSchedule, world_size: int
     ) -> None:
         self._prepare = prepare
-        self._pieces = {
-            b: pieces_for(b.buffer.numel() // world_size * b.buffer.element_size()) for b in buckets
+        self._selected = {
+            (kind, bucket): schedule.algorithms.select(kind, bucket.size_bytes, world_size)
+            for bucket in buckets
+            for kind in (REDUCE_SCATTER, ALL_GATHER)
         }
         needed: dict[torch.dtype, int] = {}
-        for bucket, pieces in self._pieces.items():
-            numel = live.scratch_numel(bucket.buffer.numel(), world_size, pieces)
+        for (_, bucket), selection in self._selected.items():
+            numel = live.scratch_numel(bucket.buffer.numel(), world_size, selection.pieces)
             needed[bucket.buffer.dtype] = max(numel, needed.get(bucket.buffer.dtype, 0))
         self._scratch = [
-            {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()} for _ in range(channels)
+            {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()}
+            for _ in range(schedule.channels)
         ]
         self._prepared: dict[tuple[str, LiveBucket, int], Callable[[], None]] = {}
 
@@ -59,5 +64,5 @@ class Rings:
         key = (kind, bucket, channel)
         if key not in self._prepared:
             scratch = self._scratch[channel][bucket.buffer.dtype]
-            self._prepared[key] = self._prepare(kind, bucket.buffer, scratch, channel, self._pieces[bucket])
+            self._prepared[key] = self._prepare(self._selected[kind, bucket], bucket.buffer, scratch, channel)
         self._prepared[key]()

@@ -1,0 +1,58 @@
+"""Selection: which algorithm carries out a bucket's collective, and in how many pieces.
+
+One rule for the live runtime, for replay and for predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from headway.cluster import AlgorithmCost, Cluster
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, cost_name, program_of
+from headway.collectives.program import ProgramOf, pieces_for
+
+AlgorithmName = Literal["ring", "native"]
+
+
+class Selection(NamedTuple):
+    """How one collective of some kind is carried out."""
+
+    algorithm: str
+    kind: str
+    pieces: int = 1
+
+    @property
+    def program_of(self) -> ProgramOf:
+        """Its chunk programs."""
+        return program_of(self.algorithm, self.kind, self.pieces)
+
+    @property
+    def cost_names(self) -> tuple[str, ...]:
+        """The names under which a cluster may hold its cost, the most fitting one first."""
+        return tuple(dict.fromkeys(cost_name(self.algorithm, self.kind, n) for n in (self.pieces, 1)))
+
+    def cost(self, cluster: Cluster) -> AlgorithmCost:
+        """What it costs on ``cluster``: of a ring in pieces that of whole chunks, where nobody measured pieces."""
+        return next(
+            (cluster.algorithms[n] for n in self.cost_names if n in cluster.algorithms), AlgorithmCost()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithms:
+    """The algorithm of each half of a decoupled all-reduce.
+
+    NCCL has its own for both, whatever is said here.
+    """
+
+    reduce_scatter: AlgorithmName = "ring"
+    all_gather: AlgorithmName = "ring"
+
+    def select(self, kind: str, size_bytes: int, world_size: int) -> Selection:
+        """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks."""
+        algorithm = {REDUCE_SCATTER: self.reduce_scatter, ALL_GATHER: self.all_gather}[kind]
+        return Selection(algorithm, kind, pieces_for(size_bytes // world_size) if algorithm == RING else 1)
+
+
+RINGS = Algorithms()

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.collectives.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    KINDS,
+    NATIVE,
+    REDUCE_SCATTER,
+    RING,
+    sent_bytes,
+)
+from headway.collectives.selection import RINGS, Algorithms, Selection
+
+MIB = 2**20
+
+
+def cluster(**costs: float) -> Cluster:
+    hosts = tuple(Host(name=f"h{index}", workers=1, up_gbps=1, down_gbps=1) for index in range(4))
+    return Cluster(
+        hosts=hosts, algorithms={name: AlgorithmCost(overhead_us=us) for name, us in costs.items()}
+    )
+
+
+def test_chunks_of_two_mebibytes_and_more_are_cut_into_two_pieces() -> None:
+    assert RINGS.select(REDUCE_SCATTER, 8 * MIB - 4, 4) == Selection(RING, REDUCE_SCATTER, 1)
+    assert RINGS.select(REDUCE_SCATTER, 8 * MIB, 4) == Selection(RING, REDUCE_SCATTER, 2)
+    assert RINGS.select(ALL_GATHER, 8 * MIB, 8).pieces == 1
+    assert len(RINGS.select(ALL_GATHER, 8 * MIB, 4).program_of(0, 4).steps) == 2 * 3
+
+
+def test_each_half_has_its_own_algorithm_and_native_ones_are_never_cut() -> None:
+    mixed = Algorithms(all_gather="native")
+    assert mixed.select(REDUCE_SCATTER, 64 * MIB, 2) == Selection(RING, REDUCE_SCATTER, 2)
+    assert mixed.select(ALL_GATHER, 64 * MIB, 2) == Selection(NATIVE, ALL_GATHER, 1)
+
+
+def test_a_ring_in_pieces_costs_what_was_measured_of_it_or_else_what_whole_chunks_cost() -> None:
+    in_pieces = Selection(RING, ALL_GATHER, 2)
+    assert in_pieces.cost(cluster(ring=5, ring_2=7)).overhead_us == 7
+    assert in_pieces.cost(cluster(ring=5)).overhead_us == 5
+    assert in_pieces.cost(cluster(native_all_gather=5)) == AlgorithmCost()
+    assert Selection(NATIVE, ALL_REDUCE).cost(cluster(gloo_all_reduce=9)).overhead_us == 9
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_bytes_sent_are_those_of_the_programs(world_size: int) -> None:
+    share = (world_size - 1) / world_size
+    sent = {
+        (algorithm, kind): sent_bytes(algorithm, kind, world_size, 1000) / share / 1000
+        for algorithm in (RING, NATIVE)
+        for kind in KINDS
+    }
+    assert sent == pytest.approx({
+        (RING, ALL_REDUCE): 2, (RING, REDUCE_SCATTER): 1, (RING, ALL_GATHER): 1,
+        (NATIVE, ALL_REDUCE): 2, (NATIVE, REDUCE_SCATTER): 2, (NATIVE, ALL_GATHER): 1,
+    })  # fmt: skip
