@@ -76,7 +76,7 @@ class PlannedProposer:
 
 
 def choose(trials: Sequence[Trial]) -> int:
-    """The quickest trial. Of those within half a hundredth of it, one that gathers parameters, then the better predicted."""
+    """The quickest trial. Of those within ``TIE`` of it one that gathers parameters, then the better predicted."""
     best_ms = min(trial.measured_ms for trial in trials)
 
     def preference(index: int) -> tuple[bool, float, float]:
