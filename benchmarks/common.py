@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,8 @@ from headway import files
 from headway.version import __version__
 
 RESULTS = Path(__file__).parent / "results"
+Page = Callable[[str, dict[str, Any], str], str]
+"""(name, document, words) to Markdown."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,31 @@ def environment() -> dict[str, Any]:
     }
 
 
-def report(name: str, rows: list[dict[str, Any]], arguments: BenchmarkArguments, words: str) -> None:
+def table_page(name: str, document: dict[str, Any], words: str) -> str:
+    """A page of one table."""
+    rows = document["rows"]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [f"# {name}", "", words, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(_cell(row.get(column, '')) for column in columns)} |" for row in rows]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in document["environment"].items()), ""]
+    return "\n".join(lines)
+
+
+def report(
+    name: str, rows: list[dict[str, Any]], arguments: BenchmarkArguments, words: str, page: Page = table_page
+) -> None:
     """Print the rows; a full run also keeps its page and JSON under ``benchmarks/results``."""
     document = {"benchmark": name, "environment": environment(), "rows": rows}
-    print(_page(name, document, words))
+    print(page(name, document, words))
     if arguments.json is not None:
         files.write_text(arguments.json, files.dump_json(document))
     if not arguments.quick and arguments.only is None:
-        _keep(name, document, words)
+        _keep(name, document, page(name, document, words))
 
 
-def keep_case(name: str, rows: list[dict[str, Any]], cases: Sequence[str], words: str) -> None:
+def keep_case(
+    name: str, rows: list[dict[str, Any]], cases: Sequence[str], words: str, page: Page = table_page
+) -> None:
     """Keep a case that was run in full beside the cases kept before, in the order of ``cases``.
 
     For benchmarks whose cases take so long together that they are run one by one.
@@ -67,21 +83,13 @@ def keep_case(name: str, rows: list[dict[str, Any]], cases: Sequence[str], words
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     merged = [row for row in kept if row["case"] not in new and row["case"] in cases] + rows
     merged.sort(key=lambda row: cases.index(row["case"]))
-    _keep(name, {"benchmark": name, "environment": environment(), "rows": merged}, words)
+    document = {"benchmark": name, "environment": environment(), "rows": merged}
+    _keep(name, document, page(name, document, words))
 
 
-def _keep(name: str, document: dict[str, Any], words: str) -> None:
+def _keep(name: str, document: dict[str, Any], page: str) -> None:
     files.write_text(RESULTS / f"{name}.json", files.dump_json(document))
-    files.write_text(RESULTS / f"{name}.md", _page(name, document, words))
-
-
-def _page(name: str, document: dict[str, Any], words: str) -> str:
-    rows = document["rows"]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [f"# {name}", "", words, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(_cell(row.get(column, '')) for column in columns)} |" for row in rows]
-    lines += ["", ", ".join(f"{key} {value}" for key, value in document["environment"].items()), ""]
-    return "\n".join(lines)
+    files.write_text(RESULTS / f"{name}.md", page)
 
 
 def _cell(value: Any) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from common import keep_case, parse_arguments, report
 from paced_training import cases
 from paced_training.cases import NETWORKS, PacedCase, RealCase
+from paced_training.page import page
 from paced_training.rows import rows_of
 from paced_training.worker import work
 
@@ -53,9 +54,9 @@ def main() -> None:
         described = cases.describe(case, quick=arguments.quick)
         rows_of_case = rows_of(name, described, _measure(case, quick=arguments.quick))
         if not arguments.quick:
-            keep_case("data_parallel", rows_of_case, list(cases.ALL), WORDS)
+            keep_case("data_parallel", rows_of_case, list(cases.ALL), WORDS, page)
         rows += rows_of_case
-    report("data_parallel", rows, arguments, WORDS)
+    report("data_parallel", rows, arguments, WORDS, page)
 
 
 def _measure(case: PacedCase | RealCase, *, quick: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from paced_training.probing import AlphaBeta
 from paced_training.trainer import Trainer, alone
 from paced_training.tuning import bayesian, sweep
 
-ALONE, DEFAULT, TUNED, OURS = "alone", "ddp", "ddp-tuned", "headway"
+ALONE, DEFAULT, TUNED, PUBLISHED, OURS = "alone", "ddp", "ddp-tuned", "dear", "headway"
 
 
 @dataclass

@@ -18,6 +18,10 @@ from headway.errors import ClusterError
 
 FORMAT: Literal[1] = 1
 
+# Costs beside those of collectives that a cluster may hold.
+DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
+STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
+
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -229,6 +229,31 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     return cast("AbstractContextManager[Any]", autograd._unsafe_preserve_version_counter(tuple(tensors)))
 
 
+Unscaling = Callable[[torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], Any]
+
+
+def replace_unscaling(unscaled: Unscaling) -> None:
+    """Have every ``GradScaler`` ask ``unscaled`` first; where that returns None, it does what it always did.
+
+    It is given (optimizer, inverse scale, found_inf, allow_fp16), and returns found_inf by device.
+    """
+    stock = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(stock)
+    def unscale_grads(
+        scaler: Any, optimizer: Any, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> Any:
+        found = unscaled(optimizer, inverse_scale, found_inf, allow_fp16)
+        return stock(scaler, optimizer, inverse_scale, found_inf, allow_fp16) if found is None else found
+
+    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign, assignment]
+
+
+def unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply ``gradients``, of one dtype; set ``found_inf`` to 1 where an element was not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+
+
 def let_gloo_finish() -> None:
     """Give Gloo's threads a moment of the interpreter; to be called before a process group is destroyed.
 

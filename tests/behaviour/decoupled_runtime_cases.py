@@ -45,6 +45,10 @@ class Log:
         assert start_ns <= end_ns
         self.events.append(("update", "update", bucket))
 
+    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns
+        self.events.append(("update beside", "update", bucket))
+
     def mark(self, what: str) -> None:
         self.events.append(("mark", what, -1))
 
@@ -85,7 +89,7 @@ def overlap(rank: int, world_size: int) -> dict[str, Any]:
     wrapped.flush()
     observing.set_observer(None)
     return {"events": log.events, "sequences": log.sequences, "all_deferred": all_deferred,
-            "switch_interval_s": sys.getswitchinterval()}  # fmt: skip
+            "switch_interval_s": sys.getswitchinterval(), "gather": wrapped.schedule.gather}  # fmt: skip
 
 
 def lone_reader(rank: int, world_size: int) -> list[float]:

@@ -18,16 +18,19 @@ def test_gathers_happen_under_the_next_forward() -> None:
         assert result["all_deferred"]
         assert result["switch_interval_s"] <= 1e-4
         inside_step = False
-        waits_in_forward = updates = 0
+        waits_in_forward = updates = beside = 0
         for kind, name, _bucket in result["events"]:
             if kind == "mark":
                 inside_step = name == "step begins"
+            elif kind == "update beside":
+                beside += 1
             elif inside_step:
                 assert kind == "done", f"{kind} of {name} inside step()"
             else:
                 waits_in_forward += kind == "wait" and name == "all_gather"
                 updates += kind == "update"
         assert updates == 2 * 8  # every bucket once a step
+        assert beside == (2 * 8 if result["gather"] == "parameters" else 0)
     # Rank 0 was through with its step while rank 1 slept, so its next forward had to wait for gathers.
     assert any(kind == "wait" and name == "all_gather" for kind, name, _ in results[0]["events"])
     assert sorted(results[0]["sequences"]) == sorted(results[1]["sequences"])

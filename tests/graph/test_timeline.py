@@ -73,4 +73,5 @@ def test_updates_beside_the_main_thread_take_nothing_of_it_and_count_for_every_r
         rows.append(Event(Kind.UPDATE, "bucket 0", Stream.COMMUNICATION, 0, start_ns, 1000, bucket=0))
     (after,) = timelines_of(trace_of(ranks))[0]
     assert after.items == before.items
-    assert after.optimizer_ns == before.optimizer_ns + 2 * 1000
+    assert before.optimizer_ns > 0
+    assert after.optimizer_ns == 2 * 1000

@@ -77,6 +77,7 @@ def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communicat
 
 def _spans(events: Events, *kinds: str) -> Spans:
     rows = events.of_kind(*kinds)
+    rows = rows.where(rows.stream == Stream.COMPUTE)
     return intervals.union(rows.start_ns, rows.end_ns)
 
 

@@ -60,8 +60,11 @@ class Timeline:
 
     @property
     def optimizer_ns(self) -> int:
-        """What the optimizer's whole update of all parameters takes one rank."""
-        return sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER) + self.beside_ns
+        """What the optimizer's whole update of all parameters takes one rank.
+
+        Where ranks shared it beside their main threads, these only asked for it and took over its results.
+        """
+        return self.beside_ns or sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER)
 
     def scaled(self, compute: float) -> Timeline:
         """The same step with computation taking ``compute`` times as long; input waits stay."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.cluster import STEP_CALL, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import KINDS, NATIVE, RING, cost_name, sent_bytes
 from headway.errors import TraceError
-from headway.trace.events import Event, Kind
+from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace
 
 DEFAULT_LATENCY_US = 100.0
@@ -42,7 +42,19 @@ def cluster_from_trace(trace: Trace) -> Cluster:
         return _cluster(trace, 100.0, {}, "one rank: no link")
     overhead_ns, ns_per_byte = _fit(periods)
     costs = dict.fromkeys(names, AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3)))
+    if step_calls_ns := _step_calls_ns(trace):
+        costs[STEP_CALL] = AlgorithmCost(overhead_us=float(np.median(step_calls_ns)) / 1e3)
     return _cluster(trace, 8.0 / ns_per_byte, costs, "fitted from a trace")
+
+
+def _step_calls_ns(trace: Trace) -> list[int]:
+    """What the calls of ``optimizer.step()`` took where the update was done beside the main thread."""
+    found: list[int] = []
+    for events in trace.events.values():
+        updates = events.of_kind(Kind.UPDATE)
+        if (updates.stream != Stream.COMPUTE).any():
+            found += events.of_kind(Kind.OPTIMIZER).duration_ns.tolist()
+    return found
 
 
 def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, AlgorithmCost, Cluster, Host
 from headway.network.beside import beside_communication
 from headway.network.collective_costs import CANDIDATES, measure_costs
 
@@ -76,7 +76,7 @@ def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
     slowdown, update_s = beside_communication(
         beside.prepared(BESIDE_BYTES, second), beside.ideal_s(cluster, BESIDE_BYTES)
     )
-    costs["deferred_update"] = AlgorithmCost(overhead_us=update_s * 1e6)
+    costs[DEFERRED_UPDATE] = AlgorithmCost(overhead_us=update_s * 1e6)
     return cluster.model_copy(update={"algorithms": costs, "compute_slowdown": slowdown})
 
 

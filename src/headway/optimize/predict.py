@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from headway.cluster import Cluster
+from headway.cluster import DEFERRED_UPDATE, STEP_CALL, Cluster
 from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.optimize.link_cost import LinkCost
 from headway.optimize.serving import Job, serve
 from headway.scheduling.buckets import BucketSchedule, Gather, Part, joined
-from headway.strategies.data_parallel.decoupled.dataflow import STEP_CALL, UPDATE
 
 
 class BucketFacts(NamedTuple):
@@ -65,7 +64,7 @@ class Predictor:
         # What forward never asks for is waited for before the next backward.
         self.need_ns = [profile.needs_ns.get(p.module, -1) for p in needed]
         self.step_call_ns = cluster.cost_of(STEP_CALL).overhead_us * 1e3
-        self.update_overhead_ns = cluster.cost_of(UPDATE).overhead_us * 1e3
+        self.update_overhead_ns = cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
         self.step_at_ns = profile.backward_ns + profile.tail_ns - first_ns
 
     def facts(self, parts: Iterable[Part]) -> BucketFacts:

@@ -27,6 +27,12 @@ def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
         by_rank[stretch.rank].append(stretch)
     for rank, stretches in by_rank.items():
         rows[rank] = _main_thread(stretches, result) + _steps(rank, result)
+    for work in result.graph.works:
+        start_ns, end_ns = (
+            int(times[work.operation]) for times in (result.schedule.start_ns, result.schedule.end_ns)
+        )
+        update = _span(Kind.UPDATE, f"bucket {work.bucket}", work.step, start_ns, end_ns, work.bucket)
+        rows[work.rank].append(update._replace(stream=Stream.COMMUNICATION))
     for number, collective in enumerate(result.graph.collectives):
         begins = result.schedule.end_ns[collective.begins]
         ends = result.schedule.end_ns[collective.ends]

@@ -230,3 +230,50 @@ for _unscale in ("never", "sometimes", "and clip"):
         _scaling = partial(_loss_scaling, _unscale, _fused)
         case(name=_title, tolerance=FEW_ULPS, world_sizes=[2])(_scaling)
         case(name=f"{_title}, uneven averages", tolerance=HALF[torch.float16], world_sizes=[3])(_scaling)
+
+
+def _looked_at(what: str, job: Job) -> None:
+    """Rank 0 looks at gradients, as a script that logs them does; then every rank changes them, twice and piecemeal."""
+    model = job.wrap(mlp().float())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type, init_scale=8.0, enabled=what == "unscaling"
+    )
+    for step in range(5):
+        if step != 3:  # the fourth accumulates onto what the third has changed
+            optimizer.zero_grad()
+
+        def loss_of(share: Share) -> torch.Tensor:
+            return scaler.scale(nn.functional.mse_loss(model(share.x.float()), share.y.float()))
+
+        job.backward_by_rank(model, loss_of, job.shares(step))
+        if job.is_rank(0) and step in (1, 2, 3):
+            assert nn.utils.clip_grad_norm_(model.parameters(), math.inf) > 0
+            assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+        scaler.unscale_(optimizer)
+        job.see("norm", nn.utils.clip_grad_norm_(model.module[2].parameters(), 0.05))
+        job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        if step == 2:
+            job.see("clipped", [p.grad for p in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+
+
+for _what in ("clipping", "unscaling"):
+    case(name=f"{_what} after one rank has looked", tolerance=FEW_ULPS)(partial(_looked_at, _what))
+
+
+@case()
+def gradients_replaced_after_one_rank_has_looked(job: Job) -> None:
+    """What the script has put there is the script's, and is clipped by each rank itself."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        job.loss(model, step).backward()
+        if job.is_rank(0):
+            assert model.module[0].weight.grad is not None
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1 * (step + 1))
+        job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()

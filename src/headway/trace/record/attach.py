@@ -17,7 +17,7 @@ from headway import files
 from headway.errors import LaunchError, TraceError, UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import observer
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.trace.events import Kind
+from headway.trace.events import Kind, Stream
 from headway.trace.record.derive import StrategySpan
 from headway.trace.record.finish import finish_recording
 from headway.trace.record.recorder import Recorder, RecordOptions
@@ -42,6 +42,13 @@ class _RuntimeObserver(observer.Observer):
 
     def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns))
+
+    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        self._recorder.span(
+            StrategySpan(
+                Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns, stream=Stream.COMMUNICATION
+            )
+        )
 
 
 def record_from_first_group(options: RecordOptions) -> Recorder:

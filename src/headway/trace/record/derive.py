@@ -28,6 +28,7 @@ class StrategySpan:
     sequence: int = -1
     algorithm: str = ""
     step: int = 0
+    stream: str = Stream.COMPUTE
 
 
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
@@ -111,7 +112,9 @@ def wait_rows(
             end_ns = min(max(ends), row.end_ns)
             waits.append(_span(Kind.WAIT, "gradients", row.step, compute_end_ns, end_ns))
     waits += [
-        _span(span.kind, span.name, span.step, span.start_ns, span.end_ns)._replace(bucket=span.bucket)
+        _span(span.kind, span.name, span.step, span.start_ns, span.end_ns)._replace(
+            bucket=span.bucket, stream=span.stream
+        )
         for span in spans
         if span.kind != Kind.COLLECTIVE
     ]

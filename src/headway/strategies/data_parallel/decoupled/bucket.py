@@ -58,7 +58,8 @@ class Slot:
         self.stepped = False
         self.cleared = False
         self.held = False
-        self.clipped = False  # the reduced gradient has been clipped where it is sharded
+        self.changed = False  # the reduced gradient has been clipped or unscaled where it is sharded
+        self.whole: torch.Tensor | None = None  # the average, where a look has put it into .grad
         self.defined = False  # whether there was a gradient when an optimizer stepped
         self.local: torch.Tensor | None = None  # the gradient as it was when it was taken
         self.unreduced: tuple[torch.Tensor | None, int] | None = (
@@ -85,7 +86,8 @@ class Slot:
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
-        self.clipped = False
+        self.changed = False
+        self.whole = None
         self.pending = True
         deferred.defer(self.parameter)
 
@@ -102,6 +104,11 @@ class Slot:
         self.pending = self.stepped = self.cleared = self.held = False
         self.local = None
         deferred.undefer(self.parameter)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its gradient is the one that was reduced, be it that this rank has looked at it or not."""
+        return self.pending or (self.whole is not None and self.grad is self.whole)
 
     def before_value(self) -> None:
         """Make the value current: apply the update that is due."""

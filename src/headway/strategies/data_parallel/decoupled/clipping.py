@@ -8,6 +8,7 @@ result from it, at the cost of reading every gradient.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,30 +38,36 @@ def watch_clipping() -> None:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        slots = _sharded(given)
+        # Clipping by an infinite norm is how scripts ask for the norm, perhaps on one rank: a look.
+        slots = sharded_slots(given) if math.isfinite(max_norm) else None
         if slots is None:
             return stock(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        return slots[0].engine.form.clip(slots, float(max_norm), float(norm_type), error_if_nonfinite)
+        gradients = slots[0].engine.form.sharded_gradients
+        assert gradients is not None
+        return gradients.clip(slots, float(max_norm), float(norm_type), error_if_nonfinite)
 
     nn.utils.clip_grad_norm_ = clip_grad_norm_
     nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
 
-def _sharded(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:
-    """The slots of ``parameters`` where all of them wait for one engine's sharded gradients; else None."""
+def sharded_slots(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:
+    """The slots of ``parameters`` where all their gradients are one engine's sharded ones; else None.
+
+    The answer is the same on every rank, although some may have looked at their gradients.
+    """
     slots: list[Slot] = []
     for parameter in parameters:
         slot: Slot | None = deferred.entry_of(parameter)
         if slot is None and parameter.grad is None:
             continue  # frozen: the stock function passes over it, too
-        if slot is None or not slot.pending or slot.stepped or slot.cleared:
+        if slot is None or not slot.sharded or slot.stepped or slot.cleared:
             return None
         slots.append(slot)
     engines = {slot.engine for slot in slots}
     if len(engines) != 1 or len(set(slots)) != len(slots):
         return None
     (engine,) = engines
-    whole = engine.schedule.gather != "parameters" or engine.wiring.device.type != "cpu" or engine.find_unused
+    whole = engine.form.sharded_gradients is None or engine.wiring.device.type != "cpu" or engine.find_unused
     return None if whole or engine.running else slots
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from headway.cluster import DEFERRED_UPDATE, STEP_CALL
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 from headway.scheduling.filling import Filling
-
-UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
-STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
 
 
 class Dataflow:
@@ -35,7 +33,7 @@ class Dataflow:
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its all-gather
         self._due: dict[int, set[int]] = defaultdict(set)  # rank -> units the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
-        self._update_overhead_ns = graph.cluster.cost_of(UPDATE).overhead_us * 1e3
+        self._update_overhead_ns = graph.cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
         self._step_call_ns = round(graph.cluster.cost_of(STEP_CALL).overhead_us * 1e3)
 
     def use(self, walk: Walk, module: str) -> None:

@@ -8,6 +8,7 @@ whatever the script does afterwards. What is gathered, and when, is the form's t
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.peers import Answer, Peers, Reply
 
 
+POLL_S = 0.001
+
+
 class Engine:
     """Keeps the promise that whoever looks at a parameter or its gradient sees what stock DDP would show."""
 
@@ -71,7 +75,6 @@ class Engine:
         self._warned = False
         self._change_form = False
         self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
-        self.on_update: Callable[[int, Callable[[], None]], None] | None = None  # runs updates on channels
         self.intake = Intake(self)
         self._settling = Turns(wiring.streams, on_host=False)  # of parameters, out of their buckets
         self._answering = wiring.streams.new()
@@ -169,9 +172,7 @@ class Engine:
 
         def work(channel: int) -> None:
             with turn:
-                if before is not None and self.on_update is not None:
-                    self.on_update(bucket.index, before)
-                elif before is not None:
+                if before is not None:
                     before()
                 self._collectives.run(name, bucket, channel)
                 if then is not None:
@@ -205,6 +206,14 @@ class Engine:
         except HeadwayError as error:
             self._failure = error
             raise
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Return when ``condition`` holds, which a peer asked about. Raises UnsupportedError where it never does."""
+        deadline = time.monotonic() + self.peers.timeout_s
+        while not condition():
+            if self.failed or self.closed or time.monotonic() > deadline:
+                raise UnsupportedError("a rank did not come to the point that another asked it about")
+            time.sleep(POLL_S)
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """What a peer asks for; runs on a thread of its own.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch.optim import Optimizer
 
 from headway.strategies.data_parallel.decoupled.bucket import Slot, Unit
@@ -13,10 +12,15 @@ from headway.strategies.data_parallel.decoupled.kinds import Kind
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.peers import Reply
+    from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
 
 
 class Form(Protocol):
     """What happens between a reduce-scatter and the next use of a parameter."""
+
+    @property
+    def sharded_gradients(self) -> ShardedGradients | None:
+        """The reduced gradients, where each rank has a shard of them; None where every rank gets whole ones."""
 
     def before_gradients(self) -> None:
         """Gradients are about to be computed, and perhaps accumulated."""
@@ -52,9 +56,6 @@ class Form(Protocol):
 
     def state_replaced(self, optimizer: Optimizer) -> None:
         """The script has given the optimizer another state: forget what is kept of the old one."""
-
-    def clip(self, slots: Sequence[Slot], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
-        """Clip the reduced gradients of ``slots`` by their total norm, which is returned; asked where sharded."""
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """Answer a peer."""

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,9 +26,14 @@ from headway.strategies.data_parallel.decoupled.observer import observer
 from headway.strategies.data_parallel.decoupled.peers import Reply
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
+
 
 class GatherGradients:
     """What is under way: gathers, and updates that wait for them."""
+
+    sharded_gradients: ShardedGradients | None = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -95,10 +100,6 @@ class GatherGradients:
 
     def state_replaced(self, optimizer: Optimizer) -> None:
         """Nothing is kept of the state."""
-
-    def clip(self, slots: Sequence[Slot], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
-        """Stock torch clips whole gradients."""
-        raise AssertionError("whole gradients are clipped by stock torch")
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """There is nothing that other ranks do not get by themselves."""

@@ -15,6 +15,7 @@ from headway.errors import CommunicationError
 from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.stepping import watch_optimizers
+from headway.strategies.data_parallel.decoupled.unscaling import watch_unscaling
 
 SWITCH_INTERVAL_S = 1e-4
 """How often the interpreter changes threads while an engine lives: at its usual 5 ms messages wait for training."""
@@ -37,6 +38,7 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
         _prepared = True
         watch_optimizers()
         watch_clipping()
+        watch_unscaling()
         torch_private.before_group_shutdown(_before_shutdown)
         atexit.register(_at_exit)
     if not _engines:

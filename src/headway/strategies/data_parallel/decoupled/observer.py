@@ -26,8 +26,8 @@ class Collective:
 class Observer(Protocol):
     """Told of finished work, as it finishes. All times are ``time.monotonic_ns()`` of this process.
 
-    ``collective`` is called on the communication thread, ``wait`` and ``update`` on the thread that trains. What an
-    observer raises is not caught, so it should not raise.
+    ``collective`` and ``update_beside`` are called on communication threads, ``wait`` and ``update`` on the thread that
+    trains. What an observer raises is not caught, so it should not raise.
     """
 
     def collective(self, done: Collective) -> None:
@@ -37,7 +37,10 @@ class Observer(Protocol):
         """Training stood still until that collective of that bucket was done."""
 
     def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
-        """The optimizer's deferred update of a bucket was applied."""
+        """What was due for a bucket was applied to its parameters: the update, or values that ranks had gathered."""
+
+    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """This rank's share of a bucket was updated, beside training."""
 
 
 class NullObserver:
@@ -50,6 +53,9 @@ class NullObserver:
         """Ignore."""
 
     def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Ignore."""
+
+    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
         """Ignore."""
 
 

@@ -64,10 +64,11 @@ class Shard:
         apart = self.chunk.device != bucket.device
         self.value = torch.zeros_like(self.chunk, device=bucket.device) if apart else self.chunk
         self.gradient = torch.zeros_like(self.value)
+        self.on_host = self.value.device.type == "cpu"
         self.reductions = (
             0  # which reduction ``gradient`` is of, or will be when the device has come to ``kept``
         )
-        self.clips = 0  # how often ``gradient`` has been clipped
+        self.changes = 0  # how often ``gradient`` has been clipped or unscaled
         self.kept = Milestones(streams)
         start = bucket.bounds[rank][0]
         self.pieces = []
@@ -79,7 +80,7 @@ class Shard:
         """Take the reduced gradient out of the buffer, which parameters will need."""
         self.gradient.copy_(self.chunk)
         self.kept.reach(reduction)
-        self.clips = 0
+        self.changes = 0
         self.reductions = reduction
 
     def publish(self) -> None:

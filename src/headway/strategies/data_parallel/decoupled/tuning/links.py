@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, AlgorithmCost, Cluster, Host
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
 from headway.collectives.selection import Selection
@@ -28,7 +28,6 @@ MEASURED_S = (
     0.1  # rings that follow each other without a pause: one would let shaped links save up for a burst
 )
 BUSY = 0.5  # from this share of CPU time on, rings are timed beside computation, as they run in training
-UPDATE = "deferred_update"  # the name of its cost, as replay has it
 HALVES = (REDUCE_SCATTER, ALL_GATHER)
 RINGS = tuple(Selection(RING, kind) for kind in HALVES)
 
@@ -67,7 +66,7 @@ def measure(
         latency_us=(alpha_s - overhead_s) / others * 1e6,
         algorithms={
             RING: AlgorithmCost(overhead_us=overhead_s * 1e6),
-            UPDATE: AlgorithmCost(overhead_us=update_overhead_ns / 1e3),
+            DEFERRED_UPDATE: AlgorithmCost(overhead_us=update_overhead_ns / 1e3),
         },
         source="measured while training",
     )

@@ -17,6 +17,9 @@ class Watch(Protocol):
     def updated(self, bucket: int, start_ns: int, end_ns: int) -> None:
         """Training applied what was due for a bucket."""
 
+    def updated_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """This rank's share of a bucket was updated on a channel's thread."""
+
 
 class Notice:
     """A hook that calls the method ``act`` of ``watch`` with ``name`` and what it is called with itself."""
@@ -62,3 +65,9 @@ class WaitObserver:
         if (watch := self._watch()) is not None:
             watch.updated(bucket, start_ns, end_ns)
         self.next.update(bucket, start_ns, end_ns)
+
+    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Tell both."""
+        if (watch := self._watch()) is not None:
+            watch.updated_beside(bucket, start_ns, end_ns)
+        self.next.update_beside(bucket, start_ns, end_ns)

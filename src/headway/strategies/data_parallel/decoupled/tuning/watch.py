@@ -10,9 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +72,6 @@ class StepWatch:
         handles.append(register_optimizer_step_pre_hook(Notice(self, "step_begins")))
         handles.append(register_optimizer_step_post_hook(Notice(self, "step_ended")))
         engine.own_handles.extend(handles)
-        engine.on_update = partial(_timed_update, weakref.ref(self))
         self._observer = WaitObserver(self, observing.observer())
         observing.set_observer(self._observer)
 
@@ -86,7 +83,6 @@ class StepWatch:
             handle.remove()
         engine = self._engine()
         if engine is not None:
-            engine.on_update = None
             mine = {id(handle) for handle in self._handles}
             engine.own_handles[:] = [handle for handle in engine.own_handles if id(handle) not in mine]
         if self._observer is not None and observing.observer() is self._observer:
@@ -164,6 +160,10 @@ class StepWatch:
             self._out_ns += end_ns - start_ns
             self.updates[bucket].append(end_ns - start_ns)
 
+    def updated_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+        """A channel's thread updated this rank's share of a bucket."""
+        self.updates[bucket].append(end_ns - start_ns)
+
     # ------------------------------------------------------------------------------------------------
 
     def _now(self) -> int:
@@ -185,11 +185,3 @@ class StepWatch:
         period.busy = min(1.0, cpu_ns / max(1, period.end - period.begin))
         if period.ready and period.forward_end is not None:
             self.periods.append(period)
-
-
-def _timed_update(watch: weakref.ref[StepWatch], bucket: int, update: Callable[[], None]) -> None:
-    """Run ``update`` on a channel's thread, and note what it took."""
-    start_ns = time.monotonic_ns()
-    update()
-    if (alive := watch()) is not None:
-        alive.updates[bucket].append(time.monotonic_ns() - start_ns)

@@ -1,0 +1,131 @@
+"""What optimizers keep over shards: a share on each rank, brought together for who looks into ``optimizer.state``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from headway.errors import UnsupportedError
+from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.bucket import Slot
+from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.peers import Reply
+from headway.strategies.data_parallel.decoupled.shard import (
+    Piece,
+    Shard,
+    ShardedState,
+    Span,
+    State,
+    pack,
+    spans_of,
+    unpack,
+)
+from headway.strategies.data_parallel.decoupled.state import WatchedState
+
+
+class ShardedStates:
+    """The states of all optimizers of one engine, in the order of their first step, which is the same on every rank."""
+
+    def __init__(
+        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[Slot, Sequence[Piece]]
+    ) -> None:
+        self._engine = engine
+        self._shards = shards
+        self._pieces = pieces
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._states: list[ShardedState] = []
+
+    def of(self, optimizer: Optimizer) -> ShardedState:
+        """What is kept for ``optimizer``; from its first step on there is something."""
+        for known, state in zip(self._optimizers, self._states, strict=True):
+            if known() is optimizer:
+                return state
+        self._optimizers.append(weakref.ref(optimizer))
+        self._states.append(ShardedState(self._engine.wiring.streams))
+        return self._states[-1]
+
+    def absorb(self, optimizer: Optimizer, slot: Slot, state: ShardedState) -> None:
+        """Keep this rank's share of what the optimizer holds whole: at the start, after a look, a load or a change."""
+        assert isinstance(optimizer.state, WatchedState)
+        whole = optimizer.state.take(slot.parameter)
+        if whole is not None or slot in state.looked_at:
+            state.absorb(slot, self._pieces[slot], whole or {})
+
+    def forget(self) -> None:
+        """Let go of earlier states that nobody can ask for any more."""
+        for state in self._states:
+            state.forget()
+
+    def replaced(self, optimizer: Optimizer) -> None:
+        """Forget the shards: the script's new state is whole."""
+        if any(known() is optimizer for known in self._optimizers):
+            state = self.of(optimizer)
+            state.looked_at.update(self._engine.slots)  # what is kept for them gives way at their next step
+
+    def wanted(self, optimizer: Optimizer) -> None:
+        """Put the whole state of every parameter into ``optimizer.state``, from the ranks that hold it."""
+        if all(known() is not optimizer for known in self._optimizers):
+            return
+        assert isinstance(optimizer.state, WatchedState)
+        state = self.of(optimizer)
+        number = [known() for known in self._optimizers].index(optimizer)
+        request = {"want": "state", "optimizer": number, "asked": list(state.asked.items())}
+        found = {self._engine.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]}
+        for rank, answer in self._engine.ask_all(request).items():
+            found[rank] = unpack(answer.header["states"], answer.payload, self._engine.wiring.device)
+        wholes = self._whole(found)
+        for slot in (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"]):
+            if slot in wholes and slot not in state.looked_at:
+                optimizer.state.put(slot.parameter, wholes[slot])
+                state.looked_at.add(slot)
+
+    def _whole(self, found: Mapping[int, Sequence[State]]) -> dict[Slot, State]:
+        wholes: dict[Slot, State] = {}
+        for rank, states in found.items():
+            spans = [span for bucket in self._engine.buckets for span in spans_of(bucket, rank)]
+            for span, state in zip(spans, states, strict=True):
+                for key, value in state.items():
+                    _put_together(wholes.setdefault(span.slot, {}), key, value, span)
+        return wholes
+
+    def lose(self) -> None:
+        """The other ranks cannot be asked any more: say so to whoever looks, rather than show a share."""
+        for known, state in zip(self._optimizers, self._states, strict=True):
+            optimizer = known()
+            if optimizer is not None and isinstance(optimizer.state, WatchedState) and any(state.of.values()):
+                optimizer.state.lost = optimizer.state.behind
+
+    def hand_back(self) -> None:
+        """Let every optimizer hold its whole state."""
+        for known in self._optimizers:
+            if (optimizer := known()) is not None:
+                self.wanted(optimizer)
+
+    def answer(self, request: Mapping[str, Any]) -> Reply:
+        """This rank's share of the state that a peer asks for, after as many updates as the peer has asked for."""
+        number, asked = int(request["optimizer"]), request["asked"]
+        self._engine.until(lambda: len(self._states) > number)
+        state = self._states[number]
+        self._engine.until(lambda: all(state.applied[index] >= count for index, count in asked))
+        found = state.after(dict(asked))
+        if found is None:
+            raise UnsupportedError(
+                "an optimizer's state was looked at on one rank while the others stepped it again without a backward",
+                fix="Look at the state on every rank.",
+            )
+        described, tensors = pack([found.get(p.parameter) for s in self._shards for p in s.pieces])
+        return {"states": described}, tensors
+
+
+def _put_together(whole: State, key: str, value: Any, span: Span) -> None:
+    parameter = span.slot.parameter
+    if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == span.end - span.start:
+        if key not in whole:
+            whole[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
+        whole[key].view(-1)[span.start : span.end] = value
+    else:
+        whole[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,35 @@
+"""Unscaling where gradients are sharded: each rank unscales its shards, rather than fetch every gradient.
+
+``GradScaler`` asks one of its methods for it, in ``unscale_`` and in ``step``. That one is replaced, once something is
+wrapped, and hands everything that is not sharded to the stock one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from headway import torch_private
+from headway.strategies.data_parallel.decoupled.clipping import sharded_slots
+
+
+def watch_unscaling() -> None:
+    """Replace what ``GradScaler`` unscales by, from now on."""
+    torch_private.replace_unscaling(_unscaled)
+
+
+def _unscaled(
+    optimizer: Optimizer, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> Any:
+    """Whether any gradient is not finite, by device; None where the stock method has to do it."""
+    slots = sharded_slots([p for group in optimizer.param_groups for p in group["params"]])
+    if slots is None or found_inf.device.type != "cpu":
+        return None
+    if not allow_fp16 and any(slot.parameter.dtype == torch.float16 for slot in slots):
+        return None  # the stock method refuses them
+    gradients = slots[0].engine.form.sharded_gradients
+    assert gradients is not None
+    gradients.unscale(slots, inverse_scale, found_inf)
+    return {found_inf.device: found_inf}
