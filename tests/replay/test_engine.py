@@ -28,6 +28,31 @@ def test_a_link_carries_one_message_at_a_time_and_latency_does_not_occupy_it() -
     assert schedule.end_ns[second] == 120
 
 
+def test_connections_share_a_link_evenly() -> None:
+    builder = DataflowBuilder(resources=3)
+    long = builder.operation(100, sender=0, receiver=1, queue=1)
+    short = builder.operation(20, sender=0, receiver=2, queue=2)
+    behind = builder.operation(10, latency_ns=5, sender=0, receiver=1, queue=1)
+    schedule = play(builder.close())
+    assert schedule.start_ns[long] == schedule.start_ns[short] == 0
+    assert schedule.end_ns[short] == 40  # both at half of the rate
+    assert schedule.end_ns[long] == 120  # and this one alone from then on
+    assert schedule.start_ns[behind] == 120
+    assert schedule.end_ns[behind] == 135
+
+
+def test_the_busier_side_of_a_message_sets_its_rate() -> None:
+    builder = DataflowBuilder(resources=4)
+    builder.operation(30, sender=0, receiver=3, queue=0)
+    builder.operation(30, sender=1, receiver=3, queue=1)
+    builder.operation(30, sender=2, receiver=3, queue=2)
+    late = builder.operation(10)
+    other = builder.operation(30, after=[late], sender=0, queue=3)
+    schedule = play(builder.close())
+    assert schedule.end_ns[:3].tolist() == [90, 90, 90]
+    assert schedule.end_ns[other] == 70  # beside the first one on the sender's side
+
+
 def test_both_directions_of_a_link_are_free_of_each_other() -> None:
     builder = DataflowBuilder(resources=4)
     builder.operation(10, sender=0, receiver=3)

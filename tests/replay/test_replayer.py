@@ -123,9 +123,12 @@ def test_decoupling_hides_communication_under_the_next_forward() -> None:
     one = job(forward_ms=40, backward_ms=40, gbps=1.0, bucket_bytes=(1_250_000,) * 4)
     replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
     ddp = replayer.replay(DistributedDataParallelStrategy(bucket_cap_mb=0.01)).step_ms
-    decoupled = replayer.replay(ONE_BY_ONE.spelled_out(replayer.trace.model)).step_ms
+    spelled_out = ONE_BY_ONE.spelled_out(replayer.trace.model)
+    decoupled = replayer.replay(spelled_out.model_copy(update={"channels": 1})).step_ms
     compute_ms = one.input_ms + one.forward_ms + one.backward_ms + one.optimizer_ms + one.rest_ms
     assert compute_ms < decoupled < ddp
+    # Two gathers that share the link both come later than the one that forward needs first would alone.
+    assert decoupled < replayer.replay(spelled_out).step_ms
 
 
 def test_a_replay_reads_as_a_trace_whose_breakdown_adds_up() -> None:

@@ -16,7 +16,7 @@ class Links:
 
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
     it are one rank's sends. The overheads of a rank's collectives queue for each other, since they are work of its
-    cores.
+    cores. Messages of a rank on one connection follow each other; connections share a link evenly.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -35,10 +35,20 @@ class Links:
         return builder.operation(overhead_ns, after=[after], sender=resource if overhead_ns else NO_RESOURCE)
 
     def transfer(
-        self, builder: DataflowBuilder, sender: int, receiver: int, size_bytes: int, after: list[int]
+        self,
+        builder: DataflowBuilder,
+        sender: int,
+        receiver: int,
+        size_bytes: int,
+        after: list[int],
+        connection: int = 0,
     ) -> int:
-        """Add the transfer of one message between two ranks; it ends when the receiver has it."""
+        """Add the transfer of one message between two ranks; it ends when the receiver has it.
+
+        ``connection`` numbers the connections of ``sender``.
+        """
         cluster = self._cluster
+        queue = connection * cluster.world_size + sender
         source, target = self._host_of[sender], self._host_of[receiver]
         if source == target:
             duration_ns = round(size_bytes * 8 / cluster.local_gbps)
@@ -47,6 +57,7 @@ class Links:
                 after=after,
                 latency_ns=round(cluster.local_latency_us * 1e3),
                 sender=2 * len(cluster.hosts) + sender if size_bytes else NO_RESOURCE,
+                queue=queue,
             )
         rate_gbps = min(cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps)
         return builder.operation(
@@ -55,6 +66,7 @@ class Links:
             latency_ns=round(cluster.latency_us * 1e3),
             sender=2 * source if size_bytes else NO_RESOURCE,
             receiver=2 * target + 1 if size_bytes else NO_RESOURCE,
+            queue=queue,
         )
 
 
@@ -66,8 +78,11 @@ def expand(
     begins: Sequence[int],
     ends: Sequence[int],
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
+    connection: int = 0,
 ) -> None:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
+
+    Collectives under way together on one ``connection`` send their messages one after the other.
 
     Every rule is that of ``collectives.program``: a message leaves when its sender has done the step that delivered
     it and its receiver has posted the receive. A rank ends when its last message has been received and its last
@@ -87,7 +102,9 @@ def expand(
             receiver, posted_after = step.send_to, number - programs[step.send_to].lookahead
             held = done[rank][step.send_after] if step.send_after >= 0 else begun[rank]
             posted = done[receiver][posted_after] if posted_after >= 0 else begun[receiver]
-            arrivals[receiver] = links.transfer(builder, rank, receiver, end - start, [held, posted])
+            arrivals[receiver] = links.transfer(
+                builder, rank, receiver, end - start, [held, posted], connection
+            )
             last_sent[rank] = arrivals[receiver]
         for rank, steps in enumerate(done):
             before = steps[-1] if steps else begun[rank]

@@ -61,6 +61,7 @@ class PlacedCollective:
     size_bytes: int
     begins: list[int]
     ends: list[int]
+    channel: int
 
 
 class StrategyDataflow(Protocol):
@@ -134,13 +135,14 @@ class GraphBuilder:
         *,
         bucket: int,
         selection: Selection,
+        channel: int = 0,
         after: Sequence[int] = (),
         after_work: Sequence[int] = (),
     ) -> int:
         """Have this rank ask for a collective, matched over ranks by (name, bucket, step, key). Returns its number.
 
         On this rank it begins after everything on its main thread so far, after the collectives ``after`` and after
-        the operations ``after_work``.
+        the operations ``after_work``. Collectives of different channels have connections of their own.
         """
         place = (name, bucket, walk.step, key)
         number = self._placed.get(place, -1)
@@ -149,7 +151,7 @@ class GraphBuilder:
             begins = [self._operations.operation() for _ in range(self.world_size)]
             ends = [self._operations.operation() for _ in range(self.world_size)]
             self.collectives.append(
-                PlacedCollective(name, selection, walk.step, bucket, size_bytes, begins, ends)
+                PlacedCollective(name, selection, walk.step, bucket, size_bytes, begins, ends, channel)
             )
         begin = self.collectives[number].begins[walk.rank]
         if walk.tail >= 0:
@@ -175,6 +177,7 @@ class GraphBuilder:
                 collective.begins,
                 collective.ends,
                 collective.selection.cost(self.cluster),
+                collective.channel,
             )
         return self._operations.close()
 

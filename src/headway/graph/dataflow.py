@@ -17,8 +17,9 @@ NO_RESOURCE = -1
 class Dataflow:
     """Operations in flat arrays of one length, and their successors in compressed rows.
 
-    An operation occupies up to two resources (a sender's and a receiver's side of a link) for ``duration_ns``
-    and is done ``latency_ns`` after it has released them. ``successors[first[i]:first[i + 1]]`` wait for
+    An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` where it
+    has them to itself, and is done ``latency_ns`` after it has left them. Operations of one ``queue`` on one sender's
+    side, as messages of one connection, go one after the other. ``successors[first[i]:first[i + 1]]`` wait for
     operation ``i``; ``waits_for`` counts predecessors.
     """
 
@@ -26,6 +27,7 @@ class Dataflow:
     latency_ns: Ints
     sender: Ints
     receiver: Ints
+    queue: Ints
     first: Ints
     successors: Ints
     waits_for: Ints
@@ -44,6 +46,7 @@ class DataflowBuilder:
         self._latency_ns = array("q")
         self._sender = array("q")
         self._receiver = array("q")
+        self._queue = array("q")
         self._before = array("q")
         self._after = array("q")
 
@@ -55,6 +58,7 @@ class DataflowBuilder:
         latency_ns: int = 0,
         sender: int = NO_RESOURCE,
         receiver: int = NO_RESOURCE,
+        queue: int = 0,
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
         number = len(self._duration_ns)
@@ -62,6 +66,7 @@ class DataflowBuilder:
         self._latency_ns.append(latency_ns)
         self._sender.append(sender)
         self._receiver.append(receiver)
+        self._queue.append(queue)
         for before in after:
             self.edge(before, number)
         return number
@@ -84,6 +89,7 @@ class DataflowBuilder:
             latency_ns=np.array(self._latency_ns, dtype=np.int64),
             sender=np.array(self._sender, dtype=np.int64),
             receiver=np.array(self._receiver, dtype=np.int64),
+            queue=np.array(self._queue, dtype=np.int64),
             first=first,
             successors=after[order],
             waits_for=np.bincount(after, minlength=count).astype(np.int64),

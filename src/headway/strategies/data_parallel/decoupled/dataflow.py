@@ -28,6 +28,7 @@ class Dataflow:
         self._units_of_module = self._units_of_modules()
         self._begun: set[int] = set()  # ranks whose backward has begun
         self._passes: dict[int, int] = defaultdict(int)
+        self._counts: dict[int, int] = defaultdict(int)  # rank -> how many jobs it has asked for
         self._jobs: dict[int, list[int]] = defaultdict(list)  # rank -> its latest jobs, one a channel at most
         self._reduced: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its reduce-scatter
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its all-gather
@@ -103,6 +104,7 @@ class Dataflow:
         after_work: Sequence[int] = (),
     ) -> int:
         bucket = self._schedule.buckets[index]
+        count = self._counts[walk.rank] = self._counts[walk.rank] + 1
         key = self._passes[walk.rank] * len(self._schedule.buckets) + index
         number = self._graph.launch(
             walk,
@@ -111,6 +113,7 @@ class Dataflow:
             bucket.size_bytes,
             bucket=index,
             selection=self._schedule.algorithms.select(name, bucket.size_bytes, self._graph.world_size),
+            channel=(count - 1) % self._schedule.channels,
             after=[*self._channel(walk), *after],
             after_work=after_work,
         )
