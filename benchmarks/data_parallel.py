@@ -39,8 +39,9 @@ WORDS = (
     "c / (t_f + t_b) is that of 64 GPUs on the network (`ratio_imitated`, `ratio_measured`): "
     f"{'; '.join(f'{n.name} is {n.words}' for n in NETWORKS.values())}. Bucket sizes are of the unscaled model and "
     "scaled as it is. `exposed_ms` is the step less the same step alone. Memory is one rank's, counted from tensors. "
-    "`cpu` is what the ranks used of all cores, `busiest_core` the machine's, whoever used it. `agrees`: parameters "
-    "at the end are those of stock DDP after as many steps, to 1e-4 of the largest."
+    "`cpu` is what the ranks used of all cores. `disagreement`: of parameters at the end with those of stock DDP after "
+    "as many steps, against the largest; more than 1e-4 is marked. A ratio below 1 says that the probe of goodput, "
+    "which the bound is from, got a little less than the method did, or that gathers began within backward."
 )
 
 

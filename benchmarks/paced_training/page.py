@@ -90,7 +90,10 @@ def _case(rows: Sequence[Row]) -> list[str]:
             f"{shared['ratio_measured']:.3f}, that imitated {shared['ratio_imitated']:.3f}"
         )
     table = [
-        [row["method"], *(_text(form, row.get(key)) for _, key, form in METHODS)]
+        [
+            _method(row),
+            *(_text(form, row.get(key)) for _, key, form in METHODS),
+        ]
         for row in rows
         if "time_ms" in row
     ]
@@ -101,6 +104,10 @@ def _case(rows: Sequence[Row]) -> list[str]:
         if row.get("error") or row.get("note")
     ]
     return lines
+
+
+def _method(row: Row) -> str:
+    return str(row["method"]) if row.get("agrees", True) else f"{row['method']} (DISAGREES)"
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -57,3 +57,10 @@ def test_bytes_sent_are_those_of_the_programs(world_size: int) -> None:
         (RING, ALL_REDUCE): 2, (RING, REDUCE_SCATTER): 1, (RING, ALL_GATHER): 1,
         (NATIVE, ALL_REDUCE): 2, (NATIVE, REDUCE_SCATTER): 2, (NATIVE, ALL_GATHER): 1,
     })  # fmt: skip
+
+
+def test_a_native_half_that_nobody_measured_costs_what_a_native_all_reduce_does() -> None:
+    assert Selection(NATIVE, ALL_GATHER).cost(cluster(gloo_all_reduce=9)).overhead_us == 9
+    assert (
+        Selection(NATIVE, ALL_GATHER).cost(cluster(gloo_all_reduce=9, native_all_gather=4)).overhead_us == 4
+    )

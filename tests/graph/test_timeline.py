@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.synthetic import SyntheticJob, events_of, synthetic_trace, trace_of
 
-from headway.graph.timeline import Part, Point, timelines_of
+from headway.graph.timeline import Part, Point, Timeline, timelines_of
 from headway.trace.events import Event, Kind, Stream
 
 PARTS = {Part.INPUT, Part.FORWARD, Part.BACKWARD, Part.FINALIZE, Part.OPTIMIZER, Part.REST}
@@ -75,3 +75,20 @@ def test_updates_beside_the_main_thread_take_nothing_of_it_and_count_for_every_r
     assert after.items == before.items
     assert before.optimizer_ns > 0
     assert after.optimizer_ns == 2 * 1000
+
+
+def test_values_taken_over_from_updates_beside_the_main_thread_are_part_of_forward() -> None:
+    ranks = events_of(SyntheticJob(world_size=2, steps=1))
+    for rows in ranks.values():
+        forward = next(row for row in rows if row.kind == Kind.FORWARD_PASS)
+        rows.append(Event(Kind.UPDATE, "bucket 0", Stream.COMPUTE, 0, forward.start_ns, 1000, bucket=0))
+    (deferred,) = timelines_of(trace_of(ranks))[0]
+    for rows in ranks.values():
+        rows.append(Event(Kind.UPDATE, "bucket 0", Stream.COMMUNICATION, 0, rows[0].start_ns, 700, bucket=0))
+    (beside,) = timelines_of(trace_of(ranks))[0]
+
+    def total_ns(timeline: Timeline, part: str) -> int:
+        return sum(item.duration_ns for item in timeline.items if item.kind == part)
+
+    assert total_ns(beside, Part.FORWARD) == total_ns(deferred, Part.FORWARD) + 1000
+    assert total_ns(beside, Part.OPTIMIZER) == total_ns(deferred, Part.OPTIMIZER) - 1000

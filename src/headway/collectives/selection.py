@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from headway.cluster import AlgorithmCost, Cluster
-from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, cost_name, program_of
+from headway.collectives.algorithms import (
+    ALL_GATHER,
+    GLOO_ALL_REDUCE,
+    NATIVE,
+    REDUCE_SCATTER,
+    RING,
+    cost_name,
+    program_of,
+)
 from headway.collectives.program import ProgramOf, pieces_for
 
 AlgorithmName = Literal["ring", "native"]
@@ -29,11 +37,16 @@ class Selection(NamedTuple):
 
     @property
     def cost_names(self) -> tuple[str, ...]:
-        """The names under which a cluster may hold its cost, the most fitting one first."""
-        return tuple(dict.fromkeys(cost_name(self.algorithm, self.kind, n) for n in (self.pieces, 1)))
+        """The names under which a cluster may hold its cost or one like it, the most fitting one first."""
+        names = [cost_name(self.algorithm, self.kind, pieces) for pieces in (self.pieces, 1)]
+        return tuple(dict.fromkeys([*names, *([GLOO_ALL_REDUCE] if self.algorithm == NATIVE else [])]))
 
     def cost(self, cluster: Cluster) -> AlgorithmCost:
-        """What it costs on ``cluster``: of a ring in pieces that of whole chunks, where nobody measured pieces."""
+        """What it costs on ``cluster``.
+
+        Where nobody measured it, a ring in pieces costs what one of whole chunks does, a native half what a native
+        all-reduce does.
+        """
         return next(
             (cluster.algorithms[n] for n in self.cost_names if n in cluster.algorithms), AlgorithmCost()
         )

@@ -145,7 +145,7 @@ def _timeline(
             now_ns = time_ns
         if cut.item is not None:
             items.append(cut.item)
-    beside_ns = sum(r.duration_ns for r in rows if r.kind == Kind.UPDATE and r.stream != Stream.COMPUTE)
+    beside_ns = sum(row.duration_ns for row in rows if _is_beside(row))
     return Timeline(rank, step, tuple(_joined(items)), beside_ns * world_size)
 
 
@@ -189,12 +189,14 @@ def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
                 parts.append((shares_end_ns, row.end_ns, Part.FINALIZE))
         elif row.kind == Kind.INPUT:
             parts.append((row.start_ns, row.end_ns, Part.INPUT))
-    # A deferred update runs under the next forward, and is the optimizer's work all the same.
-    return parts + [
-        (r.start_ns, r.end_ns, Part.OPTIMIZER)
-        for r in rows
-        if r.kind in (Kind.OPTIMIZER, Kind.UPDATE) and r.stream == Stream.COMPUTE
-    ]
+    # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done beside
+    # the main thread, it is values that are taken over there: part of forward.
+    kinds = (Kind.OPTIMIZER,) if any(_is_beside(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
+    return parts + [(r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in kinds]
+
+
+def _is_beside(row: Event) -> bool:
+    return row.kind == Kind.UPDATE and row.stream != Stream.COMPUTE
 
 
 def _part_at(time_ns: int, parts: Sequence[tuple[int, int, str]]) -> str:

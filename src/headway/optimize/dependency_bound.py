@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from headway.optimize.predict import Predictor
 from headway.scheduling.buckets import Gather
@@ -35,6 +35,12 @@ class Bounds:
     def of(self, gather: Gather) -> float:
         """The bound of one form."""
         return self.gradients_ns if gather == "gradients" else self.parameters_ns
+
+    @classmethod
+    def least(cls, bounds: Iterable[Bounds]) -> Bounds:
+        """What nothing can beat that has to keep to one of ``bounds``, which are not none."""
+        each = list(bounds)
+        return cls(*(min(getattr(one, field.name) for one in each) for field in fields(cls)))
 
 
 def bounds_of(predictor: Predictor) -> Bounds:

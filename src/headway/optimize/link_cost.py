@@ -64,6 +64,7 @@ class LinkCost:
 
 
 def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveCost:
+    least = algorithms.select(kind, 1, cluster.world_size)
     alone_ns = []
     ns_per_byte = 0.0
     for size_bytes in _SIZES_BYTES:
@@ -76,8 +77,8 @@ def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveC
         )
         graph = builder.close()
         alone_ns.append(float(play(graph).end_ns[ends].max()))
-        ns_per_byte = _busiest_ns(graph) / size_bytes
-    least = algorithms.select(kind, 1, cluster.world_size)
+        if selection == least:  # the bytes of larger ones, in pieces, may have another factor
+            ns_per_byte = _busiest_ns(graph) / size_bytes
     messages = len(least.program_of(0, cluster.world_size).steps)
     overhead_ns = least.cost(cluster).overhead_us * 1e3
     return CollectiveCost(overhead_ns, ns_per_byte, messages, _SIZES_BYTES, tuple(alone_ns))

@@ -75,7 +75,7 @@ def plan(
     found = [each for drafter in drafters for each in _planned(drafter, forms, channels, keep, effort)]
     found.sort(key=lambda planned: planned.step_ns)
     evaluated = sum(drafter.evaluated for drafter in drafters)
-    return Planned(tuple(found), bounds_of(drafters[0].predictor), evaluated)
+    return Planned(tuple(found), Bounds.least(bounds_of(d.predictor) for d in drafters), evaluated)
 
 
 def _planned(

@@ -277,3 +277,24 @@ def gradients_replaced_after_one_rank_has_looked(job: Job) -> None:
             p.grad = torch.full_like(p, 0.1 * (step + 1))
         job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
+
+
+@case()
+def local_gradients_clipped_after_looks(job: Job) -> None:
+    """Under no_sync each rank clips what it has accumulated itself, whether it has looked at the average or not."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        job.loss(model, step).backward()
+        if job.is_rank(0) or step == 2:
+            assert model.module[0].weight.grad is not None
+        job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    if not job.alone:
+        optimizer.zero_grad()
+        with model.no_sync():
+            job.loss(model, 10).backward()
+            own = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 1e-3), own)
+    optimizer.zero_grad()

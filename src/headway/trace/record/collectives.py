@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headway import torch_private
+from headway.strategies.data_parallel.decoupled.observer import THREAD_NAME
 
 SETTLE_TIMEOUT_S = 2.0
 RELEASE_AFTER_NS = 50_000_000
@@ -113,6 +114,8 @@ class CollectiveTap:
 
     def _observer(self, operation: _Operation) -> Callable[..., Any]:
         def observe(original: Callable[..., Any], *args: Any) -> Any:
+            if threading.current_thread().name == THREAD_NAME:
+                return original(*args)  # a strategy's runtime reports its own
             group = torch_private.process_group_name(args[operation.group])
             sequence = self._sequences[group]
             self._sequences[group] = sequence + 1

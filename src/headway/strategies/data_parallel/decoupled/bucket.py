@@ -60,6 +60,7 @@ class Slot:
         self.held = False
         self.changed = False  # the reduced gradient has been clipped or unscaled where it is sharded
         self.whole: torch.Tensor | None = None  # the average, where a look has put it into .grad
+        self.fresh = False  # no optimizer has stepped since its gradient was handed to the reduction
         self.defined = False  # whether there was a gradient when an optimizer stepped
         self.local: torch.Tensor | None = None  # the gradient as it was when it was taken
         self.unreduced: tuple[torch.Tensor | None, int] | None = (
@@ -87,13 +88,13 @@ class Slot:
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
         self.changed = False
-        self.whole = None
+        self.fresh = True
         self.pending = True
         deferred.defer(self.parameter)
 
     def step(self) -> None:
         """An optimizer has stepped; the value is behind from here on."""
-        self.stepped = True
+        self.stepped, self.fresh = True, False
         self.defined = self.grad is not None
         deferred.defer(self.parameter)
         with torch_private.without_subclass_dispatch():
@@ -105,10 +106,17 @@ class Slot:
         self.local = None
         deferred.undefer(self.parameter)
 
+    def forget(self) -> None:
+        """A backward begins: what was reduced before is no more what ``.grad`` holds."""
+        self.whole, self.fresh = None, False
+
     @property
     def sharded(self) -> bool:
-        """Whether its gradient is the one that was reduced, be it that this rank has looked at it or not."""
-        return self.pending or (self.whole is not None and self.grad is self.whole)
+        """Whether its gradient is the one that was reduced and is to be stepped by, the same on every rank.
+
+        Some ranks may have looked at it, and hold it whole.
+        """
+        return self.fresh and (self.pending or (self.whole is not None and self.grad is self.whole))
 
     def before_value(self) -> None:
         """Make the value current: apply the update that is due."""

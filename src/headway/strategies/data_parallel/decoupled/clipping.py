@@ -58,9 +58,9 @@ def sharded_slots(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:
     slots: list[Slot] = []
     for parameter in parameters:
         slot: Slot | None = deferred.entry_of(parameter)
-        if slot is None and parameter.grad is None:
+        if slot is None and not parameter.requires_grad and parameter.grad is None:
             continue  # frozen: the stock function passes over it, too
-        if slot is None or not slot.sharded or slot.stepped or slot.cleared:
+        if slot is None or not slot.sharded:
             return None
         slots.append(slot)
     engines = {slot.engine for slot in slots}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.collectives.algorithms import RING
 from headway.errors import CommunicationError, UnsupportedError
-from headway.strategies.data_parallel.decoupled.observer import Collective, observer
+from headway.strategies.data_parallel.decoupled.observer import THREAD_NAME, Collective, observer
 from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
 from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
 
@@ -72,7 +72,7 @@ class Channels:
         self._failing = threading.Lock()
         self._process = os.getpid()
         self._threads = [
-            threading.Thread(target=self._serve, args=(channel,), name="headway-communication", daemon=True)
+            threading.Thread(target=self._serve, args=(channel,), name=THREAD_NAME, daemon=True)
             for channel in range(len(groups.host))
         ]
         for thread in self._threads:

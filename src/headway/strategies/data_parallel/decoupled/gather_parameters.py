@@ -72,6 +72,7 @@ class GatherParameters:
                 self._engine.wait(bucket.reduce)  # its buffer is about to be filled anew
             bucket.unit.in_flight = False
         for slot in self._engine.slots:
+            slot.forget()
             if slot.pending:
                 slot.leave()
         self._states.forget()

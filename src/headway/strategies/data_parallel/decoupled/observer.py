@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+THREAD_NAME = "headway-communication"  # of threads whose collectives are told to the observer
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:

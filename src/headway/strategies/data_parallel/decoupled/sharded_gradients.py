@@ -147,6 +147,7 @@ class ShardedGradients:
             )
         for bucket in dict.fromkeys(place.bucket for slot in slots for place in slot.places):
             self._shards[bucket.index].changes += 1
+        self._engine.unsettle()  # the next backward must find it brought
 
 
 def _write_average(slot: Slot, whole: Mapping[LiveBucket, torch.Tensor]) -> None:

@@ -90,7 +90,7 @@ def _natives(
             overhead_s = max(0.0, alpha_s - least_s)
             factor = (timed((selection,), large, count) - overhead_s) / large_s
             costs[selection.cost_names[0]] = AlgorithmCost(
-                overhead_us=overhead_s * 1e6, byte_factor=min(100.0, max(0.1, factor))
+                overhead_us=overhead_s * 1e6, byte_factor=min(100.0, max(1.0, factor))
             )
     return costs
 
