@@ -42,6 +42,8 @@ def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
     Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile.
     """
     places = _places()
+    second = dist.new_group(backend="gloo") if dist.get_world_size() == 2 else None
+    assert second is None or isinstance(second, dist.ProcessGroup)
     progress("latency")
     latency_us = _latency_us(_first_pair_apart(places))
     local_latency_us = _latency_us(_first_pair_together(places))
@@ -68,8 +70,6 @@ def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
     if cluster.world_size == 1:
         return cluster
     progress("ring and native collectives")
-    second = dist.new_group(backend="gloo") if cluster.world_size == 2 else None
-    assert second is None or isinstance(second, dist.ProcessGroup)
     costs = measure_costs(cluster, second)
     progress("computation beside communication")
     beside = CANDIDATES[0]
