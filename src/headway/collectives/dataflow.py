@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.graph.dataflow import NO_RESOURCE, DataflowBuilder
+from headway.graph.dataflow import NO_RESOURCE, Dataflow, DataflowBuilder
 
-__all__ = ["Links", "ProgramOf", "expand"]
+__all__ = ["Links", "ProgramOf", "alone", "expand"]
 
 
 class Links:
@@ -112,3 +112,18 @@ def expand(
     for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
         builder.edge(steps[-1] if steps else start, end)
         builder.edge(sent, end)
+
+
+def alone(
+    cluster: Cluster,
+    program_of: ProgramOf,
+    size_bytes: int,
+    cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
+) -> Dataflow:
+    """One collective with nothing else under way."""
+    links = Links(cluster)
+    builder = DataflowBuilder(links.resources)
+    begins = [builder.operation() for _ in range(cluster.world_size)]
+    ends = [builder.operation() for _ in range(cluster.world_size)]
+    expand(builder, links, program_of, size_bytes, begins, ends, cost)
+    return builder.close()

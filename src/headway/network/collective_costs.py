@@ -27,8 +27,7 @@ from headway.collectives.algorithms import (
     prepare,
     program_of,
 )
-from headway.collectives.dataflow import Links, ProgramOf, expand
-from headway.graph.dataflow import DataflowBuilder
+from headway.collectives.dataflow import ProgramOf, alone
 from headway.network.beside import Work, repeat, timed
 from headway.replay.engine import play
 
@@ -125,9 +124,4 @@ def fit_cost(measured_s: np.ndarray, ideal_s: np.ndarray) -> tuple[float, float]
 
 def ideal_seconds(cluster: Cluster, program_of: ProgramOf, size_bytes: int) -> float:
     """What replay says of one collective alone on ``cluster``, without any cost of its algorithm."""
-    links = Links(cluster)
-    builder = DataflowBuilder(links.resources)
-    begins = [builder.operation() for _ in range(cluster.world_size)]
-    ends = [builder.operation() for _ in range(cluster.world_size)]
-    expand(builder, links, program_of, size_bytes, begins, ends)
-    return float(play(builder.close()).end_ns.max()) / 1e9
+    return float(play(alone(cluster, program_of, size_bytes)).end_ns.max()) / 1e9

@@ -9,9 +9,9 @@ import numpy as np
 
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
-from headway.collectives.dataflow import Links, expand
+from headway.collectives.dataflow import alone
 from headway.collectives.selection import RINGS, Algorithms
-from headway.graph.dataflow import Dataflow, DataflowBuilder
+from headway.graph.dataflow import Dataflow
 from headway.replay.engine import play
 
 _SIZES_BYTES = tuple(2**exponent for exponent in range(10, 32, 3))
@@ -69,14 +69,8 @@ def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveC
     ns_per_byte = 0.0
     for size_bytes in _SIZES_BYTES:
         selection = algorithms.select(kind, size_bytes, cluster.world_size)
-        builder = DataflowBuilder(Links(cluster).resources)
-        begins = [builder.operation() for _ in range(cluster.world_size)]
-        ends = [builder.operation() for _ in range(cluster.world_size)]
-        expand(
-            builder, Links(cluster), selection.program_of, size_bytes, begins, ends, selection.cost(cluster)
-        )
-        graph = builder.close()
-        alone_ns.append(float(play(graph).end_ns[ends].max()))
+        graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
+        alone_ns.append(float(play(graph).end_ns.max()))
         if selection == least:  # the bytes of larger ones, in pieces, may have another factor
             ns_per_byte = _busiest_ns(graph) / size_bytes
     messages = len(least.program_of(0, cluster.world_size).steps)

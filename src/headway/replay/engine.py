@@ -77,22 +77,23 @@ class _Sharing:
     def __init__(self, graph: Dataflow, events: list[_Event]) -> None:
         self._events = events
         self._duration_ns = graph.duration_ns.tolist()
-        self._sender, self._receiver = graph.sender.tolist(), graph.receiver.tolist()
-        self._queue_of = graph.queue.tolist()
+        sides = zip(graph.sender.tolist(), graph.receiver.tolist(), strict=True)
+        self._resources = [tuple(side for side in pair if side >= 0) for pair in sides]
+        self._key = list(zip(graph.sender.tolist(), graph.queue.tolist(), strict=True))
         self._queues: dict[tuple[int, int], deque[int]] = {}  # the first of each is under way
         self._under_way: list[list[int]] = [[] for _ in range(graph.resources)]
         self._left_ns: dict[int, float] = {}  # of work, at full rate
         self._rate: dict[int, float] = {}
         self._since_ns: dict[int, int] = {}  # when ``_left_ns`` was right
-        self.estimates = [0] * len(self._sender)
+        self.estimates = [0] * len(graph)
 
     def is_needed(self, number: int) -> bool:
         """Whether an operation uses any resource."""
-        return bool(self._resources(number))
+        return bool(self._resources[number])
 
     def enqueue(self, number: int) -> bool:
         """Put an operation into its queue; whether nothing is in front of it."""
-        queue = self._queues.setdefault(self._key(number), deque())
+        queue = self._queues.setdefault(self._key[number], deque())
         queue.append(number)
         return len(queue) == 1
 
@@ -101,31 +102,25 @@ class _Sharing:
         self._left_ns[number] = float(self._duration_ns[number])
         self._rate[number] = 0.0
         self._since_ns[number] = now_ns
-        for resource in self._resources(number):
+        for resource in self._resources[number]:
             self._under_way[resource].append(number)
         self._share_anew(number, now_ns)
 
     def end(self, number: int, now_ns: int) -> int:
         """Take an operation off its resources; returns the next one of its queue, or -1."""
-        for resource in self._resources(number):
+        for resource in self._resources[number]:
             self._under_way[resource].remove(number)
         del self._left_ns[number], self._rate[number], self._since_ns[number]
         self._share_anew(number, now_ns)
-        queue = self._queues[self._key(number)]
+        queue = self._queues[self._key[number]]
         queue.popleft()
         return queue[0] if queue else -1
 
-    def _key(self, number: int) -> tuple[int, int]:
-        return self._sender[number], self._queue_of[number]
-
-    def _resources(self, number: int) -> list[int]:
-        return [side for side in (self._sender[number], self._receiver[number]) if side >= 0]
-
     def _share_anew(self, changed: int, now_ns: int) -> None:
         """Estimate anew when everything leaves that is on a resource of ``changed``, which began or ended."""
-        for resource in self._resources(changed):
+        for resource in self._resources[changed]:
             for number in self._under_way[resource]:
-                rate = 1.0 / max(len(self._under_way[side]) for side in self._resources(number))
+                rate = 1.0 / max(len(self._under_way[side]) for side in self._resources[number])
                 if rate != self._rate[number]:
                     self._left_ns[number] -= self._rate[number] * (now_ns - self._since_ns[number])
                     self._rate[number], self._since_ns[number] = rate, now_ns

@@ -104,7 +104,8 @@ class Dataflow:
         after_work: Sequence[int] = (),
     ) -> int:
         bucket = self._schedule.buckets[index]
-        count = self._counts[walk.rank] = self._counts[walk.rank] + 1
+        count = self._counts[walk.rank]
+        self._counts[walk.rank] += 1
         key = self._passes[walk.rank] * len(self._schedule.buckets) + index
         number = self._graph.launch(
             walk,
@@ -113,7 +114,7 @@ class Dataflow:
             bucket.size_bytes,
             bucket=index,
             selection=self._schedule.algorithms.select(name, bucket.size_bytes, self._graph.world_size),
-            channel=(count - 1) % self._schedule.channels,
+            channel=count % self._schedule.channels,
             after=[*self._channel(walk), *after],
             after_work=after_work,
         )

@@ -37,10 +37,8 @@ class ShardedGradients:
         """Get the other ranks' shards of every reduced gradient, and write averages into ``.grad``."""
         engine = self._engine
         slots = [slot for slot in engine.slots if slot.pending and not slot.cleared]
-        buckets = list(dict.fromkeys(place.bucket for slot in slots for place in slot.places))
-        for bucket in buckets:
-            assert bucket.reduce is not None
-            engine.wait(bucket.reduce)
+        self._await(slots)
+        buckets = _buckets_of(slots)
         wanted = [[b.index, b.reductions, self._shards[b.index].changes] for b in buckets]
         request = {"want": "gradients", "buckets": wanted}
         whole = self._assemble(buckets, engine.ask_all(request))
@@ -113,7 +111,7 @@ class ShardedGradients:
         self._changed(slots)
 
     def _await(self, slots: Sequence[Slot]) -> None:
-        for bucket in dict.fromkeys(place.bucket for slot in slots for place in slot.places):
+        for bucket in _buckets_of(slots):
             assert bucket.reduce is not None
             self._engine.wait(bucket.reduce)
 
@@ -145,9 +143,13 @@ class ShardedGradients:
             slot.unreduced = (
                 None  # what is accumulated from now on is so onto what was changed, on every rank
             )
-        for bucket in dict.fromkeys(place.bucket for slot in slots for place in slot.places):
+        for bucket in _buckets_of(slots):
             self._shards[bucket.index].changes += 1
         self._engine.unsettle()  # the next backward must find it brought
+
+
+def _buckets_of(slots: Sequence[Slot]) -> list[LiveBucket]:
+    return list(dict.fromkeys(place.bucket for slot in slots for place in slot.places))
 
 
 def _write_average(slot: Slot, whole: Mapping[LiveBucket, torch.Tensor]) -> None:
