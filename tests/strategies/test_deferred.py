@@ -95,3 +95,42 @@ def test_shapes_and_types_are_free(entry: Entry) -> None:
     assert isinstance(p, nn.Parameter)
     assert hash(p) == id(p)
     assert entry.calls == []
+
+
+@pytest.mark.parametrize("use", VALUES.values(), ids=VALUES.keys())
+def test_a_value_is_used_freely_while_its_gradient_alone_is_under_way(
+    entry: Entry, use: Callable[[Any], Any]
+) -> None:
+    deferred.defer_gradient(entry.parameter)
+    result = use(entry.parameter)
+    assert entry.calls == []
+    assert isinstance(entry.parameter, nn.Parameter)
+    assert result is entry.parameter or type(result) is not deferred.DeferredGradient
+
+
+def test_a_gradient_under_way_is_noticed_by_readers_and_writers(entry: Entry) -> None:
+    deferred.defer_gradient(entry.parameter)
+    assert entry.parameter.grad is None
+    entry.parameter.grad = torch.ones(2, 2)
+    assert deferred.gradient_of(entry.parameter) is not None
+    del entry.parameter.grad
+    assert deferred.gradient_of(entry.parameter) is None
+    assert entry.calls == ["read", "write", "write"]
+
+
+def test_copies_do_not_wait_for_a_gradient(entry: Entry) -> None:
+    entry.parameter.grad = torch.ones(2, 2)
+    entry.calls.clear()
+    deferred.defer_gradient(entry.parameter)
+    for copied in (copy.deepcopy(entry.parameter), copy.copy(entry.parameter), _pickled(entry.parameter)):
+        assert type(copied) is nn.Parameter
+        assert copied.grad is None
+        assert torch.equal(copied, torch.ones(2, 2))
+    assert entry.calls == []
+
+
+def _pickled(parameter: nn.Parameter) -> Any:
+    buffer = io.BytesIO()
+    torch.save(parameter, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)

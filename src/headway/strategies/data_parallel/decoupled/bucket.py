@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,19 +24,20 @@ if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine
 
 
-@dataclass(frozen=True, slots=True)
 class Place:
-    """Where elements ``start`` to ``end`` of a parameter lie: at ``offset`` of a bucket's buffer."""
+    """Where elements ``start`` to ``end`` of a parameter lie: at ``offset`` of a bucket's buffer.
 
-    bucket: LiveBucket
-    start: int
-    end: int
-    offset: int
+    ``view`` is that piece of the buffer, flat; ``shaped`` has the parameter's shape where it is the whole parameter.
+    """
 
-    @property
-    def view(self) -> torch.Tensor:
-        """The flat piece of the buffer."""
-        return self.bucket.buffer[self.offset : self.offset + self.end - self.start]
+    def __init__(
+        self, bucket: LiveBucket, parameter: torch.Tensor, start: int, end: int, offset: int
+    ) -> None:
+        self.bucket, self.start, self.end, self.offset = bucket, start, end, offset
+        self.view = bucket.buffer[offset : offset + end - start]
+        with torch_private.without_subclass_dispatch():
+            whole = end - start == parameter.numel()
+            self.shaped = self.view.view(parameter.shape) if whole else None
 
 
 class Slot:
@@ -77,28 +77,32 @@ class Slot:
     @property
     def grad(self) -> torch.Tensor | None:
         """``.grad`` as it physically is, without bringing it up to date."""
-        with torch_private.without_subclass_dispatch():
-            return self.parameter.grad
+        return deferred.gradient_of(self.parameter)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        with torch_private.without_subclass_dispatch():
-            self.parameter.grad = value
+        deferred.set_gradient(self.parameter, value)
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
         self.changed = False
         self.fresh = True
         self.pending = True
-        deferred.defer(self.parameter)
+        deferred.defer_gradient(self.parameter)
 
     def step(self) -> None:
-        """An optimizer has stepped; the value is behind from here on."""
+        """An optimizer has stepped; the value is behind from here on, and so is its version until ``note_steps``."""
         self.stepped, self.fresh = True, False
         self.defined = self.grad is not None
         deferred.defer(self.parameter)
-        with torch_private.without_subclass_dispatch():
-            torch.autograd.graph.increment_version(self.parameter)
+
+    def settled(self) -> None:
+        """The value is current again."""
+        self.stepped = False
+        if self.cleared or not self.pending:
+            self.leave()
+        else:
+            deferred.defer_gradient(self.parameter)
 
     def leave(self) -> None:
         """Nothing is under way any more."""
@@ -139,11 +143,18 @@ class Slot:
         else:
             self.leave()
 
-    def shares_storage(self) -> bool:
-        """Whether another tensor aliases the parameter, so that its value could be read behind our back."""
-        with torch_private.without_subclass_dispatch():
-            uses = torch_private.storage_uses(self.parameter)
-        return uses > unshared(self.engine.wiring.device)[1]
+
+def looked_past(slots: Iterable[Slot], device: torch.device) -> list[Slot]:
+    """Those of ``slots`` whose parameter another tensor aliases, so that its value could be read behind our back."""
+    alone = unshared(device)[1]
+    with torch_private.without_subclass_dispatch():
+        return [slot for slot in slots if torch_private.storage_uses(slot.parameter) > alone]
+
+
+def note_steps(slots: Iterable[Slot]) -> None:
+    """Let autograd know that the values of ``slots`` are not what they were."""
+    with torch_private.without_subclass_dispatch():
+        torch.autograd.graph.increment_version([slot.parameter for slot in slots])
 
 
 class LiveBucket:
@@ -163,6 +174,8 @@ class LiveBucket:
             -(-numel // world_size) * world_size, dtype=getattr(torch, bucket.dtype), device=wiring.buffers,
             pin_memory=wiring.pinned,
         )  # fmt: skip
+        self._apart = self.buffer.device != wiring.device
+        self._plain = wiring.device.type == "cpu"  # work is done when it has been given: no turn to take
         self.bounds = chunk_bounds(self.buffer.numel(), world_size)
         self.own = slice(*self.bounds[rank])
         self.slots: list[Slot] = []
@@ -173,15 +186,17 @@ class LiveBucket:
 
     def fill(self, place: Place, gradient: torch.Tensor, scale: float) -> None:
         """Put the part of ``gradient`` that belongs to ``place`` there, times ``scale``."""
-        view = place.view
+        if self._plain and place.shaped is not None:
+            torch.mul(gradient, scale, out=place.shaped)
+            return
         with self.turns.turn():
-            if view.device != gradient.device:
-                part = gradient.reshape(-1)[place.start : place.end]
-                view.copy_(part * scale, non_blocking=True)  # whoever reads the buffer waits for this turn
-            elif view.numel() == gradient.numel():
-                torch.mul(gradient, scale, out=view.view(gradient.shape))
+            part = gradient.reshape(-1)[place.start : place.end]
+            if self._apart:
+                place.view.copy_(
+                    part * scale, non_blocking=True
+                )  # whoever reads the buffer waits for this turn
             else:
-                torch.mul(gradient.reshape(-1)[place.start : place.end], scale, out=view)
+                torch.mul(part, scale, out=place.view)
 
     def clear(self, place: Place | None = None) -> None:
         """Put zeros at ``place``, or everywhere."""
@@ -211,10 +226,23 @@ class Unit:
             yield
 
 
+def copy_places(targets: Sequence[tuple[torch.Tensor, Place]]) -> None:
+    """Write what lies at each place over the elements of its target that it stands for, in the target's logical order.
+
+    Out of pinned memory this is done in the current stream's time: buffers must not change before.
+    """
+    whole = [(target, place.shaped) for target, place in targets if place.shaped is not None]
+    if whole:
+        torch._foreach_copy_([t for t, _ in whole], [s for _, s in whole], non_blocking=True)
+    for target, place in targets:
+        if place.shaped is None:
+            flat_copy(target, place.start, place.view)
+
+
 def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
     """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order.
 
-    Out of pinned memory this is done in the current stream's time: ``source`` must not change before.
+    Out of pinned memory as ``copy_places``.
     """
     end = start + source.numel()
     if end - start == target.numel():

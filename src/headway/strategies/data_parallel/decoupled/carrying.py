@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import live, native
-from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
+from headway.collectives.algorithms import ALL_GATHER, NATIVE, REDUCE_SCATTER
 from headway.collectives.selection import Selection
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
@@ -21,6 +21,9 @@ class Collectives(Protocol):
     def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
         """Run a collective of ``bucket`` on ``channel``."""
 
+    def algorithm(self, kind: str, bucket: LiveBucket) -> str:
+        """What carries out a collective of ``bucket``."""
+
 
 class Natives:
     """The process groups' own collectives, on the current stream; returns when they have been given to the device."""
@@ -31,6 +34,11 @@ class Natives:
     def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
         """Run a collective of ``bucket`` on ``channel``."""
         native.COLLECTIVES[kind](bucket.buffer, self._groups[channel], bucket.buffer)
+
+    def algorithm(self, kind: str, bucket: LiveBucket) -> str:
+        """The backend's own, whatever a schedule says."""
+        del kind, bucket
+        return NATIVE
 
 
 Prepare = Callable[[Selection, torch.Tensor, torch.Tensor, int], Callable[[], None]]
@@ -66,3 +74,7 @@ class OnHost:
             scratch = self._scratch[channel][bucket.buffer.dtype]
             self._prepared[key] = self._prepare(self._selected[kind, bucket], bucket.buffer, scratch, channel)
         self._prepared[key]()
+
+    def algorithm(self, kind: str, bucket: LiveBucket) -> str:
+        """What the schedule selects."""
+        return self._selected[kind, bucket].algorithm

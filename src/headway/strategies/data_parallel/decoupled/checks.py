@@ -107,10 +107,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 def trainable_now(module: nn.Module) -> frozenset[int]:
     """The identities of all parameters of ``module`` that require a gradient, checking for compiled modules."""
     found: set[int] = set()
-    for child in module.modules():
-        if torch_private.is_compiled(child):
-            raise UnsupportedError(
-                "compiled modules are not supported", got=type(child).__name__, fix="Use stock DDP."
-            )
-        found.update(id(p) for p in child._parameters.values() if p is not None and p.requires_grad)
+    with torch_private.without_subclass_dispatch():
+        for child in module.modules():
+            if torch_private.is_compiled(child):
+                raise UnsupportedError(
+                    "compiled modules are not supported", got=type(child).__name__, fix="Use stock DDP."
+                )
+            found.update(id(p) for p in child._parameters.values() if p is not None and p.requires_grad)
     return frozenset(found)

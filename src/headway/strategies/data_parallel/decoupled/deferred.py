@@ -1,8 +1,10 @@
-"""DeferredParameter: a parameter whose value or gradient is still on its way, and which notices being used.
+"""Parameters whose value or gradient is still on its way, and which notice being used.
 
 While something is under way the class of a parameter is changed in place, as torch itself does when it materialises
-an ``UninitializedParameter``. Every use from Python then passes ``__torch_function__``, which first brings the
-parameter up to date. When nothing is under way the parameter is an ordinary ``nn.Parameter`` again.
+an ``UninitializedParameter``. Every use from Python of a ``DeferredParameter`` passes ``__torch_function__``, which
+first brings the parameter up to date. Where merely the gradient is under way the parameter is a ``DeferredGradient``,
+whose ``.grad`` is brought up to date and whose value is used at torch's own speed. When nothing is under way it is an
+ordinary ``nn.Parameter`` again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _pending: dict[int, weakref.ref[Any]] = {}
 
 _GRADIENT: Any = torch.Tensor.grad
 _GRADIENT_READ = _GRADIENT.__get__
-_GRADIENT_CHANGES = (_GRADIENT.__set__, _GRADIENT.__delete__)
+_GRADIENT_WRITE = _GRADIENT.__set__
+_GRADIENT_CHANGES = (_GRADIENT_WRITE, _GRADIENT.__delete__)
 _READ_ONLY_PROPERTIES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_sparse",
     "is_cpu", "is_meta", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "retains_grad", "_base",
@@ -50,7 +53,7 @@ _ABOUT_NEITHER = frozenset(
 
 
 class DeferredParameter(nn.Parameter):
-    """An ``nn.Parameter`` while its update or its reduced gradient is under way. Never constructed.
+    """An ``nn.Parameter`` while its update is under way, and perhaps its reduced gradient. Never constructed.
 
     Methods name ``nn.Parameter`` rather than ``super()``: by then the parameter may be an ordinary one again.
     """
@@ -92,6 +95,53 @@ class DeferredParameter(nn.Parameter):
             return nn.Parameter.__repr__(self)
 
 
+class DeferredGradient(nn.Parameter):
+    """An ``nn.Parameter`` while its reduced gradient is under way and its value is current. Never constructed.
+
+    ``nn.Parameter`` takes no part in ``__torch_function__``, so only ``.grad`` costs anything.
+    """
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, once it is current."""
+        _entry(self).before_gradient_read()
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _entry(self).before_gradient_write()
+        set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _entry(self).before_gradient_write()
+        set_gradient(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the value into an ordinary parameter."""
+        if id(self) not in memo:
+            copied = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+        return memo[id(self)]
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``.grad`` as it physically is, without bringing it up to date."""
+    if type(parameter) is not DeferredParameter:
+        return _GRADIENT_READ(parameter)  # type: ignore[no-any-return]
+    with torch_private.without_subclass_dispatch():
+        return _GRADIENT_READ(parameter)  # type: ignore[no-any-return]
+
+
+def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set ``.grad``, whatever is under way."""
+    if type(parameter) is not DeferredParameter:
+        _GRADIENT_WRITE(parameter, value)
+        return
+    with torch_private.without_subclass_dispatch():
+        _GRADIENT_WRITE(parameter, value)
+
+
 def register(parameter: nn.Parameter, entry: Pending) -> None:
     """Let ``entry`` answer for ``parameter`` whenever it is deferred. The caller keeps ``entry`` alive."""
     _pending[id(parameter)] = weakref.ref(entry)
@@ -111,6 +161,11 @@ def entry_of(parameter: torch.Tensor) -> Any | None:
 def defer(parameter: nn.Parameter) -> None:
     """Make ``parameter`` notice its next use."""
     parameter.__class__ = DeferredParameter
+
+
+def defer_gradient(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` notice the next use of its gradient alone."""
+    parameter.__class__ = DeferredGradient
 
 
 def undefer(parameter: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_REDUCE, NATIVE, RING, prepare
+from headway.collectives.algorithms import ALL_REDUCE, RING, prepare
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
@@ -99,7 +99,8 @@ class Engine:
         for planned, bucket in zip(schedule.buckets, self.buckets, strict=True):
             offset = 0
             for part in planned.parts:
-                slots[part.parameter].places.append(Place(bucket, part.start, part.end, offset))
+                slot = slots[part.parameter]
+                slot.places.append(Place(bucket, slot.parameter, part.start, part.end, offset))
                 offset += part.numel
             bucket.slots = [slots[name] for name in planned.parameters]
         self.slots = list(slots.values())
@@ -178,14 +179,8 @@ class Engine:
                 if then is not None:
                     then()
 
-        algorithm = self.selection(name, bucket).algorithm
+        algorithm = self._collectives.algorithm(name, bucket)
         return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after, algorithm))
-
-    def selection(self, kind: str, bucket: LiveBucket) -> Selection:
-        """How a collective of ``bucket`` is carried out."""
-        if self.wiring.native:
-            return Selection(NATIVE, kind)
-        return self.schedule.algorithms.select(kind, bucket.size_bytes, self.world_size)
 
     def submit(self, job: Job) -> Job:
         """Queue ``job`` behind what is queued; every rank must do so at the same point."""

@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.decoupled.bucket import Place, Slot, Unit, flat_copy
+from headway.strategies.data_parallel.decoupled.bucket import (
+    Place,
+    Slot,
+    Unit,
+    copy_places,
+    looked_past,
+    note_steps,
+)
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
 from headway.strategies.data_parallel.decoupled.observer import observer
@@ -68,7 +75,7 @@ class GatherGradients:
         del kind  # units hold whole parameters
         if slot.pending and (slot.stepped or scaled_by_amp):
             self._engine.settle_value(slot.unit)
-        if slot.pending and slot.shares_storage():
+        if slot.pending and looked_past([slot], self._engine.wiring.device):
             self._engine.warn_of_aliases(slot.name)
             self._engine.settle_value(slot.unit)
         return slot.pending
@@ -86,6 +93,7 @@ class GatherGradients:
                 lists = by_unit.setdefault(slot.unit, [[] for _ in slots])
                 lists[index].append(slot.parameter)
                 slot.step()
+        note_steps(slot for group in slots for slot in group)
         self._engine.unsettle()
         lent = torch_private.tensors_in(list(hyper_parameters))
         for unit, lists in by_unit.items():
@@ -147,8 +155,7 @@ class GatherGradients:
     def _complete(self, slot: Slot) -> None:
         gradient = slot.grad
         if gradient is not None:
-            for place in slot.places:
-                flat_copy(gradient, place.start, place.view)
+            copy_places([(gradient, place) for place in slot.places])
         elif self._engine.usage.anywhere(slot):
             slot.grad = _average(slot).to(slot.parameter.device, copy=True)
 

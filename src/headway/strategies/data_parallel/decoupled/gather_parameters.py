@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.collectives.algorithms import ALL_GATHER
-from headway.strategies.data_parallel.decoupled.bucket import Slot, Unit, flat_copy
+from headway.strategies.data_parallel.decoupled.bucket import Slot, Unit, copy_places, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
 from headway.strategies.data_parallel.decoupled.observer import observer
@@ -106,15 +106,16 @@ class GatherParameters:
         engine = self._engine
         state = self._states.of(optimizer)
         taken = {slot: index for index, group in enumerate(slots) for slot in group}
-        looked_past = [slot for slot in taken if slot.shares_storage()]
+        aliased = looked_past(taken, engine.wiring.device)
         gradients: dict[Piece, torch.Tensor] = {}  # those that are the script's own by now
-        defined = {slot for slot in taken if slot.grad is not None}
         for slot in taken:
             self._states.absorb(optimizer, slot, state)
             if not slot.pending:
                 for piece in self._pieces[slot]:
                     gradients[piece] = _flat(slot.grad)[piece.start : piece.end].clone()
             slot.step()
+        note_steps(taken)
+        defined = {slot for slot in taken if slot.defined}
         units = {slot.unit for slot in taken}
         for unit in units:
             unit.stepped = True
@@ -141,7 +142,7 @@ class GatherParameters:
                 )
                 bucket.unit.in_flight = True
         engine.unsettle()
-        for slot in looked_past:
+        for slot in aliased:
             engine.warn_of_aliases(slot.name)
             engine.settle_value(slot.unit)
 
@@ -194,12 +195,9 @@ class GatherParameters:
             self._engine.wait(bucket.gather)
         start_ns = time.monotonic_ns()
         with torch_private.without_user_modes(), unit.turn():
+            copy_places([(slot.parameter, place) for slot in stepped for place in slot.places])
             for slot in stepped:
-                for place in slot.places:
-                    flat_copy(slot.parameter, place.start, place.view)
-                slot.stepped = False
-                if slot.cleared or not slot.pending:
-                    slot.leave()
+                slot.settled()
         unit.stepped = False
         unit.in_flight = any(slot.pending for slot in unit.slots)
         observer().update(unit.buckets[0].index, start_ns, time.monotonic_ns())

@@ -76,7 +76,8 @@ class Intake:
         if not self._engine.synchronise:
             self._let_go()
             return
-        self._begin()
+        if not (self.running and self._callback_queued):
+            self._begin()
         if slot.pending:
             raise self._engine.fail(
                 "a parameter received a gradient again after it had been reduced in the same backward",
@@ -87,15 +88,14 @@ class Intake:
         gradient = slot.parameter.grad
         assert gradient is not None
         self._fill(slot, gradient)
-        if self._engine.usage.used(slot):
-            self._launch(self._filling.ready(slot.name))
+        if self._engine.usage.used(slot) and (full := self._filling.ready(slot.name)):
+            self._launch(full)
 
     def _fill(self, slot: Slot, gradient: torch.Tensor) -> None:
         slot.local = gradient
         scale = 1.0 / self._engine.divisor
-        with torch.no_grad():
-            for place in slot.places:
-                place.bucket.fill(place, gradient, scale)
+        for place in slot.places:
+            place.bucket.fill(place, gradient, scale)
 
     def _check_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -156,7 +156,8 @@ class Intake:
                 for place in slot.places:
                     place.bucket.clear(place)
             else:
-                self._fill(slot, gradient)
+                with torch.no_grad():
+                    self._fill(slot, gradient)
             self._launch(self._filling.ready(slot.name))
 
     def reduce_zeros(self) -> None:

@@ -10,7 +10,7 @@ one step, as ever. Optimizers that look at several elements or parameters at onc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,12 +99,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             engine.gather_gradients_from_now_on()
     if kind is Kind.WHOLE:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
-    return (StandIn(optimizer, partial(_defer, optimizer)), *args[1:]), kwargs
+    return (StandIn(optimizer, partial(_defer, optimizer, engines)), *args[1:]), kwargs
 
 
-def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Give the engines their parameters to update, and return groups of the others."""
-    for engine in _engines(optimizer):
+def _defer(optimizer: Optimizer, engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """Give ``engines`` their parameters to update, and return groups of the others."""
+    for engine in engines:
         engine.check_usable()
     kind = kind_of(optimizer)
     scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
