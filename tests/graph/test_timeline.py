@@ -74,7 +74,7 @@ def test_updates_beside_the_main_thread_take_nothing_of_it_and_count_for_every_r
     (after,) = timelines_of(trace_of(ranks))[0]
     assert after.items == before.items
     assert before.optimizer_ns > 0
-    assert after.optimizer_ns == 2 * 1000
+    assert after.optimizer_ns == 2 * 1000 / 2  # the other half counts as what every update costs
 
 
 def test_values_taken_over_from_updates_beside_the_main_thread_are_part_of_forward() -> None:

@@ -9,17 +9,13 @@ import torch
 from tests.models import layered_model
 from tests.optimize.jobs import MS, PlannedJob, layered_job
 
+from headway.graph.update_cost import UpdateCost
 from headway.plan import Plan, PlannedModel
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
-from headway.strategies.data_parallel.decoupled.tuning.learning import (
-    UpdateCost,
-    numbers_of,
-    slowest_steps,
-    update_cost,
-)
+from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import choose, close_ones, guesses, shortlist
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Learned, Setting, Trial
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
@@ -168,16 +164,6 @@ def test_a_rank_that_saw_no_step_ends_it() -> None:
     nothing, some = numbers_of([], UpdateCost(), model), numbers_of([period()], UpdateCost(), model)
     assert len(nothing) == len(some)
     assert slowest_steps([some, nothing], model) is None
-
-
-def test_the_cost_of_updates_is_a_line_over_bucket_sizes() -> None:
-    sizes = {0: 1000, 1: 4000, 2: 10_000}
-    found = update_cost({b: [int(50_000 + 3 * s)] for b, s in sizes.items()}, sizes, ranks=4)
-    assert found.overhead_ns == pytest.approx(50_000, rel=1e-3)
-    assert found.whole_ns == pytest.approx(4 * 3 * 15_000, rel=1e-2)
-    assert update_cost({}, sizes, 4) == UpdateCost()
-    one = update_cost({0: [40_000, 60_000, 50_000]}, sizes, 1)
-    assert one.overhead_ns + one.whole_ns == 50_000
 
 
 # The option ------------------------------------------------------------------------------------------

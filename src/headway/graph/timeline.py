@@ -6,12 +6,13 @@ points at which a strategy acts. Replay lays a strategy over it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from headway.graph.intervals import Intervals
-from headway.trace.events import Event, Events, Kind, Stream
+from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
 
 
@@ -50,7 +51,8 @@ class Item(NamedTuple):
 class Timeline:
     """One rank's step without its waits, in order.
 
-    ``beside_ns`` is the optimizer's work that ranks shared and did beside their main threads, over all of them.
+    ``beside_ns`` is the optimizer's work that ranks shared and did beside their main threads, over all of them, without
+    what every bucket's update costs by itself.
     """
 
     rank: int
@@ -89,13 +91,14 @@ def timelines_of(trace: Trace) -> dict[int, tuple[Timeline, ...]]:
     """Every rank's recorded steps as timelines."""
     forward_order = frozenset(trace.model.forward_order)
     under_way = collectives_under_way(trace)
-    return {
-        rank: tuple(
-            _timeline(rank, step, events.of_step(step), forward_order, under_way[rank], trace.world_size)
+    timelines: dict[int, tuple[Timeline, ...]] = {}
+    for rank, events in trace.events.items():
+        share = _Share(trace.world_size, update_cost_beside(events, trace.world_size).overhead_ns)
+        timelines[rank] = tuple(
+            _timeline(rank, step, events.of_step(step), forward_order, under_way[rank], share)
             for step in trace.steps
         )
-        for rank, events in trace.events.items()
-    }
+    return timelines
 
 
 def collectives_under_way(trace: Trace) -> dict[int, Intervals]:
@@ -114,6 +117,17 @@ def collectives_under_way(trace: Trace) -> dict[int, Intervals]:
     }
 
 
+class _Share(NamedTuple):
+    """One rank's updates beside its main thread: how many ranks shared them, what each costs whatever its size."""
+
+    ranks: int
+    overhead_ns: float
+
+    def whole_ns(self, rows: Iterable[Event]) -> int:
+        beside = [row.duration_ns - self.overhead_ns for row in rows if is_beside(row)]
+        return round(max(0.0, sum(beside)) * self.ranks)
+
+
 class _Cut(NamedTuple):
     time_ns: int
     order: int
@@ -121,7 +135,7 @@ class _Cut(NamedTuple):
 
 
 def _timeline(
-    rank: int, step: int, events: Events, owners: frozenset[str], under_way: Intervals, world_size: int
+    rank: int, step: int, events: Events, owners: frozenset[str], under_way: Intervals, share: _Share
 ) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
@@ -145,8 +159,7 @@ def _timeline(
             now_ns = time_ns
         if cut.item is not None:
             items.append(cut.item)
-    beside_ns = sum(row.duration_ns for row in rows if _is_beside(row))
-    return Timeline(rank, step, tuple(_joined(items)), beside_ns * world_size)
+    return Timeline(rank, step, tuple(_joined(items)), share.whole_ns(rows))
 
 
 def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
@@ -191,12 +204,8 @@ def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
             parts.append((row.start_ns, row.end_ns, Part.INPUT))
     # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done beside
     # the main thread, it is values that are taken over there: part of forward.
-    kinds = (Kind.OPTIMIZER,) if any(_is_beside(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
+    kinds = (Kind.OPTIMIZER,) if any(is_beside(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
     return parts + [(r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in kinds]
-
-
-def _is_beside(row: Event) -> bool:
-    return row.kind == Kind.UPDATE and row.stream != Stream.COMPUTE
 
 
 def _part_at(time_ns: int, parts: Sequence[tuple[int, int, str]]) -> str:

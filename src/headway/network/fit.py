@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.cluster import STEP_CALL, AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import KINDS, NATIVE, RING, cost_name, sent_bytes
 from headway.errors import TraceError
-from headway.trace.events import Event, Kind, Stream
+from headway.graph.intervals import Intervals
+from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
 DEFAULT_LATENCY_US = 100.0
@@ -43,17 +45,20 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     overhead_ns, ns_per_byte = _fit(periods)
     costs = dict.fromkeys(names, AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3)))
     if step_calls_ns := _step_calls_ns(trace):
+        updates_ns = [update_cost_beside(e, trace.world_size).overhead_ns for e in trace.events.values()]
         costs[STEP_CALL] = AlgorithmCost(overhead_us=float(np.median(step_calls_ns)) / 1e3)
+        costs[DEFERRED_UPDATE] = AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3)
     return _cluster(trace, 8.0 / ns_per_byte, costs, "fitted from a trace")
 
 
 def _step_calls_ns(trace: Trace) -> list[int]:
-    """What the calls of ``optimizer.step()`` took where the update was done beside the main thread."""
+    """What the calls of ``optimizer.step()`` took, but for waits, where updates were done beside the main thread."""
     found: list[int] = []
     for events in trace.events.values():
-        updates = events.of_kind(Kind.UPDATE)
-        if (updates.stream != Stream.COMPUTE).any():
-            found += events.of_kind(Kind.OPTIMIZER).duration_ns.tolist()
+        if any(is_beside(row) for row in events.of_kind(Kind.UPDATE)):
+            waits = Intervals((row.start_ns, row.end_ns) for row in events.of_kind(Kind.WAIT))
+            calls = events.of_kind(Kind.OPTIMIZER)
+            found += [round(c.duration_ns * (1 - waits.share_of(c.start_ns, c.end_ns))) for c in calls]
     return found
 
 

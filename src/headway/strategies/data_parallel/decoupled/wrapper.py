@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError, UserError
@@ -25,6 +24,7 @@ from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Peers
 from headway.strategies.data_parallel.decoupled.policy import DEFAULT_CAP_BYTES, DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
+from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.data_parallel.decoupled.usage import watch_backward
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.tuning.tuner import Tuner
 
 
-class DecoupledDataParallel(DistributedDataParallel):
+class DecoupledDataParallel(RefusingDataParallel):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
@@ -84,7 +84,7 @@ class DecoupledDataParallel(DistributedDataParallel):
         tune = self.__dict__.pop("planned_tune", tune)
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
-        _refuse_options(
+        refuse_options(
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce, mixed_precision=mixed_precision,
@@ -184,7 +184,7 @@ class DecoupledDataParallel(DistributedDataParallel):
                 )
             engine.check_usable()
             if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-                _refuse("CUDA graph capture")
+                refuse("CUDA graph capture")
             if trainable_now(self.module) != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
@@ -264,7 +264,7 @@ class DecoupledDataParallel(DistributedDataParallel):
         self._wiring = wiring_of(self.device, self.process_group)
         self.uneven = None
 
-    # What DDP offers besides, and what is refused ---------------------------------------------------
+    # What DDP offers besides -------------------------------------------------------------------------
 
     def join(
         self,
@@ -300,40 +300,11 @@ class DecoupledDataParallel(DistributedDataParallel):
         """The group that ``join()`` counts over."""
         return self.process_group
 
-    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Refuse: the collective is not an all-reduce that a hook could replace."""
-        _refuse("register_comm_hook()")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        _refuse("_register_builtin_comm_hook()")
-
-    def _register_buffer_comm_hook(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        _refuse("_register_buffer_comm_hook()")
-
-    def _register_fused_optim(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        _refuse("_register_fused_optim()")
-
-    def _set_static_graph(self) -> NoReturn:
-        _refuse("static_graph=True")
-
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
-        _refuse("_update_process_group()")
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
         }
-
-
-def _refuse(what: str, fix: str = "Use stock DDP.") -> NoReturn:
-    raise UnsupportedError(f"{what} is not supported by the decoupled all-reduce", fix=fix)
-
-
-def _refuse_options(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None and value is not False and value != []:
-            _refuse(f"{name}={value if isinstance(value, bool | int | list) else '…'}")
 
 
 def _existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

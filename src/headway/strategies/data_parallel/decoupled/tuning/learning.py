@@ -1,27 +1,17 @@
-"""What watched steps teach: a step profile and the costs of updates, of the rank that computes the longest."""
+"""What watched steps teach: the step profile of the rank that computes the longest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from headway.graph.step_profile import StepProfile
+from headway.graph.update_cost import UpdateCost
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
-
-FEW_SIZES = 3
-OVERHEAD_GUESS_NS = 100_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateCost:
-    """What deferred updates cost: once a bucket, and all parameters on one rank (ns)."""
-
-    overhead_ns: float = 0.0
-    whole_ns: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +61,6 @@ def slowest_steps(numbers: Sequence[Sequence[float]], model: ModelSpec) -> Steps
         optimizer_ns=round(whole_ns),
     )
     return Steps(profile, overhead_ns, max(own[7] for own in numbers))
-
-
-def update_cost(
-    updates: Mapping[int, Sequence[int]], sizes_bytes: Mapping[int, int], ranks: int
-) -> UpdateCost:
-    """The cost of updates that took ``updates[bucket]``, of which ``ranks`` share each: a line over bucket sizes."""
-    buckets = [bucket for bucket in updates if bucket in sizes_bytes and updates[bucket]]
-    if not buckets:
-        return UpdateCost()
-    times_ns = np.array([np.median(updates[bucket]) for bucket in buckets])
-    sizes = np.array([float(sizes_bytes[bucket]) for bucket in buckets])
-    overhead_ns = min(OVERHEAD_GUESS_NS, float(times_ns.min()) / 2)
-    if len(set(sizes.tolist())) >= FEW_SIZES:
-        line = np.stack([1.0 / times_ns, sizes / times_ns], axis=1)
-        fitted, *_ = np.linalg.lstsq(line, np.ones_like(times_ns), rcond=None)
-        overhead_ns = float(np.clip(fitted[0], 0.0, times_ns.min()))
-    return UpdateCost(overhead_ns, ranks * float((times_ns - overhead_ns).sum()))
 
 
 def _row(period: Period, model: ModelSpec, modules: Sequence[str]) -> list[float]:

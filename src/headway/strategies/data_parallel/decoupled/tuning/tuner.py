@@ -14,13 +14,14 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from headway.graph.update_cost import update_cost
 from headway.scheduling.buckets import BucketSchedule, Gather, restricted
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 from headway.strategies.data_parallel.decoupled.tuning import links
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.clock import Clock
-from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps, update_cost
+from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
