@@ -177,7 +177,9 @@ class _Run:
             length = self.now[rank] - started[rank]
             self.rows[rank].append(Event(Kind.BACKWARD_PASS, "", Stream.COMPUTE, step, started[rank], length))
             self.now[rank] += round(self._took(rank, step, "rest", job.rest_ms) * MS)
-            self._span(rank, step, Kind.OPTIMIZER, "", self._took(rank, step, "optimizer", job.optimizer_ms))
+            self._span(
+                rank, step, Kind.OPTIMIZER, "SGD", self._took(rank, step, "optimizer", job.optimizer_ms)
+            )
             length = self.now[rank] - began[rank]
             self.rows[rank].append(Event(Kind.STEP, "", Stream.COMPUTE, step, began[rank], length))
 

@@ -54,6 +54,8 @@ def test_an_unmeasured_algorithm_costs_the_ideal() -> None:
         "hosts: [{name: a, workers: 0, up_gbps: 1, down_gbps: 1}]",
         "hosts: [{name: a, workers: 1, up_gbps: 0, down_gbps: 1}]",
         "hosts: [{name: a, workers: 1, up_gbps: .nan, down_gbps: 1}]",
+        "hosts: [{name: a, workers: 1, up_gbps: 1.0e-308, down_gbps: 1}]",
+        "hosts: [{name: a, workers: 1, up_gbps: 1, down_gbps: 1}]\nlatency_us: 1.0e+20",
         "format: 2\nhosts: [{name: a, workers: 1, up_gbps: 1, down_gbps: 1}]",
         "hosts: [{name: a, workers: 1, up_gbps: 1, down_gbps: 1}, {name: a, workers: 1, up_gbps: 1, down_gbps: 1}]",
     ],

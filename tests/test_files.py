@@ -23,6 +23,10 @@ class Small(BaseModel):
         ("count: [", "not valid YAML at line"),
         ("- 1", "not a mapping"),
         ("!!python/object/apply:os.system [true]", "not valid YAML"),
+        ("count: 2026-02-30", "not valid YAML"),
+        ("count: !!bool maybe", "not valid YAML"),
+        ("count: !!int ''", "not valid YAML"),
+        (f"count: {'9' * 5000}", "not valid YAML"),
     ],
 )
 def test_yaml_that_does_not_fit_is_one_line(text: str, said: str) -> None:

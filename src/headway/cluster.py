@@ -21,9 +21,10 @@ FORMAT: Literal[1] = 1
 # Costs beside those of collectives that a cluster may hold.
 DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
 STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
+HOST_COSTS = (DEFERRED_UPDATE, STEP_CALL)
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Latency = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+Latency = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to a quarter of an hour
 
 
 class Host(BaseModel):
@@ -88,8 +89,16 @@ class Cluster(BaseModel):
         """The measured cost of ``algorithm``, or the ideal where nobody measured it."""
         return self.algorithms.get(algorithm, AlgorithmCost())
 
-    def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
-        """The same cluster with every rate and latency multiplied, between hosts and inside them."""
+    def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, host: float = 1.0) -> Cluster:
+        """The same cluster with every rate and latency multiplied, between hosts and inside them.
+
+        ``host`` multiplies what optimizers cost the hosts beside their arithmetic.
+        """
+        own = {
+            name: cost.model_copy(update={"overhead_us": cost.overhead_us * host})
+            for name, cost in self.algorithms.items()
+            if name in HOST_COSTS
+        }
         hosts = tuple(
             host.model_copy(
                 update={"up_gbps": host.up_gbps * bandwidth, "down_gbps": host.down_gbps * bandwidth}
@@ -101,6 +110,7 @@ class Cluster(BaseModel):
             "latency_us": self.latency_us * latency,
             "local_gbps": self.local_gbps * bandwidth,
             "local_latency_us": self.local_latency_us * latency,
+            "algorithms": {**self.algorithms, **own},
             # The cores work for every byte, so more bytes a second take more of them.
             "compute_slowdown": self.compute_slowdown * bandwidth,
         }

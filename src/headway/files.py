@@ -89,7 +89,8 @@ def parse_yaml(text: str, model: type[_Model], error: type[UserError], what: str
     """Validate YAML ``text`` as ``model``; the first complaint becomes one line of ``error``."""
     try:
         data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as failure:
+    # Dates, numbers and truth values that are none raise plain errors.
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError) as failure:
         mark = getattr(failure, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise error(f"{what} is not valid YAML{where}", expected="a YAML mapping") from None

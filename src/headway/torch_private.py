@@ -137,6 +137,7 @@ def without_user_modes() -> Iterator[None]:
     """
     with (
         torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
@@ -144,6 +145,11 @@ def without_user_modes() -> Iterator[None]:
         torch.autocast("cuda", enabled=False),
     ):
         yield
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is under way, whose wrapped tensors nobody can tell from ordinary ones."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def unhooked_step(optimizer_type: type[torch.optim.Optimizer]) -> Callable[..., Any]:

@@ -65,6 +65,37 @@ def wrapped_twice() -> None:
     del first
 
 
+@refused("share memory without being one")
+def tied_by_data() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight.data = first.weight.data
+    wrapped(nn.Sequential(first, second))
+
+
+@refused("changed a gradient after it had been taken")
+def hook_registered_after_wrapping() -> None:
+    net = wrapped()
+
+    def clear(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+    list(net.parameters())[-1].register_post_accumulate_grad_hook(clear)
+    loss(net).backward()
+
+
+@refused("spread over ranks whose wrapped model or process group is gone")
+def state_left_with_another_wrapper() -> None:
+    inner = model()
+    optimizer = torch.optim.Adam(inner.parameters())
+    for _ in range(2):
+        net = wrapped(inner)
+        loss(net).backward()
+        optimizer.step()
+        del net
+        gc.collect()
+
+
 @refused("compiled")
 def compiled() -> None:
     wrapped(nn.Sequential(torch.compile(model())))  # type: ignore[call-overload]
@@ -128,18 +159,29 @@ def optimizer_in_backward() -> None:
     wrapped(inner)
 
 
-@refused("2.weight")
+class Half(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self, *, nested: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.nested = nested
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.first, x, use_reentrant=True) if self.nested else self.first(x)
+
+
+@refused("second.weight")
 def unused_parameter() -> None:
-    ours = wrapped()
-    ours(torch.ones(3, 4))
-    ours.module[0](torch.ones(3, 4)).sum().backward()
+    ours = wrapped(Half())
+    loss(ours).backward()
 
 
 @refused("without a gradient")
 def unused_parameter_under_nested_backward() -> None:
-    ours = wrapped()
+    ours = wrapped(Half(nested=True))
     x = torch.ones(3, 4, requires_grad=True)
-    checkpoint(ours.module[0], x, use_reentrant=True).sum().backward()
+    ours(x).sum().backward()
     ours(x)
 
 
@@ -201,7 +243,7 @@ def gradient_read_during_backward() -> None:
     loss(ours).backward()
 
 
-@refused("replaced a gradient")
+@refused("changed a gradient after")
 def gradient_replaced_by_a_hook() -> None:
     ours = wrapped()
     for parameter in ours.parameters():

@@ -41,11 +41,11 @@ class Log:
         assert start_ns <= end_ns
         self.events.append(("wait", name, bucket))
 
-    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         assert start_ns <= end_ns
         self.events.append(("update", "update", bucket))
 
-    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         assert start_ns <= end_ns
         self.events.append(("update beside", "update", bucket))
 

@@ -101,7 +101,7 @@ def test_what_ends_it_early() -> None:
     results = workers.run(2, f"{CASES}:left_alone")
     assert results[0] == results[1]
     assert "another schedule" in results[0]["another schedule"]
-    assert "not followed by a backward" in results[0]["no backward"]
+    assert results[0]["no backward"] == "goes on"
     assert results[0]["copies"] == "goes on"
 
 
@@ -113,10 +113,18 @@ def test_several_forwards_before_a_backward() -> None:
         assert results[0][number]["chosen"] == results[1][number]["chosen"] is not None
 
 
-def test_it_pauses_while_joined() -> None:
-    results = workers.run(2, f"{CASES}:joined")
+def test_ranks_may_call_the_model_unequally_often() -> None:
+    results = workers.run(2, f"{CASES}:lopsided")
+    _agrees(results, tuning_cases.alone("sgd", 45, 2))
+    assert results[0]["chosen"] == results[1]["chosen"] is not None
+
+
+@pytest.mark.parametrize(("before", "inputs"), [(9, (5, 6)), (5, (0, 3)), (4, (2, 0)), (12, (0, 0))], ids=str)
+def test_it_pauses_while_joined(before: int, inputs: tuple[int, ...]) -> None:
+    results = workers.run(2, f"{CASES}:joined", before, inputs)
     assert results[0] == results[1]
     assert results[0]["unfinished"]
+    assert not results[0]["uneven"]
     assert results[0]["chosen"] is not None
 
 

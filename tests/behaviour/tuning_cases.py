@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -274,7 +275,26 @@ def several_forwards_alone(world_size: int) -> Any:
     return [seen(model, optimizer), seen(other, optimizer)]
 
 
-def joined(rank: int, world_size: int) -> Any:
+def lopsided(rank: int, world_size: int) -> Any:
+    """Rank 0 evaluates with gradients recorded, and calls the model far more often before each backward."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+    for step in range(45):
+        optimizer.zero_grad()
+        x, y = batch(step, rank, world_size)
+        for _ in range(60 if rank == 0 else 2):
+            loss = nn.functional.mse_loss(wrapped(x), y)
+        loss.backward()
+        optimizer.step()
+        if rank == 0:
+            wrapped.eval()
+            wrapped(x)
+            wrapped.train()
+        dist.barrier()
+    return seen(wrapped, optimizer) | {"chosen": wrapped.tuning.chosen}
+
+
+def joined(rank: int, world_size: int, before: int, inputs: tuple[int, ...]) -> Any:
     """A join with uneven inputs in the middle of tuning: the tuner pauses, and goes on behind it."""
     wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
@@ -286,13 +306,15 @@ def joined(rank: int, world_size: int) -> Any:
             nn.functional.mse_loss(wrapped(x), y).backward()
             optimizer.step()
 
-    steps(9)
+    steps(before)
     with wrapped.join():
-        steps(5 + rank)
+        steps(inputs[rank])
     unfinished = wrapped.tuning is None
-    steps(40)
-    return {"digest": seen(wrapped, optimizer)["digest"], "unfinished": unfinished,
-            "chosen": wrapped.tuning.chosen, "steps": wrapped.tuning.steps}  # fmt: skip
+    with wrapped.join(enable=False):
+        steps(40)
+    tuned = wrapped.tuning
+    return {"digest": seen(wrapped, optimizer)["digest"], "unfinished": unfinished, "chosen": tuned.chosen,
+            "uneven": wrapped.uneven is not None, "steps": tuned.steps}  # fmt: skip
 
 
 def whole_gradients(rank: int, world_size: int) -> Any:

@@ -172,3 +172,20 @@ def test_a_bucket_of_parts_goes_when_every_parameter_in_it_is_ready() -> None:
     assert [(s.bucket, len(s.waited_for)) for s in waits] == [(0, 2)]
     lengths = [int(schedule.end_ns[s.operation] - schedule.start_ns[s.operation]) for s in waits]
     assert lengths == [1000]
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_several_optimizers_work_once_whichever_of_their_calls_comes_last(gather: Gather) -> None:
+    """A recorded step ends with one optimizer's call, so that it may begin with another's."""
+    strategy = DecoupledStrategy(bucket_cap_bytes=5000, gather=gather, channels=1)
+    computing = [*FORWARD, Item(Part.BACKWARD, "", 100_000), *BACKWARD]
+    work = Item(Part.OPTIMIZER, "", 40_000)
+    lengths = []
+    for items in (
+        [*computing, Item(Point.STEP), work],
+        [Item(Point.STEP), work, *computing, Item(Point.STEP)],
+    ):
+        graph, schedule = played(items, strategy)
+        first, last = (int(schedule.end_ns[graph.boundaries[step][0]]) for step in (1, 2))
+        lengths.append(last - first)
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.02)

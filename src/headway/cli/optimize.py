@@ -60,6 +60,7 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
                 "searched": len(found.candidates),
                 "elapsed_s": found.elapsed_s,
                 "plan": str(plan_path),
+                "note": found.note,
             },
         )
         return
@@ -68,6 +69,8 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
         f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ms a step, "
         f"{found.baseline_ms / best.predicted_ms:.2f} times as quick as now; written to {plan_path}."
     )
+    if found.note:
+        console.print(f"Note: {found.note}.")
     console.print(plans_table(found))
     console.print(
         f"{len(found.candidates)} plans replayed in {found.elapsed_s:.1f} s. Links: {replayer.cluster.source}."

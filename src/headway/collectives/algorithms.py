@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from headway.errors import PlanError
@@ -81,6 +81,13 @@ def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: in
     return partial(live.run, program_of(algorithm, kind, pieces)(rank, world_size))
 
 
+class Run(Protocol):
+    """A collective bound to its tensors."""
+
+    def __call__(self, tag: int = 0) -> None:
+        """Run it. ``tag`` is the same on all ranks (``live.Prepared.run``)."""
+
+
 def prepare(
     algorithm: str,
     kind: str,
@@ -89,17 +96,24 @@ def prepare(
     scratch: torch.Tensor,
     pieces: int = 1,
     second: dist.ProcessGroup | None = None,
-) -> Callable[[], None]:
+) -> Run:
     """``collective`` bound to its tensors, to be called over and over at the least cost a call.
 
-    ``second`` is for rings of two ranks (``live.Prepared``).
+    It is called with a tag for its messages, the same on all ranks. ``second`` is for rings of two ranks. See
+    ``live.Prepared`` for both.
     """
     from headway.collectives import live
 
     if algorithm == RING:
         program = program_of(algorithm, kind, pieces)(group.rank(), group.size())
         return live.Prepared(program, flat, group, scratch, second).run
-    return partial(collective(algorithm, kind, group.rank(), group.size()), flat, group, scratch)
+    action = collective(algorithm, kind, group.rank(), group.size())
+
+    def run(tag: int = 0) -> None:
+        del tag  # the process group counts its own collectives
+        action(flat, group, scratch)
+
+    return run
 
 
 def _check(algorithm: str, kind: str) -> None:

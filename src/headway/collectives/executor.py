@@ -29,12 +29,13 @@ def execute(
     receive_from: List[int],  # noqa: UP006
     target: List[torch.Tensor],  # noqa: UP006
     lookahead: int,
+    tag: int,
 ) -> None:
     """Run a program whose step ``i`` sends ``outgoing[i]`` and receives into ``landing[i]``.
 
-    What has landed is added to ``target[i]`` unless that is empty. Empty tensors are neither sent nor received. A
-    receive is posted before any send of its time: the peer is told of it by a message, which should not have to queue
-    behind a payload.
+    What has landed is added to ``target[i]`` unless that is empty. Empty tensors are neither sent nor received. All
+    messages carry ``tag``. A receive is posted before any send of its time: the peer is told of it by a message, which
+    should not have to queue behind a payload.
     """
     count = len(outgoing)
     receiving: List[BoxedWork] = []  # noqa: UP006
@@ -50,11 +51,11 @@ def execute(
                 target[done].add_(landing[done])
         while posted < count and posted <= done + lookahead:
             if landing[posted].numel() > 0:
-                receiving.append(torch.ops.c10d.recv_([landing[posted]], receives, receive_from[posted], 0))
+                receiving.append(torch.ops.c10d.recv_([landing[posted]], receives, receive_from[posted], tag))
             posted += 1
         while sent < count and send_after[sent] <= done:
             if outgoing[sent].numel() > 0:
-                sending.append(torch.ops.c10d.send([outgoing[sent]], sends, send_to[sent], 0))
+                sending.append(torch.ops.c10d.send([outgoing[sent]], sends, send_to[sent], tag))
             sent += 1
     for work in sending:
         work.wait()

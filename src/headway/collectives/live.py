@@ -68,8 +68,11 @@ class Prepared:
             program.lookahead,
         )
 
-    def run(self) -> None:
+    def run(self, tag: int = 0) -> None:
         """Run this rank's program in place, and return when the rank has done its part.
+
+        Messages carry ``tag``, which has to be the same on all ranks: those that are about to run different collectives
+        wait for each other, up to the group's timeout, rather than take each other's messages for their own.
 
         All ranks of the group must run their programs in the same order, one at a time; programs on different
         groups may run at the same time. Arriving pieces are added in the dtype of the tensor.
@@ -77,7 +80,7 @@ class Prepared:
         Raises RuntimeError where a peer closes its connection or outlasts the timeout of the group.
         """
         try:
-            self._execute(*self._arguments)
+            self._execute(*self._arguments, tag)
         except RuntimeError as error:
             # The compiled loop puts a trace of itself before the reason.
             raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from error

@@ -52,13 +52,13 @@ class Timeline:
     """One rank's step without its waits, in order.
 
     ``beside_ns`` is the optimizer's work that ranks shared and did beside their main threads, over all of them, without
-    what every bucket's update costs by itself.
+    what every bucket's update costs by itself; None where they did it themselves.
     """
 
     rank: int
     step: int
     items: tuple[Item, ...]
-    beside_ns: int = 0
+    beside_ns: int | None = None
 
     @property
     def optimizer_ns(self) -> int:
@@ -66,7 +66,9 @@ class Timeline:
 
         Where ranks shared it beside their main threads, these only asked for it and took over its results.
         """
-        return self.beside_ns or sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER)
+        if self.beside_ns is not None:
+            return self.beside_ns
+        return sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER)
 
     def scaled(self, compute: float) -> Timeline:
         """The same step with computation taking ``compute`` times as long; input waits stay."""
@@ -74,7 +76,8 @@ class Timeline:
             item if item.kind == Part.INPUT else item._replace(duration_ns=round(item.duration_ns * compute))
             for item in self.items
         )
-        return Timeline(self.rank, self.step, items, round(self.beside_ns * compute))
+        beside_ns = None if self.beside_ns is None else round(self.beside_ns * compute)
+        return Timeline(self.rank, self.step, items, beside_ns)
 
     def undisturbed(self, slowdown: float) -> Timeline:
         """The same step as if no communication had slowed its computation down, by ``slowdown`` while under way."""
@@ -123,9 +126,9 @@ class _Share(NamedTuple):
     ranks: int
     overhead_ns: float
 
-    def whole_ns(self, rows: Iterable[Event]) -> int:
+    def whole_ns(self, rows: Iterable[Event]) -> int | None:
         beside = [row.duration_ns - self.overhead_ns for row in rows if is_beside(row)]
-        return round(max(0.0, sum(beside)) * self.ranks)
+        return round(max(0.0, sum(beside)) * self.ranks) if beside else None
 
 
 class _Cut(NamedTuple):

@@ -29,7 +29,7 @@ def update_cost(
     buckets = [bucket for bucket in updates if bucket in sizes_bytes and updates[bucket]]
     if not buckets:
         return UpdateCost()
-    times_ns = np.array([np.median(updates[bucket]) for bucket in buckets])
+    times_ns = np.array([max(1.0, float(np.median(updates[bucket]))) for bucket in buckets])
     sizes = np.array([float(sizes_bytes[bucket]) for bucket in buckets])
     overhead_ns = min(OVERHEAD_GUESS_NS, float(times_ns.min()) / 2)
     if len(set(sizes.tolist())) >= FEW_SIZES:

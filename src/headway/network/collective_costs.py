@@ -7,7 +7,7 @@ an algorithm and its byte factor.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,7 +108,7 @@ def measure_costs(cluster: Cluster, second: dist.ProcessGroup | None = None) -> 
     return costs
 
 
-def _in_turn(actions: list[Callable[[], None]]) -> None:
+def _in_turn(actions: Sequence[Callable[[], None]]) -> None:
     for action in actions:
         action()
 

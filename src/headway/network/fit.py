@@ -43,12 +43,25 @@ def cluster_from_trace(trace: Trace) -> Cluster:
             )
         return _cluster(trace, 100.0, {}, "one rank: no link")
     overhead_ns, ns_per_byte = _fit(periods)
-    costs = dict.fromkeys(names, AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3)))
-    if step_calls_ns := _step_calls_ns(trace):
-        updates_ns = [update_cost_beside(e, trace.world_size).overhead_ns for e in trace.events.values()]
-        costs[STEP_CALL] = AlgorithmCost(overhead_us=float(np.median(step_calls_ns)) / 1e3)
-        costs[DEFERRED_UPDATE] = AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3)
+    if ns_per_byte <= 0:
+        raise TraceError(
+            "the trace's collectives of gradients took no time, so link rates cannot be fitted",
+            fix="Measure the links with headway probe and pass --cluster.",
+        )
+    costs = dict.fromkeys(names, AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3))) | host_costs(trace)
     return _cluster(trace, 8.0 / ns_per_byte, costs, "fitted from a trace")
+
+
+def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
+    """What updates beside the main thread cost the hosts that recorded them; empty where there were none."""
+    calls_ns = _step_calls_ns(trace)
+    if not calls_ns:
+        return {}
+    updates_ns = [update_cost_beside(e, trace.world_size).overhead_ns for e in trace.events.values()]
+    return {
+        STEP_CALL: AlgorithmCost(overhead_us=float(np.mean(calls_ns)) / 1e3),  # each of several calls pays it
+        DEFERRED_UPDATE: AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3),
+    }
 
 
 def _step_calls_ns(trace: Trace) -> list[int]:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from headway.errors import UserError
 from headway.graph.step_profile import profile_of
 from headway.model import ModelSpec
 from headway.optimize.bounds import step_bound
 from headway.optimize.planner import FORMS, Planned
 from headway.optimize.planner import plan as plan_schedules
 from headway.plan import Plan, PlannedModel, Prediction
-from headway.replay.replayer import Replayer
-from headway.scheduling.buckets import BucketSchedule
+from headway.replay.replayer import Replayer, times_in_range
+from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.kinds import Kind as UpdateKind
+from headway.strategies.data_parallel.decoupled.kinds import kind_named
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.trace.events import Kind
+from headway.trace.format import Trace
 
 TIE = 0.01
 DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
@@ -46,19 +51,26 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     bound_ms: float
     elapsed_s: float
+    note: str = ""
 
     def best(self, strategy: type[Strategy] | None = None) -> Candidate:
-        """The first candidate, of ``strategy`` only where given."""
-        return next(c for c in self.candidates if strategy is None or isinstance(c.strategy, strategy))
+        """The first candidate, of ``strategy`` only where given. Raises UserError where there is none."""
+        for candidate in self.candidates:
+            if strategy is None or isinstance(candidate.strategy, strategy):
+                return candidate
+        raise UserError(f"there is no plan of that strategy: {self.note}", fix="Leave --strategy out.")
 
 
 def candidate_strategies(
-    model: ModelSpec, recorded: Strategy | None = None, planned: Iterable[BucketSchedule] = ()
+    model: ModelSpec,
+    recorded: Strategy | None = None,
+    planned: Iterable[BucketSchedule] = (),
+    forms: Sequence[Gather] = FORMS,
 ) -> Iterator[Strategy]:
     """Strategies worth a replay: each decides otherwise than those before it.
 
     ``recorded`` comes first, so that a job that was tuned by hand is never given something slower. ``planned`` are
-    schedules that the planner proposes.
+    schedules that the planner proposes, ``forms`` what decoupled strategies may gather.
     """
     seen: set[tuple[str, BucketSchedule]] = set()
     if isinstance(recorded, DecoupledStrategy):
@@ -69,7 +81,7 @@ def candidate_strategies(
     options += [DecoupledStrategy.model_validate(options_of(schedule, model)) for schedule in planned]
     options += [
         DecoupledStrategy(bucket_cap_bytes=cap, gather=form).spelled_out(model)
-        for form in FORMS
+        for form in forms
         for cap in DECOUPLED_CAPS_BYTES
     ]
     for strategy in options:
@@ -85,30 +97,51 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     baseline = replayer.replay()
     spread_ms = _standard_error_ms(replayer.recorded_step_times_ms)
     error = abs(baseline.step_ms - replayer.recorded_step_ms) / replayer.recorded_step_ms
-    planned = plan_schedules(replayer.trace.model, profile_of(replayer.timelines), replayer.cluster)
+    forms, note = deferrable_forms(replayer.trace)
+    model = replayer.trace.model
+    with times_in_range():
+        planned = plan_schedules(model, profile_of(replayer.timelines), replayer.cluster, forms=forms)
     schedules = [each.schedule for each in planned.schedules]
-    strategies = list(candidate_strategies(replayer.trace.model, replayer.recorded_strategy, schedules))
+    strategies = list(candidate_strategies(model, replayer.recorded_strategy, schedules, forms))
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
         result = replayer.replay(strategy)
         uncertainty_ms = math.hypot(2 * spread_ms, error * result.step_ms)
-        changes = _changes(replayer.recorded_strategy, strategy, replayer.trace.model)
+        changes = _changes(replayer.recorded_strategy, strategy, model)
         candidates.append(Candidate(strategy.describe(), strategy, result.step_ms, uncertainty_ms, changes))
         if progress:
             progress(number, len(strategies))
     return SearchResult(
         baseline_ms=baseline.step_ms,
         recorded_ms=replayer.recorded_step_ms,
-        candidates=_best_first(candidates, replayer.trace.model, baseline.step_ms),
-        bound_ms=_bound_ms(planned, replayer),
+        candidates=_best_first(candidates, model, baseline.step_ms),
+        bound_ms=_bound_ms(planned, forms, replayer),
         elapsed_s=time.perf_counter() - begun,
+        note=note,
     )
 
 
-def _bound_ms(planned: Planned, replayer: Replayer) -> float:
+def deferrable_forms(trace: Trace) -> tuple[tuple[Gather, ...], str]:
+    """What decoupled strategies may gather under the recorded optimizers, and why they may not gather everything.
+
+    An optimizer that looks at several elements at once needs whole gradients, and one that is not known to take its
+    parameters one by one needs all of them before it steps: then nothing is left of forward to hide a gather under.
+    """
+    names = {row.name for events in trace.events.values() for row in events.of_kind(Kind.OPTIMIZER)}
+    kinds = {name: kind_named(name) for name in sorted(names) if name}
+    whole = [name for name, kind in kinds.items() if kind is UpdateKind.WHOLE]
+    if whole:
+        return (), f"{whole[0]} may look at all gradients at once, so decoupled plans are left out"
+    by_parameter = [name for name, kind in kinds.items() if kind is UpdateKind.PARAMETER]
+    if by_parameter:
+        return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"
+    return FORMS, ""
+
+
+def _bound_ms(planned: Planned, forms: Sequence[Gather], replayer: Replayer) -> float:
     """What no candidate can beat, whether its halves are apart or not."""
     together = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
-    return min(together.all_reduce_ms, *(planned.bounds.of(form) / 1e6 for form in FORMS))
+    return min([together.all_reduce_ms, *(planned.bounds.of(form) / 1e6 for form in forms)])
 
 
 def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: float) -> tuple[Candidate, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +16,7 @@ from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.timeline import Point, Timeline, timelines_of
-from headway.network.fit import cluster_from_trace
+from headway.network.fit import cluster_from_trace, host_costs
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
@@ -62,7 +64,7 @@ class Replayer:
             )
         self.trace = trace
         self._checked = False
-        self.cluster = cluster or cluster_from_trace(trace)
+        self.cluster = cluster_from_trace(trace) if cluster is None else _with_host_costs(cluster, trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
                 "the cluster is for another world size",
@@ -101,6 +103,10 @@ class Replayer:
 
         The first step is played once before, so that what a strategy carries over from step to step is under way.
         """
+        with times_in_range():
+            return self._replay(strategy, what_if)
+
+    def _replay(self, strategy: Strategy | None, what_if: WhatIf) -> ReplayResult:
         begun = time.perf_counter()
         strategy = strategy or self.recorded_strategy
         if not self._checked:
@@ -165,3 +171,21 @@ def _check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSc
             expected=f"at most {MAX_OPERATIONS:.0e}",
             fix="Replay fewer workers, or record fewer steps.",
         )
+
+
+@contextmanager
+def times_in_range() -> Iterator[None]:
+    """Say in words that times are more than replay can count."""
+    try:
+        yield
+    except OverflowError:
+        raise UserError(
+            "the replayed times are out of range",
+            expected="steps of less than a century",
+            fix="Check the rates and latencies of the cluster, and --what-if.",
+        ) from None
+
+
+def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
+    """``cluster`` with what the recorded hosts spend on updates beside training, unless it says so itself."""
+    return cluster.model_copy(update={"algorithms": {**host_costs(trace), **cluster.algorithms}})

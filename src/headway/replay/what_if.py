@@ -10,6 +10,7 @@ from headway.errors import UserError
 from headway.units import parse_factor
 
 MAX_WORKERS = 4096
+LEAST_FACTOR = 1e-6
 FORMS = "bandwidth=2x, latency=0.5x, compute=0.5x or workers=8"
 
 
@@ -39,11 +40,15 @@ class WhatIf:
                 factors[key] *= parse_factor(value, f"--what-if {key}")
             else:
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
+        for key, factor in factors.items():
+            if not LEAST_FACTOR <= factor <= 1 / LEAST_FACTOR:
+                expected = f"{LEAST_FACTOR:g}x to {1 / LEAST_FACTOR:g}x in all"
+                raise UserError(f"--what-if {key} is out of range", got=f"{factor:g}x", expected=expected)
         return cls(workers=workers, **factors)
 
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster under this what-if."""
-        changed = cluster.scaled(bandwidth=self.bandwidth, latency=self.latency)
+        changed = cluster.scaled(bandwidth=self.bandwidth, latency=self.latency, host=self.compute)
         return changed if self.workers is None else changed.resized(self.workers)
 
     def describe(self) -> str:

@@ -151,3 +151,17 @@ def unfreezing_what_was_frozen_when_wrapped(job: Job) -> None:
     model.module[0].requires_grad_(True)
     train(job, model, optimizer, 2, 4)
     job.see("state", state_of(optimizer))
+
+
+@case()
+def one_rank_looks_where_parameters_go_unused(job: Job) -> None:
+    model = job.wrap(Branches(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = job.batch(step)
+        nn.functional.mse_loss(model(x, (step % 2,)), y).backward()
+        if job.is_rank(0):
+            looked = [p.grad for p in model.parameters()]
+            assert looked[0] is None  # of the parameter that is never used
+        optimizer.step()

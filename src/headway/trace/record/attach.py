@@ -40,10 +40,10 @@ class _RuntimeObserver(observer.Observer):
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.WAIT, name, bucket, start_ns, end_ns))
 
-    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns))
 
-    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(
             StrategySpan(
                 Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns, stream=Stream.COMMUNICATION

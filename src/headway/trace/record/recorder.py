@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from headway import files, torch_private
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.model import ModelSpec
+from headway.strategies.data_parallel.decoupled.kinds import name_of
 from headway.strategies.data_parallel.decoupled.policy import options_of
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.events import Event, Kind, Stream
@@ -194,7 +195,7 @@ class Recorder:
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         now_ns = time.monotonic_ns()
         if self._recording:
-            self._put(Kind.OPTIMIZER, type(optimizer).__name__, self._optimizer_start_ns, now_ns)
+            self._put(Kind.OPTIMIZER, name_of(optimizer), self._optimizer_start_ns, now_ns)
         if not self._is_clock(optimizer):
             return
         if self._recording:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,13 @@ class Place:
             self.shaped = self.view.view(parameter.shape) if whole else None
 
 
+class Replaced(NamedTuple):
+    """What a look at an average did to ``.grad``: the local gradient before, and a copy of the average behind."""
+
+    local: torch.Tensor | None
+    average: torch.Tensor
+
+
 class Slot:
     """One parameter: its places in buckets, and what is under way for it.
 
@@ -62,10 +69,11 @@ class Slot:
         self.whole: torch.Tensor | None = None  # the average, where a look has put it into .grad
         self.fresh = False  # no optimizer has stepped since its gradient was handed to the reduction
         self.defined = False  # whether there was a gradient when an optimizer stepped
-        self.local: torch.Tensor | None = None  # the gradient as it was when it was taken
-        self.unreduced: tuple[torch.Tensor | None, int] | None = (
-            None  # what a look at the average replaced in .grad
-        )
+        self.local: torch.Tensor | None = None  # the gradient when it was taken, and its version then
+        self.version = 0
+        self.unreduced: Replaced | None = None  # what a look at the average replaced in .grad
+        self.vacant = False  # no rank used the parameter, so that there is no average to bring
+        self.unreduced_here = False  # .grad has been added to by a backward that was not reduced
 
     @property
     def engine(self) -> Engine:
@@ -85,7 +93,7 @@ class Slot:
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
-        self.changed = False
+        self.changed = self.vacant = self.unreduced_here = False
         self.fresh = True
         self.pending = True
         deferred.defer_gradient(self.parameter)
@@ -110,6 +118,10 @@ class Slot:
         self.local = None
         deferred.undefer(self.parameter)
 
+    def forget_look(self) -> None:
+        """The average that a look put into ``.grad`` is given up."""
+        self.whole = self.unreduced = None
+
     def forget(self) -> None:
         """A backward begins: what was reduced before is no more what ``.grad`` holds."""
         self.whole, self.fresh = None, False
@@ -122,6 +134,21 @@ class Slot:
         """
         return self.fresh and (self.pending or (self.whole is not None and self.grad is self.whole))
 
+    @property
+    def changed_since_taken(self) -> bool:
+        """Whether the gradient is not what it was when it was copied to be reduced."""
+        return self.local is not None and self.local._version != self.version
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is to be stepped by a gradient that other ranks have not contributed to."""
+        return self.unreduced_here and not self.pending and self.grad is not None
+
+    @property
+    def to_bring(self) -> bool:
+        """Whether ``.grad`` lacks an average that a reduction left, or will leave, in the bucket."""
+        return self.pending and not self.cleared and not self.vacant
+
     def before_value(self) -> None:
         """Make the value current: apply the update that is due."""
         if self.stepped:
@@ -129,7 +156,7 @@ class Slot:
 
     def before_gradient_read(self) -> None:
         """Make ``.grad`` current: complete the reduction, unless the user has replaced the gradient."""
-        if self.pending and not self.cleared:
+        if self.to_bring:
             self.engine.refuse_inside_backward(self, "read")
             self.engine.settle_gradient(self.unit)
 

@@ -9,17 +9,19 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import live, native
-from headway.collectives.algorithms import ALL_GATHER, NATIVE, REDUCE_SCATTER
+from headway.collectives.algorithms import ALL_GATHER, NATIVE, REDUCE_SCATTER, Run
 from headway.collectives.selection import Selection
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+
+TAGS = 2**30  # messages are told apart among so many collectives
 
 
 class Collectives(Protocol):
     """Reduce-scatters and all-gathers of buckets."""
 
-    def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``."""
+    def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
+        """Run a collective of ``bucket`` on ``channel``, the model's ``number``-th."""
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What carries out a collective of ``bucket``."""
@@ -31,8 +33,9 @@ class Natives:
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._groups = groups
 
-    def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``."""
+    def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
+        """Run a collective of ``bucket`` on ``channel``; NCCL counts for itself."""
+        del number
         native.COLLECTIVES[kind](bucket.buffer, self._groups[channel], bucket.buffer)
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
@@ -41,7 +44,7 @@ class Natives:
         return NATIVE
 
 
-Prepare = Callable[[Selection, torch.Tensor, torch.Tensor, int], Callable[[], None]]
+Prepare = Callable[[Selection, torch.Tensor, torch.Tensor, int], Run]
 """(selection, flat tensor, scratch, channel) to what is run on that channel."""
 
 
@@ -65,15 +68,18 @@ class OnHost:
             {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()}
             for _ in range(schedule.channels)
         ]
-        self._prepared: dict[tuple[str, LiveBucket, int], Callable[[], None]] = {}
+        self._prepared: dict[tuple[str, LiveBucket, int], Run] = {}
 
-    def run(self, kind: str, bucket: LiveBucket, channel: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``; returns when this rank has done its part."""
+    def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
+        """Run a collective of ``bucket`` on ``channel``; returns when this rank has done its part.
+
+        Ranks that disagree on what is the model's ``number``-th collective time out instead of mixing values.
+        """
         key = (kind, bucket, channel)
         if key not in self._prepared:
             scratch = self._scratch[channel][bucket.buffer.dtype]
             self._prepared[key] = self._prepare(self._selected[kind, bucket], bucket.buffer, scratch, channel)
-        self._prepared[key]()
+        self._prepared[key](number % TAGS)
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What the schedule selects."""

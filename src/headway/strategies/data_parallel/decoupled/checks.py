@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,6 +56,26 @@ def check_module(module: nn.Module, mine: Collection[Slot] = ()) -> None:
     for name, parameter in trainable:
         if id(parameter) not in known:
             _check_parameter(name, parameter)
+    _check_memory(trainable)
+
+
+def _check_memory(trainable: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that are written where another one lies: an update of both would lose one of them."""
+    with torch_private.without_subclass_dispatch():
+        spans = sorted(
+            (p.data_ptr(), p.data_ptr() + _extent_bytes(p), name) for name, p in trainable if p.numel()
+        )
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise UnsupportedError(
+                "two parameters share memory without being one", got=f"{name} and {other}",
+                fix="Tie modules by assigning the Parameter itself: head.weight = embedding.weight.",
+            )  # fmt: skip
+
+
+def _extent_bytes(parameter: nn.Parameter) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return (reach + 1) * parameter.element_size()
 
 
 def check_device_ids(device: torch.device, device_ids: Any, output_device: Any) -> bool:

@@ -141,7 +141,8 @@ class Dataflow:
         With gradients each bucket's update waits for its first use. With parameters the channels update this rank's
         share of every bucket that was reduced, each as soon as it is, and gather it.
         """
-        self._update_ns[walk.rank] = duration_ns
+        if duration_ns:  # of several optimizers' calls in a step the first brings all of their work
+            self._update_ns[walk.rank] = duration_ns
         if self._schedule.gather == "gradients":
             self._graph.compute(walk, Part.OPTIMIZER, 0)
             self._due[walk.rank] = {self._unit_of[index] for index in self._gathers[walk.rank]}

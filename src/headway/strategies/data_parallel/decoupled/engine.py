@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_REDUCE, RING, prepare
+from headway.collectives.algorithms import ALL_REDUCE, RING, Run, prepare
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
@@ -32,8 +32,9 @@ from headway.strategies.data_parallel.decoupled.bucket import (
     Slot,
     Unit,
 )
-from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
+from headway.strategies.data_parallel.decoupled.carrying import TAGS, Collectives, Natives, OnHost
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
+from headway.strategies.data_parallel.decoupled.expected import Expected
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.intake import Intake
 from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
@@ -65,9 +66,10 @@ class Engine:
         self.groups = groups
         self.group = groups.host[0]
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.synchronise = True  # whether the next backward reduces; no_sync() turns it off
+        self.synchronise = True  # whether the last forward was outside of no_sync()
         self.divisor = float(self.world_size)  # what sums of gradients are divided by; join() may change it
         self.find_unused = find_unused
+        self.expected = Expected()
         self.closed = False
         self.peers = peers
         self.lock = threading.RLock()
@@ -175,12 +177,13 @@ class Engine:
             with turn:
                 if before is not None:
                     before()
-                self._collectives.run(name, bucket, channel)
+                self._collectives.run(name, bucket, channel, job.sequence)
                 if then is not None:
                     then()
 
         algorithm = self._collectives.algorithm(name, bucket)
-        return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after, algorithm))
+        job = Job(name, bucket.index, bucket.size_bytes, work, after, algorithm)
+        return self._channels.submit(job)
 
     def submit(self, job: Job) -> Job:
         """Queue ``job`` behind what is queued; every rank must do so at the same point."""
@@ -218,9 +221,7 @@ class Engine:
         with self.wiring.streams.on(self._answering):
             return self.form.answer(request)
 
-    def prepare(
-        self, selection: Selection, flat: torch.Tensor, scratch: torch.Tensor, channel: int
-    ) -> Callable[[], None]:
+    def prepare(self, selection: Selection, flat: torch.Tensor, scratch: torch.Tensor, channel: int) -> Run:
         """A collective of a tensor on the CPU, to be run on ``channel``."""
         groups = self.groups
         second = groups.second[channel] if groups.second else None
@@ -270,7 +271,7 @@ class Engine:
         self.settle_values()
         for index in self.schedule.gather_order:
             unit = self.buckets[index].unit
-            if any(slot.pending and not slot.cleared for slot in unit.slots):
+            if any(slot.to_bring for slot in unit.slots):
                 self.settle_gradient(unit)
             self.settle_value(unit)
 
@@ -299,16 +300,20 @@ class Engine:
                 stacklevel=2,
             )
 
-    def close(self, *, together: bool) -> None:
+    def close(self, *, together: bool, exiting: bool = False) -> None:
         """Finish what is under way, stop the threads and leave ordinary parameters behind.
 
-        ``together`` says that every rank does so now: then a rank stays until no other has a question left.
+        ``together`` says that every rank does so now: then a rank stays until no other has a question left. Where the
+        process is ``exiting`` nobody will look at gradients, and ranks cannot be asked for them.
         """
         if self.closed:
             return
         try:
             if self._failure is None and not self.intake.running:
-                self.settle_all()
+                if exiting:
+                    self.settle_values()
+                else:
+                    self.settle_all()
                 self.form.lose_states()
                 if together:
                     self._meet()
@@ -335,9 +340,10 @@ class Engine:
         scratch = tensor.new_empty(live.scratch_numel(numel, self.world_size))
 
         def work(channel: int) -> None:
-            self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)()
+            self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)(job.sequence % TAGS)
 
-        return Job("all_reduce", -1, numel * tensor.element_size(), work)
+        job = Job("all_reduce", -1, numel * tensor.element_size(), work)
+        return job
 
     @property
     def failed(self) -> bool:

@@ -40,8 +40,11 @@ class Form(Protocol):
     def settle_gradient(self, unit: Unit) -> None:
         """Make ``.grad`` of the parameters of ``unit`` current."""
 
-    def takes(self, slot: Slot, kind: Kind, *, scaled_by_amp: bool) -> bool:
-        """Whether the form does the update of ``slot`` that an optimizer of this kind asks for."""
+    def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
+        """An optimizer of ``kind`` steps ``slots``: settle what cannot wait."""
+
+    def takes(self, slot: Slot, kind: Kind) -> bool:
+        """Whether the form does the step of ``slot``; otherwise stock code does, here and now."""
 
     def step(
         self,

@@ -66,18 +66,24 @@ class GatherGradients:
 
     # Steps -------------------------------------------------------------------------------------------
 
-    def takes(self, slot: Slot, kind: Kind, *, scaled_by_amp: bool) -> bool:
-        """Whether the step of ``slot`` waits for its gradient. What cannot wait is settled here and now.
+    def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
+        """Settle here and now what cannot wait, with all that shares a bucket with it.
 
         That is a second step without a backward, a loss scale that is about to vanish, a value that could be read
         without asking.
         """
         del kind  # units hold whole parameters
-        if slot.pending and (slot.stepped or scaled_by_amp):
-            self._engine.settle_value(slot.unit)
-        if slot.pending and looked_past([slot], self._engine.wiring.device):
-            self._engine.warn_of_aliases(slot.name)
-            self._engine.settle_value(slot.unit)
+        pending = [slot for slot in slots if slot.pending]
+        aliased = set(looked_past(pending, self._engine.wiring.device))
+        for slot in pending:
+            if slot in aliased:
+                self._engine.warn_of_aliases(slot.name)
+            if slot.pending and (slot.stepped or scaled_by_amp or slot in aliased):
+                self._engine.settle_value(slot.unit)
+
+    def takes(self, slot: Slot, kind: Kind) -> bool:
+        """Whether the step of ``slot`` waits for its gradient."""
+        del kind
         return slot.pending
 
     def step(
@@ -150,7 +156,7 @@ class GatherGradients:
             for slot, gradient in replaced:
                 slot.parameter.grad = gradient
         if updates:
-            observer().update(unit.buckets[0].index, start_ns, time.monotonic_ns())
+            observer().update(self._engine, unit.buckets[0].index, start_ns, time.monotonic_ns())
 
     def _complete(self, slot: Slot) -> None:
         gradient = slot.grad

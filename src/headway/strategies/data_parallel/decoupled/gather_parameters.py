@@ -86,15 +86,22 @@ class GatherParameters:
 
     # A step ---------------------------------------------------------------------------------------------
 
-    def takes(self, slot: Slot, kind: Kind, *, scaled_by_amp: bool) -> bool:
-        """Whether there is a gradient to update by; what an optimizer by parameter needs is brought here."""
+    def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
+        """Settle an earlier step; bring what an update that does not go by element, or not by shards, needs."""
         del scaled_by_amp  # the stand-in keeps what a scaler takes away
-        if slot.unit.stepped:
-            self._engine.settle_value(slot.unit)
-        if kind is not Kind.ELEMENT:
-            slot.before_gradient_read()
-            return False
-        return slot.pending or slot.grad is not None
+        for slot in slots:
+            if slot.unit.stepped:
+                self._engine.settle_value(slot.unit)
+        if not self._shards_steps(kind):
+            for slot in slots:
+                slot.before_gradient_read()
+
+    def takes(self, slot: Slot, kind: Kind) -> bool:
+        """Whether there is a gradient to update by, and each rank updates its share."""
+        return self._shards_steps(kind) and (slot.pending or slot.grad is not None)
+
+    def _shards_steps(self, kind: Kind) -> bool:
+        return kind is Kind.ELEMENT and not self._engine.needs_gradients
 
     def step(
         self,
@@ -160,8 +167,8 @@ class GatherParameters:
                 lists[taken[piece.slot]].append(piece.parameter)
         return [{**h, "params": p} for h, p in zip(hyper_parameters, lists, strict=True) if p]
 
-    @staticmethod
     def _update(
+        self,
         shard: Shard,
         state: ShardedState,
         draft: dict[Any, State],
@@ -181,7 +188,7 @@ class GatherParameters:
                 step()
             shard.publish()
         if shard.on_host:  # elsewhere it has been launched and takes its time later
-            observer().update_beside(shard.bucket.index, start_ns, time.monotonic_ns())
+            observer().update_beside(self._engine, shard.bucket.index, start_ns, time.monotonic_ns())
 
     # Settling ---------------------------------------------------------------------------------------------
 
@@ -200,7 +207,7 @@ class GatherParameters:
                 slot.settled()
         unit.stepped = False
         unit.in_flight = any(slot.pending for slot in unit.slots)
-        observer().update(unit.buckets[0].index, start_ns, time.monotonic_ns())
+        observer().update(self._engine, unit.buckets[0].index, start_ns, time.monotonic_ns())
 
     def settle_gradient(self, unit: Unit) -> None:
         """Write averages into ``.grad`` of every parameter.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -55,9 +55,13 @@ class Intake:
             self._engine.form.begin_backward()
             self._engine.change_form()
 
+    def expect(self, output: Any) -> None:
+        """A synchronised forward returns ``output``: its backward is to be reduced."""
+        self._engine.expected.forward(output, _begins(self))
+
     def backward_begins(self) -> None:
         """A backward that may leave parameters without a gradient begins: be told of its end in any case."""
-        if self._engine.synchronise and self._engine.find_unused:
+        if self._engine.find_unused:
             self._begin()
 
     def _begin(self) -> None:
@@ -73,7 +77,8 @@ class Intake:
 
     def take_gradient(self, slot: Slot) -> None:
         """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
-        if not self._engine.synchronise:
+        if not self.running and not self._engine.expected:
+            slot.unreduced_here = True
             self._let_go()
             return
         if not (self.running and self._callback_queued):
@@ -92,7 +97,7 @@ class Intake:
             self._launch(full)
 
     def _fill(self, slot: Slot, gradient: torch.Tensor) -> None:
-        slot.local = gradient
+        slot.local, slot.version = gradient, gradient._version
         scale = 1.0 / self._engine.divisor
         for place in slot.places:
             place.bucket.fill(place, gradient, scale)
@@ -119,9 +124,11 @@ class Intake:
         for index in indices:
             bucket = self._engine.buckets[index]
             for slot in bucket.slots:
-                if slot.grad is not slot.local:
-                    raise self._engine.fail("a hook replaced a gradient while backward was reducing it", slot.name,
-                                    "Change gradients after backward().")  # fmt: skip
+                if slot.grad is not slot.local or slot.changed_since_taken:
+                    raise self._engine.fail(
+                        "a hook changed a gradient after it had been taken to be reduced", slot.name,
+                        "Register the hook before wrapping the model, or change gradients after backward().",
+                    )  # fmt: skip
                 if not slot.pending:
                     slot.begin()
             bucket.unit.in_flight = True
@@ -142,6 +149,7 @@ class Intake:
         if not self._filling.complete:
             raise self._engine.fail_unfinished()
         self.running = False
+        self._engine.expected.backward_ended()
         # A gradient that somebody holds a reference to can be read without asking: it must be right now.
         for unit in self._engine.units:
             if any(slot.held for slot in unit.slots):
@@ -190,6 +198,16 @@ class Intake:
     def unsettle(self) -> None:
         """Something was deferred that the next backward must find settled."""
         self._settled, self._kept = False, True
+
+
+def _begins(intake: Intake) -> Callable[[], None]:
+    intake_of = weakref.ref(intake)
+
+    def begins() -> None:
+        if (alive := intake_of()) is not None:
+            alive.backward_begins()
+
+    return begins
 
 
 def _hook(intake: Intake, slot: Slot) -> Sequence[RemovableHandle]:

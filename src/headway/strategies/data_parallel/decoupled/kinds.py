@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
-from torch import optim
-from torch.optim import Optimizer
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class Kind(enum.Enum):
@@ -26,7 +27,20 @@ def kind_of(optimizer: Optimizer) -> Kind:
     """The kind of ``optimizer``, by its exact class: a subclass may do anything."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return Kind.WHOLE
-    for names, kind in ((_BY_ELEMENT, Kind.ELEMENT), (_BY_PARAMETER, Kind.PARAMETER)):
-        if any(type(optimizer) is getattr(optim, name, None) for name in names):
-            return kind
-    return Kind.WHOLE
+    return kind_named(name_of(optimizer))
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """The name of its class where that is torch's own, else its whole name with the module's."""
+    from torch import optim
+
+    kind = type(optimizer)
+    own = getattr(optim, kind.__name__, None) is kind
+    return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def kind_named(name: str) -> Kind:
+    """The kind of an optimizer with this ``name_of``."""
+    if name in _BY_ELEMENT:
+        return Kind.ELEMENT
+    return Kind.PARAMETER if name in _BY_PARAMETER else Kind.WHOLE

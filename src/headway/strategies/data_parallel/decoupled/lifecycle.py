@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from headway.strategies.data_parallel.decoupled.unscaling import watch_unscaling
 
 SWITCH_INTERVAL_S = 1e-4
 """How often the interpreter changes threads while an engine lives: at its usual 5 ms messages wait for training."""
+
+LONGEST_STAY_S = 60.0
+"""How long a process that has come to its end answers others that have not."""
 
 _engines: dict[Engine, dist.ProcessGroup] = {}  # engine: the user's process group
 _usual_interval_s: float | None = None
@@ -41,6 +45,7 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
         watch_unscaling()
         torch_private.before_group_shutdown(_before_shutdown)
         atexit.register(_at_exit)
+    _let_go_of_abandoned()
     if not _engines:
         _process = os.getpid()
         _usual_interval_s = sys.getswitchinterval()
@@ -48,16 +53,16 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
     _engines[engine] = users_group
 
 
-def release(engine: Engine, *, together: bool = True) -> None:
+def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> None:
     """Finish the work of ``engine`` and let go of it. Raises CommunicationError where that failed.
 
-    ``together`` says that all ranks do so at this point of their scripts.
+    ``together`` says that all ranks do so at this point of their scripts, ``exiting`` that the process ends.
     """
     global _usual_interval_s  # noqa: PLW0603 - as above
     if engine not in _engines:
         return
     try:
-        engine.close(together=together)
+        engine.close(together=together, exiting=exiting)
     finally:
         if engine.failed:
             _failed.append(engine)  # its parameters stay deferred and must go on saying why
@@ -68,6 +73,7 @@ def release(engine: Engine, *, together: bool = True) -> None:
 
 
 _failed: list[Engine] = []
+_abandoned: list[Engine] = []  # they answer peers for as long as one may ask
 
 
 def abandon(engine: Engine) -> None:
@@ -76,6 +82,17 @@ def abandon(engine: Engine) -> None:
     if engine in _engines and _here() and on_main_thread and not engine.running and not sys.is_finalizing():
         with suppress(CommunicationError):
             release(engine, together=False)
+        if not engine.failed:
+            engine.peers.gone()
+            _abandoned.append(engine)
+
+
+def _let_go_of_abandoned() -> None:
+    """Give back the memory of engines that no rank has a use for any more."""
+    for engine in [each for each in _abandoned if each.peers.all_gone()]:
+        engine.peers.close()
+        engine.peers.answer_with(None)
+        _abandoned.remove(engine)
 
 
 def _before_shutdown(group: dist.ProcessGroup) -> None:
@@ -86,9 +103,20 @@ def _before_shutdown(group: dist.ProcessGroup) -> None:
 
 
 def _at_exit() -> None:
-    """Take part in what peers still wait for, unless this process is ending because something went wrong."""
+    """Take part in what peers still wait for, unless this process is ending because something went wrong.
+
+    Then stay for a while, in case that they have questions: a rank may be saving what is spread over all.
+    """
     if getattr(sys, "last_value", None) is not None or not _here():
         return
+    left = [engine for engine in (*_engines, *_abandoned) if not engine.failed]
     for engine in list(_engines):
-        with suppress(CommunicationError):
-            release(engine)
+        with suppress(Exception):
+            engine.settle_values()
+            engine.peers.gone()
+    deadline = time.monotonic() + LONGEST_STAY_S
+    for engine in left:
+        engine.peers.all_gone(max(0.0, deadline - time.monotonic()))
+    for engine in list(_engines):
+        with suppress(Exception):
+            release(engine, together=False, exiting=True)

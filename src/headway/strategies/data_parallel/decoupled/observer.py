@@ -29,7 +29,8 @@ class Observer(Protocol):
     """Told of finished work, as it finishes. All times are ``time.monotonic_ns()`` of this process.
 
     ``collective`` and ``update_beside`` are called on communication threads, ``wait`` and ``update`` on the thread that
-    trains. What an observer raises is not caught, so it should not raise.
+    trains. What an observer raises is not caught, so it should not raise. ``owner`` tells the buckets of several
+    wrapped models apart: it is the engine that they are of.
     """
 
     def collective(self, done: Collective) -> None:
@@ -38,10 +39,10 @@ class Observer(Protocol):
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         """Training stood still until that collective of that bucket was done."""
 
-    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """What was due for a bucket was applied to its parameters: the update, or values that ranks had gathered."""
 
-    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """This rank's share of a bucket was updated, beside training."""
 
 
@@ -54,10 +55,10 @@ class NullObserver:
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         """Ignore."""
 
-    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Ignore."""
 
-    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Ignore."""
 
 

@@ -31,6 +31,7 @@ from headway.errors import CommunicationError
 ADDRESS_BYTES = 64
 SECRET_BYTES = 32
 STATUS_TIMEOUT_S = 2.0
+GONE_POLL_S = 0.05
 MAX_HEADER_BYTES = 64 * 2**20
 Reply = tuple[dict[str, Any], list[torch.Tensor]]
 
@@ -77,9 +78,35 @@ class Peers:
         self._addresses = [_endpoint(each) for each in _all_gather(mine, group)]
         self._secret = _all_gather(secrets.token_bytes(SECRET_BYTES), group)[0]
 
-    def answer_with(self, respondent: Respondent) -> None:
-        """Answer requests with ``respondent`` from now on."""
+    def answer_with(self, respondent: Respondent | None) -> None:
+        """Answer requests with ``respondent`` from now on, or refuse them."""
         self._respondent = respondent
+
+    def gone(self) -> None:
+        """Tell the other ranks that this one will ask nothing more."""
+        with suppress(Exception):  # the store may have gone down with its host
+            self._store.set(self._gone(self.rank), b"")
+
+    def all_gone(self, timeout_s: float = 0.0) -> bool:
+        """Whether no rank will ask anything more; waits for that up to ``timeout_s``."""
+        left = list(range(self.world_size))
+        deadline = time.monotonic() + timeout_s
+        with suppress(Exception):  # a store that went down served everybody's last question
+            while left := [r for r in left if not self._store.check([self._gone(r)]) and self._is_there(r)]:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(GONE_POLL_S)
+        return True
+
+    def _is_there(self, rank: int) -> bool:
+        try:
+            with socket.create_connection(self._addresses[rank], STATUS_TIMEOUT_S):
+                return True
+        except OSError:
+            return False
+
+    def _gone(self, rank: int) -> str:
+        return f"{self._key}/gone/{rank}"
 
     def close(self) -> None:
         """Stop answering."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway import torch_private
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.engine import Engine
 
@@ -32,7 +33,7 @@ class MaterialiseHook:
         engine.join_settling()
         if engine.idle:
             return
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch_private.inside_transform():
             engine.settle_values()
             return
         for parameter in module._parameters.values():

@@ -14,7 +14,7 @@ import torch
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled import clipping
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Slot, flat_copy
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Replaced, Slot, flat_copy
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Answer, Reply
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
@@ -36,7 +36,9 @@ class ShardedGradients:
     def bring(self) -> None:
         """Get the other ranks' shards of every reduced gradient, and write averages into ``.grad``."""
         engine = self._engine
-        slots = [slot for slot in engine.slots if slot.pending and not slot.cleared]
+        slots = [slot for slot in engine.slots if slot.to_bring]
+        if not slots:
+            return
         self._await(slots)
         buckets = _buckets_of(slots)
         wanted = [[b.index, b.reductions, self._shards[b.index].changes] for b in buckets]
@@ -44,8 +46,10 @@ class ShardedGradients:
         whole = self._assemble(buckets, engine.ask_all(request))
         with torch_private.without_user_modes():
             for slot in slots:
-                if slot.grad is not None or engine.usage.anywhere(slot):
-                    _write_average(slot, whole)
+                if slot.grad is None and not engine.usage.anywhere(slot):
+                    slot.vacant = True  # it stays as it is where nobody looks
+                    continue
+                _write_average(slot, whole)
                 slot.pending = False
                 slot.whole = slot.grad
                 if not slot.stepped:
@@ -163,18 +167,23 @@ def _write_average(slot: Slot, whole: Mapping[LiveBucket, torch.Tensor]) -> None
         flat_copy(
             gradient, place.start, whole[place.bucket][place.offset : place.offset + place.end - place.start]
         )
-    slot.unreduced = (local, gradient._version)
+    slot.unreduced = Replaced(local, gradient.detach().clone())
 
 
 def put_back(slot: Slot) -> None:
     """Take a look at an average back: ranks that looked and ranks that did not must hold the same kind of gradient."""
     assert slot.unreduced is not None
-    local, version = slot.unreduced
-    slot.unreduced = None
+    replaced, slot.unreduced = slot.unreduced, None
     gradient = slot.grad
-    if gradient is not None and gradient is slot.whole and gradient._version == version:
-        if local is None:
+    if gradient is not None and gradient is slot.whole and same_bits(gradient, replaced.average):
+        if replaced.local is None:
             slot.grad = None
         else:
-            gradient.detach().copy_(local)
+            gradient.detach().copy_(replaced.local)
         slot.begin()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN for NaN. Versions would not tell: ``.data`` has its own."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().view(bits), other.detach().view(bits))

@@ -57,7 +57,9 @@ class ShardedStates:
 
     def forget(self) -> None:
         """Let go of earlier states that nobody can ask for any more."""
-        for state in self._states:
+        for known, state in zip(self._optimizers, self._states, strict=True):
+            if known() is None:  # its number stays: other ranks ask by it
+                state.of.clear()
             state.forget()
 
     def replaced(self, optimizer: Optimizer) -> None:

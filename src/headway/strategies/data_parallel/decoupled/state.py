@@ -29,19 +29,26 @@ class WatchedState(defaultdict[Any, Any]):
         return dict.__getitem__(self, key)
 
     def take(self, key: Any) -> Any:
-        """Remove and return the state of one parameter as it is now; None where there is none."""
+        """Remove and return the state of one parameter as it is now; None where there is none.
+
+        Raises UnsupportedError where a share of it is all that was left here.
+        """
+        self._refuse_lost()
         return dict.pop(self, key, None)
 
     def put(self, key: Any, value: Any) -> None:
         """Set the state of one parameter."""
         dict.__setitem__(self, key, value)
 
-    def _settle(self) -> None:
+    def _refuse_lost(self) -> None:
         if self.lost:
             raise UnsupportedError(
-                "an optimizer's state is spread over the ranks of a process group that has been destroyed",
-                fix="Call optimizer.state_dict() before destroy_process_group().",
+                "an optimizer's state is spread over ranks whose wrapped model or process group is gone",
+                fix="Call optimizer.state_dict() before that, on every rank, and load it into the optimizer behind it.",
             )
+
+    def _settle(self) -> None:
+        self._refuse_lost()
         if self.behind and (optimizer := self._optimizer()) is not None:
             self._bring_up_to_date(optimizer)
             self.behind = False

@@ -69,7 +69,11 @@ def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) ->
     """Clear gradients as ``zero_grad`` does, without waiting for those that are under way."""
     for parameter in parameters:
         slot = deferred.entry_of(parameter)
-        if slot is None or not slot.pending:
+        if slot is None:
+            continue
+        if set_to_none:
+            slot.forget_look()
+        if not slot.pending:
             continue
         slot.before_gradient_write()
         if set_to_none:
@@ -93,9 +97,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     bind(optimizer)
     kind = kind_of(optimizer)
+    local = {slot.engine for slot in slots_of(optimizer) if slot.is_local}
     for engine in engines:
         engine.check_usable()
-        if kind is not Kind.ELEMENT:
+        if kind is not Kind.ELEMENT or engine in local:
             engine.gather_gradients_from_now_on()
     if kind is Kind.WHOLE:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
@@ -106,18 +111,25 @@ def _defer(optimizer: Optimizer, engines: Sequence[Engine]) -> list[dict[str, An
     """Give ``engines`` their parameters to update, and return groups of the others."""
     for engine in engines:
         engine.check_usable()
+        if engine.needs_gradients:
+            engine.form.state_wanted(optimizer)  # of the updates that are not deferred
     kind = kind_of(optimizer)
     scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
     now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+    by_form: dict[Form, list[Slot]] = {}
+    for slot in slots_of(optimizer):
+        by_form.setdefault(slot.engine.form, []).append(slot)
+    for form, own in by_form.items():
+        form.before_step(own, kind, scaled_by_amp=scaled_by_amp)
     taken: dict[Form, list[list[Slot]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            slot: Slot | None = deferred.entry_of(parameter)
-            if slot is None or not slot.engine.form.takes(slot, kind, scaled_by_amp=scaled_by_amp):
+            found: Slot | None = deferred.entry_of(parameter)
+            if found is None or not found.engine.form.takes(found, kind):
                 now[index]["params"].append(parameter)
             else:
-                taken.setdefault(slot.engine.form, [[] for _ in now])[index].append(slot)
+                taken.setdefault(found.engine.form, [[] for _ in now])[index].append(found)
     for form, slots in taken.items():
         form.step(optimizer, hyper_parameters, slots)
     if taken and isinstance(optimizer.state, WatchedState):

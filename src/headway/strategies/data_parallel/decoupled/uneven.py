@@ -63,6 +63,7 @@ class DecoupledJoinHook(JoinHook):
         self._wrapped = wrapped
         self._uneven = uneven
         wrapped.uneven = uneven
+        wrapped.join_begins()
         wrapped.reschedule(replace(uneven.schedule, gather="gradients"))
 
     def main_hook(self) -> None:
@@ -86,4 +87,6 @@ class DecoupledJoinHook(JoinHook):
         if wrapped.forward_sync_buffers:
             replicas.broadcast(wrapped.module.buffers(), group, device, source)
         wrapped.uneven = None
+        if wrapped.engine is not None:
+            wrapped.engine.divisor = float(wrapped.engine.world_size)
         wrapped.reschedule(self._uneven.schedule)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from headway import torch_private
 from headway.strategies.data_parallel.decoupled.bucket import Slot
 from headway.strategies.data_parallel.decoupled.communication import Job
 
@@ -61,16 +59,3 @@ class Usage:
             raise self._job.error
         assert self._counts is not None
         return bool(self._counts[self._index[slot]])
-
-
-def watch_backward(output: Any, engine: Engine) -> None:
-    """Have ``engine`` notice that a backward from ``output`` begins, even where none of its parameters is used."""
-    engine_of: Callable[[], Engine | None] = weakref.ref(engine)
-
-    def begins(_gradient: torch.Tensor) -> None:
-        if (alive := engine_of()) is not None:
-            alive.intake.backward_begins()
-
-    for tensor in torch_private.tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(begins)

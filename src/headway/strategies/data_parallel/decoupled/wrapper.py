@@ -27,7 +27,6 @@ from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
-from headway.strategies.data_parallel.decoupled.usage import watch_backward
 from headway.strategies.data_parallel.decoupled.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -185,6 +184,10 @@ class DecoupledDataParallel(RefusingDataParallel):
             engine.check_usable()
             if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
                 refuse("CUDA graph capture")
+            if self.uneven is not None and not self._join_config.enable:  # join(enable=False)
+                before, self.uneven = self.uneven.schedule, None
+                engine.divisor = float(engine.world_size)
+                self.reschedule(before)
             if trainable_now(self.module) != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
@@ -198,8 +201,8 @@ class DecoupledDataParallel(RefusingDataParallel):
         if self.device_ids:
             inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
         output = self.module(*inputs, **kwargs)
-        if learning and engine is not None and engine.find_unused:
-            watch_backward(output, engine)
+        if learning and engine is not None and self.require_backward_grad_sync:
+            engine.intake.expect(output)
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
         return output
 
@@ -289,6 +292,11 @@ class DecoupledDataParallel(RefusingDataParallel):
             divide_by_initial=divide_by_initial_world_size,
         )
         return DecoupledJoinHook(self, uneven)
+
+    def join_begins(self) -> None:
+        """Every rank enters a ``join()``, those without inputs too."""
+        if self._tuner is not None:
+            self._tuner.join_begins()
 
     @property
     def join_device(self) -> torch.device:

@@ -14,10 +14,10 @@ class Watch(Protocol):
     def waited(self, start_ns: int, end_ns: int) -> None:
         """Training waited for communication."""
 
-    def updated(self, bucket: int, start_ns: int, end_ns: int) -> None:
-        """Training applied what was due for a bucket."""
+    def updated(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Training applied what was due for a bucket of ``owner``."""
 
-    def updated_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def updated_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """This rank's share of a bucket was updated on a channel's thread."""
 
 
@@ -60,14 +60,14 @@ class WaitObserver:
             watch.waited(start_ns, end_ns)
         self.next.wait(name, bucket, start_ns, end_ns)
 
-    def update(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Tell both."""
         if (watch := self._watch()) is not None:
-            watch.updated(bucket, start_ns, end_ns)
-        self.next.update(bucket, start_ns, end_ns)
+            watch.updated(owner, bucket, start_ns, end_ns)
+        self.next.update(owner, bucket, start_ns, end_ns)
 
-    def update_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Tell both."""
         if (watch := self._watch()) is not None:
-            watch.updated_beside(bucket, start_ns, end_ns)
-        self.next.update_beside(bucket, start_ns, end_ns)
+            watch.updated_beside(owner, bucket, start_ns, end_ns)
+        self.next.update_beside(owner, bucket, start_ns, end_ns)

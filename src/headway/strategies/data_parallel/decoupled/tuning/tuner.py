@@ -42,7 +42,6 @@ WARM_STEPS = 3
 WATCHED_STEPS = 4
 MEASURED_STEPS = 3
 MOST_RESTARTS = 2
-MOST_IDLE_FORWARDS = 50
 
 _log = logging.getLogger("headway")
 
@@ -69,7 +68,6 @@ class Tuner:
         self._measured_steps = measured_steps
         self._initial = wrapped.schedule
         self._restarts = 0
-        self._idle_forwards = 0
         self._steps = 0
         self._watch: StepWatch | None = None
         self._clock = Clock(wrapped.device)
@@ -89,15 +87,17 @@ class Tuner:
     # Counting ---------------------------------------------------------------------------------------
 
     def before_forward(self, *, learning: bool) -> None:
-        """A forward of the wrapped model begins; ``learning`` where gradients are recorded."""
+        """A forward of the wrapped model begins; ``learning`` where gradients are recorded.
+
+        Ranks must count alike, and scripts evaluate on some of them only, at times with gradients recorded.
+        """
         wrapped, engine = self._parts()
-        if not learning:
+        if not learning or not wrapped.module.training:
             self._disturb()
         elif (
             wrapped.uneven is not None
         ):  # join() has put a schedule of its own in force for as long as it lasts
-            self._disturb()
-            self._reductions = None
+            self.join_begins()
         elif wrapped._trainable is not self._trainable:
             self._begin_anew(wrapped)
         elif wrapped.schedule is not self._schedule:
@@ -113,16 +113,16 @@ class Tuner:
         now_ns = self._clock.now_ns()
         if self._reductions is None:
             self._reductions, self._begun_ns, self._disturbed = reductions, now_ns, True
-        elif reductions == self._reductions:  # of several forwards before a backward the first one counts
-            self._idle_forwards += 1
-            if self._idle_forwards > MOST_IDLE_FORWARDS:
-                self._finish("forwards that learn are not followed by a backward")
-        else:
-            self._idle_forwards = 0
+        elif reductions != self._reductions:  # of several forwards before a backward the first one counts
             self._steps += 1
             self._resume(Interval((now_ns - self._begun_ns) / 1e6, self._disturbed))
             self._reductions, self._disturbed = engine.buckets[0].reductions, False
             self._begun_ns = self._clock.now_ns()
+
+    def join_begins(self) -> None:
+        """Ranks take unequally many steps from here on; one may take none. What follows is counted anew."""
+        self._disturb()
+        self._reductions = None
 
     def _disturb(self) -> None:
         self._disturbed = True

@@ -154,15 +154,16 @@ class StepWatch:
         """Training stood still."""
         self._out_ns += end_ns - start_ns
 
-    def updated(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def updated(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Training applied what was due. That is the optimizer's work only where it was deferred whole."""
-        if self._updates_wait:
+        if owner is self._engine() and self._updates_wait:
             self._out_ns += end_ns - start_ns
             self.updates[bucket].append(end_ns - start_ns)
 
-    def updated_beside(self, bucket: int, start_ns: int, end_ns: int) -> None:
+    def updated_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """A channel's thread updated this rank's share of a bucket."""
-        self.updates[bucket].append(end_ns - start_ns)
+        if owner is self._engine():
+            self.updates[bucket].append(end_ns - start_ns)
 
     # ------------------------------------------------------------------------------------------------
 

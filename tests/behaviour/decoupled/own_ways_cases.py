@@ -1,0 +1,165 @@
+"""Cases: ways that scripts have of their own with gradients, steps and modules, and that stock DDP takes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tests.behaviour.decoupled.job import CPU, GRADIENTS, PARAMETERS, Job, case, mlp, rows, sgd, train
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.func import functional_call, grad, vmap
+
+
+@case()
+def gradients_cleared_through_data(job: Job) -> None:
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(4):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.data.zero_()
+        loss = job.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        job.see_loss(loss)
+
+
+@case()
+def gradients_scaled_through_data_between_backwards(job: Job) -> None:
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        job.loss(model, 10 * step).backward()
+        for p in model.parameters():
+            p.grad.data.mul_(0.5)
+        job.loss(model, 10 * step + 1).backward()
+        optimizer.step()
+
+
+@case()
+def one_rank_differentiates_the_bare_module(job: Job) -> None:
+    """Saliency maps of rank 0: nobody else takes part in that backward."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(4):
+        train(job, model, optimizer, 1, start=step)
+        if job.is_rank(0):
+            x = rows(2, 50 + step)[0].requires_grad_()
+            model.module(x)[0, 1].backward()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+
+
+@case()
+def a_forward_under_no_sync_beside_another(job: Job) -> None:
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = job.loss(model, step)
+        with model.no_sync():
+            other = job.loss(model, 20 + step)
+        (loss + other if step % 2 else loss).backward()
+        optimizer.step()
+        job.see_loss(loss)
+
+
+@case()
+def a_forward_that_is_given_up(job: Job) -> None:
+    """Its graph does not count when gradients are accumulated under no_sync."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        job.see_loss(job.loss(model, 30 + step))
+        with model.no_sync():
+            job.loss(model, 10 * step).backward()
+        job.loss(model, 10 * step + 1).backward()
+        optimizer.step()
+
+
+@case(devices=(CPU,))
+def an_optimizer_sharded_by_zero(job: Job) -> None:
+    model = job.wrap(mlp())
+    adam = torch.optim.Adam
+    optimizer = (
+        adam(model.parameters(), lr=0.01)
+        if job.alone
+        else ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adam, lr=0.01)
+    )
+    train(job, model, optimizer, 4)
+
+
+@case(devices=(CPU,))
+def local_steps_and_averages_of_parameters(job: Job) -> None:
+    """Local SGD: ranks step by themselves under no_sync, and the script averages parameters; then all step together."""
+    model = job.wrap(mlp())
+    others = [mlp() for _ in job.shares(0)[1:]]
+    optimizer = sgd(model, momentum=0)
+    steppers = [optimizer, *(sgd(other, momentum=0) for other in others)]
+    for step in range(6):
+        for share, one, stepper in zip(job.shares(step), [model, *others], steppers, strict=True):
+            stepper.zero_grad()
+            with model.no_sync():
+                nn.functional.mse_loss(one(share.x), share.y).backward()
+            stepper.step()
+        if step % 2:
+            for same in zip(*(one.parameters() for one in [model, *others]), strict=True):
+                average = job.mean(torch.stack([p.data for p in same]).mean(0))
+                for p in same:
+                    p.data.copy_(average)
+    optimizer.zero_grad()
+    train(job, model, optimizer, 2)
+
+
+@case(devices=(CPU,))
+def transforms_of_functions(job: Job) -> None:
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    x = rows(4, 7)[0]
+
+    def loss_of(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = functional_call(model.module, parameters, (x,)).square().mean()
+        return result
+
+    train(job, model, optimizer, 2)
+    job.see("by parameter", grad(loss_of)(dict(model.module.named_parameters()), x))
+    train(job, model, optimizer, 1, start=2)
+    job.see("by input", grad(lambda x: model.module(x).square().mean())(x))
+    train(job, model, optimizer, 1, start=3)
+    samples = vmap(grad(loss_of), in_dims=(None, 0))
+    job.see("by sample", samples({n: p.detach() for n, p in model.module.named_parameters()}, x[:, None]))
+
+
+class Counting(nn.Module):
+    """A model with a buffer of which each rank would have its own."""
+
+    seen: torch.Tensor
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        torch.manual_seed(5)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body(x) * (1 + 0.1 * self.seen)  # rank 0's, which has been broadcast
+        self.seen += 1 + self.rank
+        return result
+
+
+@case()
+def a_join_that_is_switched_off(job: Job) -> None:
+    model = job.wrap(Counting(0 if job.alone else job.rank))
+    optimizer = sgd(model)
+    with nullcontext() if job.alone else model.join(enable=False):
+        train(job, model, optimizer, 3)
+    train(job, model, optimizer, 2, start=3)
+    if job.mode in (GRADIENTS, PARAMETERS):
+        assert model.uneven is None
+        assert model.schedule.gather == job.mode
+        assert model.engine.divisor == job.world_size
