@@ -136,11 +136,43 @@ def collected(rank: int, world_size: int) -> dict[str, Any]:
         wrapped = DecoupledDataParallel(inner, bucket_cap_mb=0.0004)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         step(wrapped, optimizer, rank, index)
-        del wrapped
-        gc.collect()
-        assert all(type(p) is nn.Parameter for p in inner.parameters())
-    threads = [t for t in threading.enumerate() if t.name == "headway-communication"]
-    return {"threads": len(threads), "sum": sum(p.sum().item() for p in inner.parameters())}
+        cycle: list[Any] = [wrapped]
+        cycle.append(cycle)
+        del wrapped, cycle
+        if index == 1:  # garbage is collected by whichever thread allocates
+            collector = threading.Thread(target=gc.collect)
+            collector.start()
+            collector.join()
+        else:
+            gc.collect()
+            assert all(type(p) is nn.Parameter for p in inner.parameters())
+    threads = [t.name for t in threading.enumerate()]
+    return {
+        "threads": threads.count("headway-communication"),
+        "peers": threads.count("headway-peers"),
+        "sum": sum(p.sum().item() for p in inner.parameters()),
+    }
+
+
+_kept: list[Any] = []
+
+
+def ends_while_another_saves(rank: int, world_size: int, how: str) -> None:
+    """Rank 1 comes to its end while rank 0 has yet to save an optimizer's state, of which rank 1 has a share."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
+    for index in range(2):
+        step(wrapped, optimizer, rank, index)
+    if how == "the model is kept":
+        _kept.append(wrapped)
+    if rank == 1:
+        if how == "the script exits":
+            sys.exit(0)
+        return
+    time.sleep(1.0)
+    moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+    assert sum(m.numel() for m in moments) == sum(p.numel() for p in wrapped.parameters())
+    assert all((m != 0).any() for m in moments)
 
 
 def leaves_without_a_word(rank: int, world_size: int) -> None:

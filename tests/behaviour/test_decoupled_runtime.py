@@ -53,6 +53,7 @@ def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
     results = workers.run(2, f"{CASES}:collected")
     assert results[0] == results[1]
     assert results[0]["threads"] == 0
+    assert results[0]["peers"] == 1  # the last one's: another rank may still have a question
 
 
 def test_a_forked_process_refuses_to_wait() -> None:
@@ -66,6 +67,12 @@ def test_a_group_of_some_ranks() -> None:
 
 def test_a_rank_that_ends_early_still_does_its_part() -> None:
     for worker in workers.launch(2, f"{CASES}:leaves_without_a_word", timeout_s=40):
+        assert worker.status == 0, worker.output
+
+
+@pytest.mark.parametrize("how", ["the script exits", "the script returns", "the model is kept"])
+def test_a_rank_that_ends_early_answers_one_that_saves(how: str) -> None:
+    for worker in workers.launch(2, f"{CASES}:ends_while_another_saves", how, timeout_s=40):
         assert worker.status == 0, worker.output
 
 

@@ -45,6 +45,7 @@ class Imitation:
         self.clocks: dict[int, Clock] = {0: {0: 1}}
         self.local = threading.local()
         self.memories: dict[int, Memory] = {}
+        self.reached: Clock = {}  # what the host has waited for: memory that it frees then is free
         self.shared: set[int] = set()  # those that another stream than their owner has used
         self.looks = 0
 
@@ -95,7 +96,8 @@ class Imitation:
             self.shared.discard(key)
             clock = self.clocks[memory.owner]
             for stream, time, by in [memory.written, *((s, t, b) for s, (t, b) in memory.read.items())]:
-                if time > clock.get(stream, 0) and stream not in memory.lent_to:
+                known = max(clock.get(stream, 0), self.reached.get(stream, 0))
+                if time > known and stream not in memory.lent_to:
                     raise RaceError(
                         f"memory of stream {memory.owner} is free before {by} on stream {stream} is done"
                     )
@@ -146,6 +148,8 @@ class Mark:
 
     def synchronize(self) -> None:
         IMITATION.merge(self.clock)
+        for stream, time in self.clock.items():
+            IMITATION.reached[stream] = max(time, IMITATION.reached.get(stream, 0))
 
 
 def install() -> None:

@@ -6,7 +6,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from tests.behaviour.decoupled.job import CPU, GRADIENTS, PARAMETERS, Job, case, mlp, rows, sgd, train
+from tests.behaviour.decoupled.job import (
+    CPU,
+    DDP,
+    GRADIENTS,
+    PARAMETERS,
+    WIDTH,
+    Job,
+    case,
+    mlp,
+    rows,
+    sgd,
+    train,
+)
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call, grad, vmap
@@ -163,3 +175,103 @@ def a_join_that_is_switched_off(job: Job) -> None:
         assert model.uneven is None
         assert model.schedule.gather == job.mode
         assert model.engine.divisor == job.world_size
+
+
+def _penalty(model: Any) -> torch.Tensor:
+    return 0.1 * torch.stack([p.pow(2).sum() for p in list(model.module.parameters())[2:]]).sum()
+
+
+@case()
+def a_penalty_differentiated_by_itself(job: Job) -> None:
+    """Behind the backward of the loss, and once before one that is accumulated onto it."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        job.loss(model, step).backward()
+        _penalty(model).backward()
+        if step == 2:
+            job.loss(model, 30 + step).backward()
+        optimizer.step()
+
+
+@case(not_in=(DDP,))
+def one_rank_accumulates_by_itself(job: Job) -> None:
+    """What one rank adds between two reduced backwards counts as its share; DDP does the same with another rounding."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        job.loss(model, step).backward()
+        if job.is_rank(0):
+            (_penalty(model) / (job.world_size if job.alone else 1)).backward()
+        job.loss(model, 30 + step).backward()
+        optimizer.step()
+
+
+class Scattered(nn.Module):
+    """Gives a result that its loss does not depend on, and keeps the loss for the script to fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.loss: Any = None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = self.net(x)
+        self.loss = nn.functional.mse_loss(z, y)
+        result: torch.Tensor = z.softmax(-1)
+        return result
+
+
+@case()
+def a_loss_fetched_from_the_module(job: Job) -> None:
+    model = job.wrap(Scattered())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*job.batch(step))
+        model.module.loss.backward()
+        optimizer.step()
+
+
+class Concatenated(nn.Module):
+    """Two parameters whose gradients are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = (nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(2))
+        self.body = nn.Linear(6, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.body(x * torch.cat((self.first, self.second)))
+        return result
+
+
+@case()
+def gradients_in_one_memory(job: Job) -> None:
+    model = job.wrap(Concatenated())
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            job.loss(model, 10 * step).backward()
+        job.loss(model, 10 * step + 1).backward()
+        optimizer.step()
+
+
+@case()
+def a_critic_that_is_frozen_in_turn(job: Job) -> None:
+    critic, maker = job.wrap(mlp(1)), job.wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH)).double())
+    of_critic, of_maker = sgd(critic, lr=0.05), sgd(maker, lr=0.05)
+    for step in range(4):
+        x, _ = job.batch(step)
+        critic.requires_grad_(True)
+        of_critic.zero_grad()
+        (critic(maker(x).detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        critic.requires_grad_(False)
+        of_maker.zero_grad()
+        critic(maker(x)).square().mean().backward()
+        of_maker.step()

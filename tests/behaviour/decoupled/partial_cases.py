@@ -165,3 +165,24 @@ def one_rank_looks_where_parameters_go_unused(job: Job) -> None:
             looked = [p.grad for p in model.parameters()]
             assert looked[0] is None  # of the parameter that is never used
         optimizer.step()
+
+
+@case()
+def a_branch_used_on_one_rank_before_a_reduced_backward(job: Job) -> None:
+    """Under no_sync rank 0 uses a branch that no rank uses in the backward that is reduced."""
+    model = job.wrap(Branches(), find_unused_parameters=True)
+    optimizer = sgd(model, weight_decay=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+
+        def loss_of(share: Share, step: int = step) -> torch.Tensor:
+            used = (0, 1) if share.rank == 0 else (0,)
+            return nn.functional.mse_loss(model(share.x, used), share.y)
+
+        def last_of(share: Share, step: int = step) -> torch.Tensor:
+            return nn.functional.mse_loss(model(share.x, (2,)), share.y)
+
+        with model.no_sync():
+            job.backward_by_rank(model, loss_of, job.shares(step))
+        job.backward_by_rank(model, last_of, job.shares(10 + step))
+        optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -134,10 +135,20 @@ class Slot:
         """
         return self.fresh and (self.pending or (self.whole is not None and self.grad is self.whole))
 
-    @property
-    def changed_since_taken(self) -> bool:
-        """Whether the gradient is not what it was when it was copied to be reduced."""
-        return self.local is not None and self.local._version != self.version
+    def is_as_taken(self, scale: float) -> bool:
+        """Whether the gradient is what was copied to be reduced, times ``scale``.
+
+        Gradients may lie in one memory and share a version (of parameters that were concatenated), so that a change of
+        version alone says little.
+        """
+        local = self.grad
+        if local is not self.local:
+            return False
+        if local is None or local._version == self.version:
+            return True
+        flat = local.detach().reshape(-1)
+        parts = ((flat[p.start : p.end] * scale, p.view) for p in self.places)
+        return all(same_bits(part.to(filled.device), filled) for part, filled in parts)
 
     @property
     def is_local(self) -> bool:
@@ -207,6 +218,7 @@ class LiveBucket:
         self.own = slice(*self.bounds[rank])
         self.slots: list[Slot] = []
         self.unit: Unit
+        self.collectives: Counter[str] = Counter()  # kind: how many have been submitted
         self.reductions = 0  # how many reduce-scatters have been submitted
         self.reduce: Job | None = None
         self.gather: Job | None = None
@@ -264,6 +276,12 @@ def copy_places(targets: Sequence[tuple[torch.Tensor, Place]]) -> None:
     for target, place in targets:
         if place.shaped is None:
             flat_copy(target, place.start, place.view)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN for NaN. Versions would not tell: ``.data`` has its own."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().view(bits), other.detach().view(bits))
 
 
 def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ class Collectives(Protocol):
     """Reduce-scatters and all-gathers of buckets."""
 
     def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``, the model's ``number``-th."""
+        """Run a collective of ``bucket`` on ``channel``, its ``number``-th of that kind."""
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What carries out a collective of ``bucket``."""
@@ -73,13 +73,16 @@ class OnHost:
     def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
         """Run a collective of ``bucket`` on ``channel``; returns when this rank has done its part.
 
-        Ranks that disagree on what is the model's ``number``-th collective time out instead of mixing values.
+        Messages say which collective of which bucket they are of: ranks that disagree on that time out.
         """
         key = (kind, bucket, channel)
         if key not in self._prepared:
             scratch = self._scratch[channel][bucket.buffer.dtype]
             self._prepared[key] = self._prepare(self._selected[kind, bucket], bucket.buffer, scratch, channel)
-        self._prepared[key](number % TAGS)
+        self._prepared[key](self._tag(kind, bucket, number))
+
+    def _tag(self, kind: str, bucket: LiveBucket, number: int) -> int:
+        return 2 + ((number * len(self._selected) // 2 + bucket.index) * 2 + (kind == ALL_GATHER)) % TAGS
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What the schedule selects."""

@@ -32,7 +32,7 @@ from headway.strategies.data_parallel.decoupled.bucket import (
     Slot,
     Unit,
 )
-from headway.strategies.data_parallel.decoupled.carrying import TAGS, Collectives, Natives, OnHost
+from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.expected import Expected
 from headway.strategies.data_parallel.decoupled.form import Form
@@ -172,18 +172,19 @@ class Engine:
     ) -> Job:
         """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread or stream."""
         turn = bucket.turns.where_it_lies()
+        bucket.collectives[name] += 1
+        number = bucket.collectives[name]
 
         def work(channel: int) -> None:
             with turn:
                 if before is not None:
                     before()
-                self._collectives.run(name, bucket, channel, job.sequence)
+                self._collectives.run(name, bucket, channel, number)
                 if then is not None:
                     then()
 
         algorithm = self._collectives.algorithm(name, bucket)
-        job = Job(name, bucket.index, bucket.size_bytes, work, after, algorithm)
-        return self._channels.submit(job)
+        return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after, algorithm))
 
     def submit(self, job: Job) -> Job:
         """Queue ``job`` behind what is queued; every rank must do so at the same point."""
@@ -340,10 +341,9 @@ class Engine:
         scratch = tensor.new_empty(live.scratch_numel(numel, self.world_size))
 
         def work(channel: int) -> None:
-            self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)(job.sequence % TAGS)
+            self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)()
 
-        job = Job("all_reduce", -1, numel * tensor.element_size(), work)
-        return job
+        return Job("all_reduce", -1, numel * tensor.element_size(), work)
 
     @property
     def failed(self) -> bool:

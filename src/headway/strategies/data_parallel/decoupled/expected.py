@@ -1,7 +1,7 @@
 """Which backwards are reduced: those that a synchronised forward of the wrapped model has led to expect.
 
-As under stock DDP a forward says so, not the backward. A backward of the bare module, on one rank perhaps, stays local.
-Each forward's graph counts by itself, and no longer than until its backward, or until it is given up.
+As under stock DDP a forward says so, not the backward: the next one is reduced, whatever it goes through. So is a later
+one that reaches what such a forward returned. Any other, of the bare module on one rank perhaps, stays local.
 """
 
 from __future__ import annotations
@@ -18,38 +18,31 @@ class _Graph:
 
 
 class Expected:
-    """The graphs of one wrapped model whose backward is to be reduced. True where there is one."""
+    """The backwards of one wrapped model that are to be reduced. True where the next one is."""
 
     def __init__(self) -> None:
-        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._forward = False  # there has been a synchronised forward since the last reduced backward
         self._reached: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._unseen = False  # a forward returned something that torch cannot take apart
 
     def __bool__(self) -> bool:
-        return self._unseen or len(self._graphs) > 0
+        return self._forward or len(self._reached) > 0
 
     def forward(self, output: Any, begins: Callable[[], None]) -> None:
         """A synchronised forward returns ``output``. ``begins`` is called when a backward reaches that."""
-        graph = _Graph()
-        tensors = [t for t in torch_private.tensors_in(output) if t.grad_fn is not None]
-        for tensor in tensors:
-            tensor.register_hook(_Reached(self, graph, begins))
-        if tensors:
-            self._graphs.add(graph)
-        else:
-            self._unseen = True
+        self._forward = True
+        reached = _Reached(self, _Graph(), begins)
+        for tensor in torch_private.tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(reached)
 
     def reached(self, graph: _Graph) -> None:
         """A backward has come to what a forward returned, perhaps once more."""
-        self._graphs.add(graph)
         self._reached.add(graph)
 
     def backward_ended(self) -> None:
-        """A backward was reduced: the graphs that it reached are done with."""
-        for graph in list(self._reached):
-            self._graphs.discard(graph)
+        """A backward was reduced."""
+        self._forward = False
         self._reached.clear()
-        self._unseen = False
 
 
 class _Reached:

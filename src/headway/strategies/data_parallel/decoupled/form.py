@@ -25,6 +25,9 @@ class Form(Protocol):
     def before_gradients(self) -> None:
         """Gradients are about to be computed, and perhaps accumulated."""
 
+    def before_local_gradients(self) -> None:
+        """Gradients are about to be computed that stay on this rank."""
+
     def begin_backward(self) -> None:
         """Gradients are being accumulated."""
 

@@ -54,6 +54,10 @@ class GatherGradients:
         for index in self._engine.schedule.gather_order:
             self.settle_value(self._engine.buckets[index].unit)
 
+    def before_local_gradients(self) -> None:
+        """As before others."""
+        self.before_gradients()
+
     def reduced(self, index: int) -> None:
         """Queue the gathers that the schedule puts behind this reduce-scatter."""
         for number in self._engine.schedule.gathers_behind(index):

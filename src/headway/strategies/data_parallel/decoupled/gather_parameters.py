@@ -30,7 +30,11 @@ from headway.strategies.data_parallel.decoupled.shard import (
     ShardedState,
     State,
 )
-from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients, put_back
+from headway.strategies.data_parallel.decoupled.sharded_gradients import (
+    ShardedGradients,
+    keep_looks_that_hold,
+    put_back,
+)
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 
@@ -53,14 +57,23 @@ class GatherParameters:
 
     def before_gradients(self) -> None:
         """Settle values that forward left untouched; put local gradients back where a look replaced them."""
+        self._bring_changed()
+        for slot in self._engine.slots:
+            if slot.unreduced is not None:
+                put_back(slot)
+
+    def before_local_gradients(self) -> None:
+        """Have them added to averages, which every rank holds, and not to what this rank alone contributed."""
+        self._bring_changed()
+        self.sharded_gradients.bring()
+        keep_looks_that_hold(self._engine.slots)
+
+    def _bring_changed(self) -> None:
         self._engine.settle_values()
         changed = [slot for slot in self._engine.slots if slot.changed and not slot.cleared]
         for slot in changed:
             slot.before_gradient_read()  # what is accumulated onto is clipped, on every rank
             slot.unreduced = None
-        for slot in self._engine.slots:
-            if slot.unreduced is not None:
-                put_back(slot)
 
     def begin_backward(self) -> None:
         """Let go of gradients that were reduced and never stepped: each rank still has its own.

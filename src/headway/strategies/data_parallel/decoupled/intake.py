@@ -27,6 +27,7 @@ class Intake:
         self._engine = engine
         self._unheld = unshared(engine.wiring.device)[0]
         self.running = False
+        self._local = False  # whether a backward is under way that is not reduced
         self._kept = False  # whether a reduced gradient may be under way
         self._settled = True  # whether nothing has happened since the last backward began
         self._callback_queued = False
@@ -39,8 +40,17 @@ class Intake:
 
     def before_accumulation(self) -> None:
         """Called with every gradient before it is added to ``.grad``: the first of a backward settles values."""
-        if not self.running:
+        if self.running or self._local:
+            return
+        if self._engine.expected:
             self._settle_before_backward()
+        else:
+            self._local = True
+            torch_private.queue_backward_callback(self._local_ended)
+            self._engine.form.before_local_gradients()
+
+    def _local_ended(self) -> None:
+        self._local = False
 
     def _settle_before_backward(self) -> None:
         if not self._settled:
@@ -67,6 +77,7 @@ class Intake:
     def _begin(self) -> None:
         self._engine.check_usable(inside_backward=True)
         if not self.running:
+            self._local = False
             self._let_go()
             self.running, self._settled, self._kept = True, False, True
             self._filling.restart()
@@ -79,7 +90,6 @@ class Intake:
         """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
         if not self.running and not self._engine.expected:
             slot.unreduced_here = True
-            self._let_go()
             return
         if not (self.running and self._callback_queued):
             self._begin()
@@ -124,7 +134,7 @@ class Intake:
         for index in indices:
             bucket = self._engine.buckets[index]
             for slot in bucket.slots:
-                if slot.grad is not slot.local or slot.changed_since_taken:
+                if not slot.is_as_taken(1.0 / self._engine.divisor):
                     raise self._engine.fail(
                         "a hook changed a gradient after it had been taken to be reduced", slot.name,
                         "Register the hook before wrapping the model, or change gradients after backward().",

@@ -16,6 +16,7 @@ from headway.errors import CommunicationError
 from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.stepping import watch_optimizers
+from headway.strategies.data_parallel.decoupled.streams import wait_on_host
 from headway.strategies.data_parallel.decoupled.unscaling import watch_unscaling
 
 SWITCH_INTERVAL_S = 1e-4
@@ -45,7 +46,7 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
         watch_unscaling()
         torch_private.before_group_shutdown(_before_shutdown)
         atexit.register(_at_exit)
-    _let_go_of_abandoned()
+    _let_go_of_abandoned()  # by now every rank has let go of what it wrapped before
     if not _engines:
         _process = os.getpid()
         _usual_interval_s = sys.getswitchinterval()
@@ -73,23 +74,44 @@ def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> 
 
 
 _failed: list[Engine] = []
+_orphans: list[Engine] = []  # to be abandoned on the main thread
 _abandoned: list[Engine] = []  # they answer peers for as long as one may ask
 
 
 def abandon(engine: Engine) -> None:
     """The wrapped model was collected: let go of ``engine``, unless this is no moment to wait."""
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if engine in _engines and _here() and on_main_thread and not engine.running and not sys.is_finalizing():
-        with suppress(CommunicationError):
-            release(engine, together=False)
-        if not engine.failed:
-            engine.peers.gone()
-            _abandoned.append(engine)
+    if engine not in _engines or not _here() or engine.running or sys.is_finalizing():
+        return
+    if threading.current_thread() is not threading.main_thread():  # garbage is collected on any
+        _orphans.append(engine)
+        return
+    _abandon(engine)
+
+
+def _abandon(engine: Engine) -> None:
+    with suppress(CommunicationError):
+        release(engine, together=False)
+    if not engine.failed:
+        engine.peers.gone()
+        _abandoned.append(engine)
+
+
+def release_orphans() -> None:
+    """Let go of engines whose wrapped model was collected on another thread: they still hold its parameters.
+
+    Called where a model is being wrapped, and so may wait, on whatever thread that is.
+    """
+    found, _orphans[:] = _orphans[:], []
+    for engine in found:
+        if engine in _engines and not engine.running:
+            _abandon(engine)
+    _let_go_of_abandoned()
 
 
 def _let_go_of_abandoned() -> None:
     """Give back the memory of engines that no rank has a use for any more."""
     for engine in [each for each in _abandoned if each.peers.all_gone()]:
+        wait_on_host(engine.wiring.streams.mark())  # training may still read what is of the channels' streams
         engine.peers.close()
         engine.peers.answer_with(None)
         _abandoned.remove(engine)
@@ -113,9 +135,9 @@ def _at_exit() -> None:
     for engine in list(_engines):
         with suppress(Exception):
             engine.settle_values()
-            engine.peers.gone()
+        engine.peers.gone()
     deadline = time.monotonic() + LONGEST_STAY_S
-    for engine in left:
+    for engine in (each for each in left if not each.failed):
         engine.peers.all_gone(max(0.0, deadline - time.monotonic()))
     for engine in list(_engines):
         with suppress(Exception):

@@ -89,7 +89,7 @@ class Peers:
 
     def all_gone(self, timeout_s: float = 0.0) -> bool:
         """Whether no rank will ask anything more; waits for that up to ``timeout_s``."""
-        left = list(range(self.world_size))
+        left = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + timeout_s
         with suppress(Exception):  # a store that went down served everybody's last question
             while left := [r for r in left if not self._store.check([self._gone(r)]) and self._is_there(r)]:

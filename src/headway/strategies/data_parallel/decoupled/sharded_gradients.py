@@ -7,14 +7,14 @@ before, alone: it then holds them whole as well, and changes both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled import clipping
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Replaced, Slot, flat_copy
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Replaced, Slot, flat_copy, same_bits
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Answer, Reply
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
@@ -175,15 +175,28 @@ def put_back(slot: Slot) -> None:
     assert slot.unreduced is not None
     replaced, slot.unreduced = slot.unreduced, None
     gradient = slot.grad
-    if gradient is not None and gradient is slot.whole and same_bits(gradient, replaced.average):
+    if gradient is None or gradient is not slot.whole:
+        return
+    if same_bits(gradient, replaced.average):
         if replaced.local is None:
             slot.grad = None
         else:
             gradient.detach().copy_(replaced.local)
         slot.begin()
+    elif slot.unreduced_here:  # a local backward was added to the average, here and perhaps nowhere else
+        gradient.detach().sub_(replaced.average)
+        if replaced.local is not None:
+            gradient.detach().add_(replaced.local)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal, NaN for NaN. Versions would not tell: ``.data`` has its own."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.detach().view(bits), other.detach().view(bits))
+def keep_looks_that_hold(slots: Iterable[Slot]) -> None:
+    """A local backward is about to be added to ``.grad``: what a script has made of an average since is its own."""
+    for slot in slots:
+        if slot.unreduced is not None:
+            gradient = slot.grad
+            if (
+                gradient is None
+                or gradient is not slot.whole
+                or not same_bits(gradient, slot.unreduced.average)
+            ):
+                slot.unreduced = None

@@ -40,7 +40,8 @@ class Usage:
 
     def share(self, engine: Engine) -> None:
         """Queue the exchange of uses, behind the backward's reduce-scatters."""
-        used = [slot in self._used for slot in self._index]
+        # As under DDP, what was used in an earlier backward that was not reduced counts as well.
+        used = [slot in self._used or slot.grad is not None for slot in self._index]
         counts = torch.tensor(used, dtype=torch.int32, device="cpu")
         self._counts = counts
         self._job = engine.submit(engine.all_reduce(counts))

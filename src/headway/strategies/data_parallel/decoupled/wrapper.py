@@ -91,6 +91,7 @@ class DecoupledDataParallel(RefusingDataParallel):
             bucket_cap_mb_list=bucket_cap_mb_list,
         )  # fmt: skip
         group = _existing_group(process_group)
+        lifecycle.release_orphans()
         check_module(module)
         self.device = next(iter(trainable_parameters(module).values())).device
         moves = check_device_ids(self.device, device_ids, output_device)
@@ -174,7 +175,7 @@ class DecoupledDataParallel(RefusingDataParallel):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, after rank 0's buffers have been broadcast as stock DDP does it."""
-        learning = torch.is_grad_enabled()
+        learning = reducing = torch.is_grad_enabled()
         engine = self.engine
         if learning:
             if engine is None:
@@ -188,11 +189,15 @@ class DecoupledDataParallel(RefusingDataParallel):
                 before, self.uneven = self.uneven.schedule, None
                 engine.divisor = float(engine.world_size)
                 self.reschedule(before)
-            if trainable_now(self.module) != self._trainable:
+            trainable = trainable_now(self.module)
+            reducing = bool(
+                trainable
+            )  # a critic that is frozen while others learn is as it was when it thaws
+            if trainable and trainable != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
         if self._tuner is not None:
-            self._tuner.before_forward(learning=learning)
+            self._tuner.before_forward(learning=reducing)
         if self._join_config.enable:
             Join.notify_join_context(self)
         self.share_buffers()
@@ -201,7 +206,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         if self.device_ids:
             inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
         output = self.module(*inputs, **kwargs)
-        if learning and engine is not None and self.require_backward_grad_sync:
+        if reducing and engine is not None and self.require_backward_grad_sync:
             engine.intake.expect(output)
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
         return output
