@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,24 @@ def test_reading_is_bounded(tmp_path: Path) -> None:
 def test_json_documents_carry_no_nan() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         files.dump_json(files.document("x", value=float("nan")))
+
+
+def test_a_folder_is_removed_while_others_write_into_it(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            with suppress(FileNotFoundError):
+                Path(tmp_path, "shared", str(time.monotonic_ns())).write_text("late")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(50):
+            Path(tmp_path, "shared").mkdir()
+            time.sleep(0.002)
+            files.remove_folder(tmp_path / "shared")
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        stop.set()
+        writer.join()

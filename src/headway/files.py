@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +75,15 @@ def folder_written_whole(path: Path, error: type[UserError] = UserError) -> Iter
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder if there is one, even while other processes write into it: they no longer find it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.removed")
+    with suppress(OSError):
+        path.rename(aside)
+    for one in (aside, path):
+        shutil.rmtree(one, ignore_errors=True)
 
 
 def check_absent(path: Path, error: type[UserError] = UserError) -> None:

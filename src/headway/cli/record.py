@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import click
@@ -57,7 +56,7 @@ def record(ctx: click.Context, output: Path, steps: str, as_json: bool) -> None:
     rank = os.environ.get("RANK")
     staging = output.absolute().parent / f".{output.name}.recording"
     if rank in (None, "0"):
-        shutil.rmtree(staging, ignore_errors=True)
+        files.remove_folder(staging)
     try:
         staging.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -68,7 +67,7 @@ def record(ctx: click.Context, output: Path, steps: str, as_json: bool) -> None:
     try:
         status = run_command(command, injected_environment(os.environ, record=options))
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        files.remove_folder(staging)
         raise
     if rank not in (None, "0"):
         ctx.exit(status)

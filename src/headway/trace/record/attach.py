@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,9 +156,9 @@ def record(
     try:
         yield recorder
     except BaseException:
-        recorder.finish()
+        recorder.give_up()
         if first:
-            shutil.rmtree(staging, ignore_errors=True)
+            files.remove_folder(staging)
         raise
     recorder.finish()
     if first:
@@ -172,7 +171,7 @@ def _prepare(out: Path, staging: Path) -> None:
     if dist.get_rank() == 0:
         try:
             files.check_absent(out, TraceError)
-            shutil.rmtree(staging, ignore_errors=True)
+            files.remove_folder(staging)
             staging.mkdir(parents=True)
         except UserError as error:
             failure = error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 
+from headway import files
 from headway.errors import LaunchError, TraceError
 from headway.trace.format import assemble
 
@@ -40,7 +40,7 @@ def finish_recording(
     except OSError as failure:
         raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        files.remove_folder(staging)
 
 
 def _present(staging: Path) -> tuple[list[Path], list[dict[str, object]]]:

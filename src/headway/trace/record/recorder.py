@@ -226,11 +226,7 @@ class Recorder:
         """Stop, compare clocks once more and write this rank's file, or its status where no step was whole."""
         if self.finished:
             return
-        self.finished = True
-        self.detach()
-        atexit.unregister(self.finish)
-        while self._undo:
-            self._undo.pop()()
+        self._stop()
         try:
             if any(row.kind == Kind.STEP for row in self._rows):
                 self._write()
@@ -240,10 +236,28 @@ class Recorder:
             print(
                 f"headway: rank {dist_place()[0]} could not write its recording: {failure}", file=sys.stderr
             )
+        self._forget()
+
+    def give_up(self) -> None:
+        """Stop and write nothing: the script failed, and nobody waits for this rank's file."""
+        if not self.finished:
+            self._stop()
+            self._forget()
+
+    def _stop(self) -> None:
+        self.finished = True
+        self.detach()
+        atexit.unregister(self.finish)
+        while self._undo:
+            self._undo.pop()()
+
+    def _forget(self) -> None:
         # What a model holds, its process group among it, must go when the script lets go of it.
         self._model = self._root = self._step_clock = None
         self._rows.clear()
         self._tap.observed.clear()
+        if self._clock_server is not None:
+            self._clock_server.close()
 
     def _write(self) -> None:
         rank, world_size = dist_place()
@@ -280,7 +294,6 @@ class Recorder:
         if rank == 0:
             if self._clock_server is not None:
                 self._clock_server.wait_for_last_rounds(world_size - 1, LAST_ROUNDS_TIMEOUT_S)
-                self._clock_server.close()
             return ClockFit()
         assert self._clock_address is not None
         after = clock.measure_round_trips(self._clock_address, last=True)
