@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -90,7 +91,8 @@ def test_a_killed_peer_is_reported(world_size: int) -> None:
     for worker in ended:
         if worker.rank != 1:
             assert worker.status == 0, worker.output
-            assert worker.result.startswith(f"rank {worker.rank}: the ")
+            # A collective breaks, or whoever asks for gradients finds nobody.
+            assert re.match(rf"rank {worker.rank}: (the |rank 1 has ended)", worker.result), worker.result
 
 
 def test_clipping_by_norm_fetches_no_gradient() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from headway.trace.events import Event, Kind, Stream
+from headway.trace.events import Event, Events, Kind, Stream
 
 FEW_SIZES = 3
 OVERHEAD_GUESS_NS = 100_000.0
@@ -44,13 +44,13 @@ def is_beside(row: Event) -> bool:
     return row.kind == Kind.UPDATE and row.stream != Stream.COMPUTE
 
 
-def update_cost_beside(rows: Iterable[Event], ranks: int) -> UpdateCost:
+def update_cost_beside(events: Events, ranks: int) -> UpdateCost:
     """The cost of one rank's recorded updates beside its main thread, each shared by ``ranks``."""
     updates: dict[int, list[int]] = defaultdict(list)
     sizes_bytes: dict[int, int] = {}
-    for row in rows:
+    for row in events.of_kind(Kind.UPDATE, Kind.COLLECTIVE):
         if is_beside(row):
             updates[row.bucket].append(row.duration_ns)
-        elif row.kind == Kind.COLLECTIVE and row.bucket >= 0:
+        elif row.bucket >= 0:
             sizes_bytes[row.bucket] = row.size_bytes
     return update_cost(updates, sizes_bytes, ranks)

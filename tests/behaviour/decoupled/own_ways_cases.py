@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tests.behaviour.decoupled.job import (
     PARAMETERS,
     WIDTH,
     Job,
+    Share,
     case,
     mlp,
     rows,
@@ -81,7 +83,7 @@ def a_forward_under_no_sync_beside_another(job: Job) -> None:
 
 @case()
 def a_forward_that_is_given_up(job: Job) -> None:
-    """Its graph does not count when gradients are accumulated under no_sync."""
+    """The next backward is reduced because of it, as under DDP, although it is of a forward under no_sync."""
     model = job.wrap(mlp())
     optimizer = sgd(model)
     for step in range(3):
@@ -105,8 +107,7 @@ def an_optimizer_sharded_by_zero(job: Job) -> None:
     train(job, model, optimizer, 4)
 
 
-@case(devices=(CPU,))
-def local_steps_and_averages_of_parameters(job: Job) -> None:
+def _local_steps(closures: bool, job: Job) -> None:
     """Local SGD: ranks step by themselves under no_sync, and the script averages parameters; then all step together."""
     model = job.wrap(mlp())
     others = [mlp() for _ in job.shares(0)[1:]]
@@ -114,10 +115,19 @@ def local_steps_and_averages_of_parameters(job: Job) -> None:
     steppers = [optimizer, *(sgd(other, momentum=0) for other in others)]
     for step in range(6):
         for share, one, stepper in zip(job.shares(step), [model, *others], steppers, strict=True):
-            stepper.zero_grad()
-            with model.no_sync():
-                nn.functional.mse_loss(one(share.x), share.y).backward()
-            stepper.step()
+
+            def backward(share: Share = share, one: Any = one, stepper: Any = stepper) -> torch.Tensor:
+                stepper.zero_grad()
+                with model.no_sync():
+                    loss = nn.functional.mse_loss(one(share.x), share.y)
+                    loss.backward()
+                return loss
+
+            if closures:
+                stepper.step(backward)
+            else:
+                backward()
+                stepper.step()
         if step % 2:
             for same in zip(*(one.parameters() for one in [model, *others]), strict=True):
                 average = job.mean(torch.stack([p.data for p in same]).mean(0))
@@ -125,6 +135,12 @@ def local_steps_and_averages_of_parameters(job: Job) -> None:
                     p.data.copy_(average)
     optimizer.zero_grad()
     train(job, model, optimizer, 2)
+
+
+for _closures in (False, True):
+    case(devices=(CPU,), name=f"local steps{' of closures' if _closures else ''} and averages of parameters")(
+        partial(_local_steps, _closures)
+    )
 
 
 @case(devices=(CPU,))

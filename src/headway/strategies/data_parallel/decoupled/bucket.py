@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -151,6 +150,14 @@ class Slot:
         return all(same_bits(part.to(filled.device), filled) for part, filled in parts)
 
     @property
+    def shows_average(self) -> bool:
+        """Whether ``.grad`` is still what a look at the average put there."""
+        gradient = self.grad
+        if gradient is None or gradient is not self.whole or self.unreduced is None:
+            return False
+        return same_bits(gradient, self.unreduced.average)
+
+    @property
     def is_local(self) -> bool:
         """Whether it is to be stepped by a gradient that other ranks have not contributed to."""
         return self.unreduced_here and not self.pending and self.grad is not None
@@ -218,8 +225,8 @@ class LiveBucket:
         self.own = slice(*self.bounds[rank])
         self.slots: list[Slot] = []
         self.unit: Unit
-        self.collectives: Counter[str] = Counter()  # kind: how many have been submitted
         self.reductions = 0  # how many reduce-scatters have been submitted
+        self.gathers = 0  # and all-gathers
         self.reduce: Job | None = None
         self.gather: Job | None = None
 
@@ -230,10 +237,8 @@ class LiveBucket:
             return
         with self.turns.turn():
             part = gradient.reshape(-1)[place.start : place.end]
-            if self._apart:
-                place.view.copy_(
-                    part * scale, non_blocking=True
-                )  # whoever reads the buffer waits for this turn
+            if self._apart:  # whoever reads the buffer waits for this turn
+                place.view.copy_(part * scale, non_blocking=True)
             else:
                 torch.mul(part, scale, out=place.view)
 

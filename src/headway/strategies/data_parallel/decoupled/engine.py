@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.collectives import live
-from headway.collectives.algorithms import ALL_REDUCE, RING, Run, prepare
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING, Run, prepare
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
@@ -34,7 +34,6 @@ from headway.strategies.data_parallel.decoupled.bucket import (
 )
 from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
-from headway.strategies.data_parallel.decoupled.expected import Expected
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.intake import Intake
 from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
@@ -69,7 +68,6 @@ class Engine:
         self.synchronise = True  # whether the last forward was outside of no_sync()
         self.divisor = float(self.world_size)  # what sums of gradients are divided by; join() may change it
         self.find_unused = find_unused
-        self.expected = Expected()
         self.closed = False
         self.peers = peers
         self.lock = threading.RLock()
@@ -172,8 +170,9 @@ class Engine:
     ) -> Job:
         """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread or stream."""
         turn = bucket.turns.where_it_lies()
-        bucket.collectives[name] += 1
-        number = bucket.collectives[name]
+        if name == ALL_GATHER:
+            bucket.gathers += 1
+        number = bucket.gathers if name == ALL_GATHER else bucket.reductions
 
         def work(channel: int) -> None:
             with turn:

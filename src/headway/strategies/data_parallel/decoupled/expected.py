@@ -13,31 +13,32 @@ from typing import Any
 from headway import torch_private
 
 
-class _Graph:
-    """Stands for one forward; kept alive by the hooks on what it returned."""
-
-
 class Expected:
-    """The backwards of one wrapped model that are to be reduced. True where the next one is."""
+    """The backwards of one wrapped model that are to be reduced. True where the next one is.
 
-    def __init__(self) -> None:
+    ``begins`` is called when a backward reaches what a synchronised forward returned.
+    """
+
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self._begins = begins
         self._forward = False  # there has been a synchronised forward since the last reduced backward
-        self._reached: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._reached: weakref.WeakSet[_Output] = weakref.WeakSet()  # they live as long as their graphs
 
     def __bool__(self) -> bool:
         return self._forward or len(self._reached) > 0
 
-    def forward(self, output: Any, begins: Callable[[], None]) -> None:
-        """A synchronised forward returns ``output``. ``begins`` is called when a backward reaches that."""
+    def forward(self, output: Any) -> None:
+        """A synchronised forward returns ``output``."""
         self._forward = True
-        reached = _Reached(self, _Graph(), begins)
+        hook = _Output(self)
         for tensor in torch_private.tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(reached)
+                tensor.register_hook(hook)
 
-    def reached(self, graph: _Graph) -> None:
+    def reached(self, output: _Output) -> None:
         """A backward has come to what a forward returned, perhaps once more."""
-        self._reached.add(graph)
+        self._reached.add(output)
+        self._begins()
 
     def backward_ended(self) -> None:
         """A backward was reduced."""
@@ -45,18 +46,14 @@ class Expected:
         self._reached.clear()
 
 
-class _Reached:
-    """A hook on one output. It need not be saved with it."""
+class _Output:
+    """A hook on all that one forward returned. It need not be saved with it."""
 
     __torch_unserializable__ = True
 
-    def __init__(self, expected: Expected, graph: _Graph, begins: Callable[[], None]) -> None:
+    def __init__(self, expected: Expected) -> None:
         self._expected = weakref.ref(expected)
-        self._graph = graph
-        self._begins = begins
 
     def __call__(self, _gradient: Any) -> None:
-        expected = self._expected()
-        if expected is not None:
-            expected.reached(self._graph)
-            self._begins()
+        if (expected := self._expected()) is not None:
+            expected.reached(self)

@@ -30,11 +30,7 @@ from headway.strategies.data_parallel.decoupled.shard import (
     ShardedState,
     State,
 )
-from headway.strategies.data_parallel.decoupled.sharded_gradients import (
-    ShardedGradients,
-    keep_looks_that_hold,
-    put_back,
-)
+from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients, put_back
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 
@@ -66,7 +62,9 @@ class GatherParameters:
         """Have them added to averages, which every rank holds, and not to what this rank alone contributed."""
         self._bring_changed()
         self.sharded_gradients.bring()
-        keep_looks_that_hold(self._engine.slots)
+        for slot in self._engine.slots:
+            if not slot.shows_average:
+                slot.unreduced = None  # what a script has made of an average is its own
 
     def _bring_changed(self) -> None:
         self._engine.settle_values()

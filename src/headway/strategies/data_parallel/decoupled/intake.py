@@ -14,7 +14,8 @@ from headway.collectives.algorithms import REDUCE_SCATTER
 from headway.errors import UnsupportedError
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.filling import Filling
-from headway.strategies.data_parallel.decoupled.bucket import Slot, gradient_holders, unshared
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Slot, gradient_holders, unshared
+from headway.strategies.data_parallel.decoupled.expected import Expected
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine
@@ -27,6 +28,7 @@ class Intake:
         self._engine = engine
         self._unheld = unshared(engine.wiring.device)[0]
         self.running = False
+        self._expected = Expected(self._backward_begins)
         self._local = False  # whether a backward is under way that is not reduced
         self._kept = False  # whether a reduced gradient may be under way
         self._settled = True  # whether nothing has happened since the last backward began
@@ -42,7 +44,7 @@ class Intake:
         """Called with every gradient before it is added to ``.grad``: the first of a backward settles values."""
         if self.running or self._local:
             return
-        if self._engine.expected:
+        if self._expected:
             self._settle_before_backward()
         else:
             self._local = True
@@ -67,9 +69,9 @@ class Intake:
 
     def expect(self, output: Any) -> None:
         """A synchronised forward returns ``output``: its backward is to be reduced."""
-        self._engine.expected.forward(output, _begins(self))
+        self._expected.forward(output)
 
-    def backward_begins(self) -> None:
+    def _backward_begins(self) -> None:
         """A backward that may leave parameters without a gradient begins: be told of its end in any case."""
         if self._engine.find_unused:
             self._begin()
@@ -88,7 +90,7 @@ class Intake:
 
     def take_gradient(self, slot: Slot) -> None:
         """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
-        if not self.running and not self._engine.expected:
+        if not self.running and not self._expected:
             slot.unreduced_here = True
             return
         if not (self.running and self._callback_queued):
@@ -142,13 +144,15 @@ class Intake:
                 if not slot.pending:
                     slot.begin()
             bucket.unit.in_flight = True
-            bucket.reductions += 1
-            bucket.reduce = self._engine.collective(
-                REDUCE_SCATTER, bucket, then=self._engine.form.keep(index)
-            )
-            self._engine.form.reduced(index)
+            self._reduce(bucket)
         if indices and self._filling.complete and self._engine.find_unused:
             self._engine.usage.share(self._engine)
+
+    def _reduce(self, bucket: LiveBucket) -> None:
+        form = self._engine.form
+        bucket.reductions += 1
+        bucket.reduce = self._engine.collective(REDUCE_SCATTER, bucket, then=form.keep(bucket.index))
+        form.reduced(bucket.index)
 
     def _backward_ended(self) -> None:
         self._callback_queued = False
@@ -159,7 +163,7 @@ class Intake:
         if not self._filling.complete:
             raise self._engine.fail_unfinished()
         self.running = False
-        self._engine.expected.backward_ended()
+        self._expected.backward_ended()
         # A gradient that somebody holds a reference to can be read without asking: it must be right now.
         for unit in self._engine.units:
             if any(slot.held for slot in unit.slots):
@@ -185,11 +189,7 @@ class Intake:
         self._engine.usage.restart()
         for bucket in self._engine.buckets:
             bucket.clear()
-            bucket.reductions += 1
-            bucket.reduce = self._engine.collective(
-                REDUCE_SCATTER, bucket, then=self._engine.form.keep(bucket.index)
-            )
-            self._engine.form.reduced(bucket.index)
+            self._reduce(bucket)
         if self._engine.find_unused:
             self._engine.usage.share(self._engine)
         for bucket in self._engine.buckets:
@@ -208,16 +208,6 @@ class Intake:
     def unsettle(self) -> None:
         """Something was deferred that the next backward must find settled."""
         self._settled, self._kept = False, True
-
-
-def _begins(intake: Intake) -> Callable[[], None]:
-    intake_of = weakref.ref(intake)
-
-    def begins() -> None:
-        if (alive := intake_of()) is not None:
-            alive.backward_begins()
-
-    return begins
 
 
 def _hook(intake: Intake, slot: Slot) -> Sequence[RemovableHandle]:

@@ -80,15 +80,16 @@ _abandoned: list[Engine] = []  # they answer peers for as long as one may ask
 
 def abandon(engine: Engine) -> None:
     """The wrapped model was collected: let go of ``engine``, unless this is no moment to wait."""
-    if engine not in _engines or not _here() or engine.running or sys.is_finalizing():
-        return
-    if threading.current_thread() is not threading.main_thread():  # garbage is collected on any
-        _orphans.append(engine)
-        return
-    _abandon(engine)
+    if engine in _engines and _here() and not sys.is_finalizing():
+        if threading.current_thread() is threading.main_thread():
+            _abandon(engine)
+        else:  # garbage is collected on any
+            _orphans.append(engine)
 
 
 def _abandon(engine: Engine) -> None:
+    if engine not in _engines or engine.running:
+        return
     with suppress(CommunicationError):
         release(engine, together=False)
     if not engine.failed:
@@ -103,8 +104,7 @@ def release_orphans() -> None:
     """
     found, _orphans[:] = _orphans[:], []
     for engine in found:
-        if engine in _engines and not engine.running:
-            _abandon(engine)
+        _abandon(engine)
     _let_go_of_abandoned()
 
 

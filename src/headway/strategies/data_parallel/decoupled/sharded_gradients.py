@@ -7,14 +7,14 @@ before, alone: it then holds them whole as well, and changes both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled import clipping
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Replaced, Slot, flat_copy, same_bits
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Replaced, Slot, flat_copy
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Answer, Reply
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
@@ -173,11 +173,12 @@ def _write_average(slot: Slot, whole: Mapping[LiveBucket, torch.Tensor]) -> None
 def put_back(slot: Slot) -> None:
     """Take a look at an average back: ranks that looked and ranks that did not must hold the same kind of gradient."""
     assert slot.unreduced is not None
+    shown = slot.shows_average
     replaced, slot.unreduced = slot.unreduced, None
     gradient = slot.grad
     if gradient is None or gradient is not slot.whole:
         return
-    if same_bits(gradient, replaced.average):
+    if shown:
         if replaced.local is None:
             slot.grad = None
         else:
@@ -187,16 +188,3 @@ def put_back(slot: Slot) -> None:
         gradient.detach().sub_(replaced.average)
         if replaced.local is not None:
             gradient.detach().add_(replaced.local)
-
-
-def keep_looks_that_hold(slots: Iterable[Slot]) -> None:
-    """A local backward is about to be added to ``.grad``: what a script has made of an average since is its own."""
-    for slot in slots:
-        if slot.unreduced is not None:
-            gradient = slot.grad
-            if (
-                gradient is None
-                or gradient is not slot.whole
-                or not same_bits(gradient, slot.unreduced.average)
-            ):
-                slot.unreduced = None

@@ -10,7 +10,7 @@ one step, as ever. Optimizers that look at several elements or parameters at onc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -97,44 +97,49 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     bind(optimizer)
     kind = kind_of(optimizer)
-    local = {slot.engine for slot in slots_of(optimizer) if slot.is_local}
     for engine in engines:
         engine.check_usable()
-        if kind is not Kind.ELEMENT or engine in local:
+        if kind is not Kind.ELEMENT:
             engine.gather_gradients_from_now_on()
     if kind is Kind.WHOLE:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
-    return (StandIn(optimizer, partial(_defer, optimizer, engines)), *args[1:]), kwargs
+    return (StandIn(optimizer, partial(_defer, optimizer)), *args[1:]), kwargs
 
 
-def _defer(optimizer: Optimizer, engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    """Give ``engines`` their parameters to update, and return groups of the others."""
-    for engine in engines:
-        engine.check_usable()
-        if engine.needs_gradients:
-            engine.form.state_wanted(optimizer)  # of the updates that are not deferred
+def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Give the engines their parameters to update, and return groups of the others."""
     kind = kind_of(optimizer)
-    scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    _prepare(optimizer, kind)
     hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
     now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
-    by_form: dict[Form, list[Slot]] = {}
-    for slot in slots_of(optimizer):
-        by_form.setdefault(slot.engine.form, []).append(slot)
-    for form, own in by_form.items():
-        form.before_step(own, kind, scaled_by_amp=scaled_by_amp)
     taken: dict[Form, list[list[Slot]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            found: Slot | None = deferred.entry_of(parameter)
-            if found is None or not found.engine.form.takes(found, kind):
+            slot: Slot | None = deferred.entry_of(parameter)
+            if slot is None or not slot.engine.form.takes(slot, kind):
                 now[index]["params"].append(parameter)
             else:
-                taken.setdefault(found.engine.form, [[] for _ in now])[index].append(found)
+                taken.setdefault(slot.engine.form, [[] for _ in now])[index].append(slot)
     for form, slots in taken.items():
         form.step(optimizer, hyper_parameters, slots)
     if taken and isinstance(optimizer.state, WatchedState):
         optimizer.state.behind = True
     return now
+
+
+def _prepare(optimizer: Optimizer, kind: Kind) -> None:
+    """Settle what cannot wait, now that a closure has run."""
+    scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    slots_by_engine: dict[Engine, list[Slot]] = {}
+    for slot in slots_of(optimizer):
+        slots_by_engine.setdefault(slot.engine, []).append(slot)
+    for engine, slots in slots_by_engine.items():
+        engine.check_usable()
+        if any(slot.is_local for slot in slots):
+            engine.gather_gradients_from_now_on()
+        if engine.needs_gradients:
+            engine.form.state_wanted(optimizer)  # of the updates that are not deferred
+        engine.form.before_step(slots, kind, scaled_by_amp=scaled_by_amp)
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,4 @@ class DecoupledJoinHook(JoinHook):
         replicas.broadcast(wrapped.module.parameters(), group, device, source)
         if wrapped.forward_sync_buffers:
             replicas.broadcast(wrapped.module.buffers(), group, device, source)
-        wrapped.uneven = None
-        if wrapped.engine is not None:
-            wrapped.engine.divisor = float(wrapped.engine.world_size)
-        wrapped.reschedule(self._uneven.schedule)
+        wrapped.join_ends()

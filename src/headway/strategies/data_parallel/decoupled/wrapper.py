@@ -185,14 +185,11 @@ class DecoupledDataParallel(RefusingDataParallel):
             engine.check_usable()
             if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
                 refuse("CUDA graph capture")
-            if self.uneven is not None and not self._join_config.enable:  # join(enable=False)
-                before, self.uneven = self.uneven.schedule, None
-                engine.divisor = float(engine.world_size)
-                self.reschedule(before)
+            if not self._join_config.enable:
+                self.join_ends()  # one that was switched off has begun all the same
             trainable = trainable_now(self.module)
-            reducing = bool(
-                trainable
-            )  # a critic that is frozen while others learn is as it was when it thaws
+            # A critic that is frozen while others learn is as it was when it thaws.
+            reducing = bool(trainable)
             if trainable and trainable != self._trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
@@ -302,6 +299,13 @@ class DecoupledDataParallel(RefusingDataParallel):
         """Every rank enters a ``join()``, those without inputs too."""
         if self._tuner is not None:
             self._tuner.join_begins()
+
+    def join_ends(self) -> None:
+        """Go on as before a ``join()``, if there is one."""
+        if self.uneven is not None and self.engine is not None:
+            before, self.uneven = self.uneven.schedule, None
+            self.engine.divisor = float(self.engine.world_size)
+            self.reschedule(before)
 
     @property
     def join_device(self) -> torch.device:
