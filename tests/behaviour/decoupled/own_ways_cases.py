@@ -67,6 +67,31 @@ def one_rank_differentiates_the_bare_module(job: Job) -> None:
     optimizer.zero_grad()
 
 
+def _compared(through_wrapper: bool, job: Job) -> None:
+    """A script keeps gradients it has looked at while it differentiates another loss, whose gradients are its own."""
+    model = job.wrap(mlp())
+    optimizer = sgd(model)
+    parameters = list(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        for number in range(1 + step % 2):
+            job.loss(model, 10 * step + number).backward()
+        kept = [p.grad for p in parameters]
+        x, y = rows(2, 50 + step)
+        other = nn.functional.mse_loss((model if through_wrapper else model.module)(x), y)
+        others = torch.autograd.grad(other, parameters)
+        job.see("products", [(one * another).sum() for one, another in zip(kept, others, strict=True)])
+        if step == 2:
+            job.loss(model, 40).backward()  # and accumulates onto what it kept
+        optimizer.step()
+
+
+for _through_wrapper in (False, True):
+    case(name=f"gradients compared with those of {'the wrapper' if _through_wrapper else 'the bare module'}")(
+        partial(_compared, _through_wrapper)
+    )
+
+
 @case()
 def a_forward_under_no_sync_beside_another(job: Job) -> None:
     model = job.wrap(mlp())

@@ -59,6 +59,8 @@ class Slot:
         self._engine = weakref.ref(engine)
         self.name = name
         self.parameter = parameter
+        with torch_private.without_subclass_dispatch():  # the graph itself does not keep it, nor hooks on it
+            self.accumulation = torch.autograd.graph.get_gradient_edge(parameter).node
         self.places: list[Place] = []
         self.unit: Unit
         self.pending = False

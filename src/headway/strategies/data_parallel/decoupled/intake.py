@@ -41,7 +41,10 @@ class Intake:
         return [handle for slot in self._engine.slots for handle in _hook(self, slot)]
 
     def before_accumulation(self) -> None:
-        """Called with every gradient before it is added to ``.grad``: the first of a backward settles values."""
+        """Called before a gradient is added to ``.grad``: the first of a backward settles values.
+
+        Not for gradients that ``torch.autograd.grad`` hands to the script.
+        """
         if self.running or self._local:
             return
         if self._expected:
@@ -213,7 +216,7 @@ class Intake:
 def _hook(intake: Intake, slot: Slot) -> Sequence[RemovableHandle]:
     intake_of: Callable[[], Intake | None] = weakref.ref(intake)
 
-    def before(_gradient: torch.Tensor) -> None:
+    def before(_gradients: tuple[torch.Tensor, ...]) -> None:
         if (alive := intake_of()) is not None:
             alive.before_accumulation()
 
@@ -221,4 +224,7 @@ def _hook(intake: Intake, slot: Slot) -> Sequence[RemovableHandle]:
         if (alive := intake_of()) is not None:
             alive.take_gradient(slot)
 
-    return slot.parameter.register_hook(before), slot.parameter.register_post_accumulate_grad_hook(after)
+    return (
+        slot.accumulation.register_prehook(before),
+        slot.parameter.register_post_accumulate_grad_hook(after),
+    )
