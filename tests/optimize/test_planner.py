@@ -5,10 +5,10 @@ from tests.optimize.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.collectives.selection import RINGS
 from headway.optimize.dependency_bound import bounds_of, least_lateness
-from headway.optimize.planner import FORMS, plan
+from headway.optimize.planner import plan
 from headway.optimize.predict import Predictor
 from headway.optimize.search import DECOUPLED_CAPS_BYTES
-from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.scheduling.buckets import FORMS, BucketSchedule, Gather, forward_gather_order, make_buckets
 from headway.scheduling.partition import cut
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 

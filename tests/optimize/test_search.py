@@ -5,19 +5,18 @@ import itertools
 import pytest
 from tests.models import layered_model
 from tests.replay.test_replayer import as_bucketed, cluster_of, job
-from tests.synthetic import events_of, synthetic_trace
+from tests.synthetic import synthetic_trace
 
 from headway.errors import UserError
 from headway.graph.step_profile import profile_of
 from headway.optimize.bounds import step_bound
-from headway.optimize.planner import FORMS, plan
-from headway.optimize.search import TIE, candidate_strategies, deferrable_forms, plan_of, search
+from headway.optimize.planner import plan
+from headway.optimize.search import TIE, candidate_strategies, plan_of, search
 from headway.replay.replayer import Replayer
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.trace.events import Events, Kind
-from headway.trace.format import Trace
+from headway.trace.events import Kind
 
 
 @pytest.fixture(scope="module")
@@ -100,29 +99,6 @@ def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: R
     assert plan.prediction is not None
     assert plan.prediction.step_ms == found.best(DecoupledStrategy).predicted_ms
     assert replayer.replay(plan.strategy).step_ms == plan.prediction.step_ms
-
-
-@pytest.mark.parametrize(
-    ("names", "forms", "said"),
-    [
-        (("SGD", "AdamW"), FORMS, ""),
-        (("SGD", "Adafactor"), ("gradients",), "Adafactor needs whole gradients"),
-        (("SGD", "LBFGS"), (), "LBFGS may look at all gradients"),
-        (("own.AdamW",), (), "own.AdamW may look"),
-    ],
-)
-def test_plans_fit_the_recorded_optimizers(names: tuple[str, ...], forms: tuple[str, ...], said: str) -> None:
-    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
-    ranks = events_of(one)
-    for rows in ranks.values():
-        steps = [row for row in rows if row.kind == Kind.OPTIMIZER]
-        rows[:] = [row for row in rows if row.kind != Kind.OPTIMIZER]
-        rows += [row._replace(name=name) for row, name in zip(steps, itertools.cycle(names), strict=False)]
-    base = as_bucketed(synthetic_trace(one))
-    events = {rank: Events.from_rows(rows) for rank, rows in ranks.items()}
-    found, note = deferrable_forms(Trace(base.path, base.manifest, base.model, events))
-    assert found == forms
-    assert note.startswith(said)
 
 
 def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:

@@ -18,9 +18,8 @@ from headway.optimize.draft import Drafter, Groups, Manner
 from headway.optimize.predict import Predictor
 from headway.optimize.refine import refine
 from headway.optimize.starts import starting_groups
-from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
 
-FORMS: tuple[Gather, ...] = ("parameters", "gradients")
 _PATIENCES = (None, 0.0, 0.5, 1.0)
 
 

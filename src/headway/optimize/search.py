@@ -13,18 +13,15 @@ from headway.errors import UserError
 from headway.graph.step_profile import profile_of
 from headway.model import ModelSpec
 from headway.optimize.bounds import step_bound
-from headway.optimize.planner import FORMS, Planned
+from headway.optimize.planner import Planned
 from headway.optimize.planner import plan as plan_schedules
 from headway.plan import Plan, PlannedModel, Prediction
+from headway.replay.permitted import deferrable_forms
 from headway.replay.replayer import Replayer, times_in_range
-from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.kinds import Kind as UpdateKind
-from headway.strategies.data_parallel.decoupled.kinds import kind_named
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
-from headway.trace.events import Kind
-from headway.trace.format import Trace
 
 TIE = 0.01
 DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
@@ -119,23 +116,6 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
         elapsed_s=time.perf_counter() - begun,
         note=note,
     )
-
-
-def deferrable_forms(trace: Trace) -> tuple[tuple[Gather, ...], str]:
-    """What decoupled strategies may gather under the recorded optimizers, and why they may not gather everything.
-
-    An optimizer that looks at several elements at once needs whole gradients, and one that is not known to take its
-    parameters one by one needs all of them before it steps: then nothing is left of forward to hide a gather under.
-    """
-    names = {row.name for events in trace.events.values() for row in events.of_kind(Kind.OPTIMIZER)}
-    kinds = {name: kind_named(name) for name in sorted(names) if name}
-    whole = [name for name, kind in kinds.items() if kind is UpdateKind.WHOLE]
-    if whole:
-        return (), f"{whole[0]} may look at all gradients at once, so decoupled plans are left out"
-    by_parameter = [name for name, kind in kinds.items() if kind is UpdateKind.PARAMETER]
-    if by_parameter:
-        return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"
-    return FORMS, ""
 
 
 def _bound_ms(planned: Planned, forms: Sequence[Gather], replayer: Replayer) -> float:

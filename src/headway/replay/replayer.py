@@ -21,6 +21,7 @@ from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
 from headway.replay.memory import peak_bytes
+from headway.replay.permitted import as_run
 from headway.replay.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
@@ -102,13 +103,14 @@ class Replayer:
         """Replay every recorded step under ``strategy`` (the recorded one by default) and ``what_if``.
 
         The first step is played once before, so that what a strategy carries over from step to step is under way.
+        Raises UnsupportedError for a strategy that the recorded optimizers do not permit.
         """
         with times_in_range():
             return self._replay(strategy, what_if)
 
     def _replay(self, strategy: Strategy | None, what_if: WhatIf) -> ReplayResult:
         begun = time.perf_counter()
-        strategy = strategy or self.recorded_strategy
+        strategy = self._strategy_run(strategy)
         if not self._checked:
             check_fidelity(self.trace, self.recorded_strategy, self.timelines[0], self.cluster)
             self._checked = True
@@ -131,6 +133,12 @@ class Replayer:
             graph=graph,
             schedule=played,
         )
+
+    def _strategy_run(self, asked: Strategy | None) -> Strategy:
+        recorded, model = self.recorded_strategy, self.trace.model
+        if asked is None or (asked.name == recorded.name and asked.decide(model) == recorded.decide(model)):
+            return recorded
+        return as_run(self.trace, asked)
 
     def _ranks(self, world_size: int, compute: float) -> list[list[Timeline]]:
         """One list of timelines a rank; ranks that were not recorded repeat the recorded ones in turn."""

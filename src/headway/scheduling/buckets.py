@@ -11,6 +11,7 @@ from headway.collectives.selection import RINGS, Algorithms
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
 
 Gather = Literal["parameters", "gradients"]
+FORMS: tuple[Gather, ...] = ("parameters", "gradients")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""What the recorded optimizers permit: a plan that they do not is not run as it stands, nor predicted so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.errors import UnsupportedError
+from headway.scheduling.buckets import FORMS, Gather
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.decoupled.kinds import Kind as UpdateKind
+from headway.strategies.data_parallel.decoupled.kinds import kind_named
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.trace.events import Kind
+from headway.trace.format import Trace
+
+
+def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
+    """What decoupled strategies may gather under the recorded optimizers, and why they may not gather everything.
+
+    An optimizer that looks at several elements at once needs whole gradients, and one that is not known to take its
+    parameters one by one needs all of them before it steps: then nothing is left of forward to hide a gather under.
+    """
+    names = {row.name for events in trace.events.values() for row in events.of_kind(Kind.OPTIMIZER)}
+    kinds = {name: kind_named(name) for name in sorted(names) if name}
+    whole = [name for name, kind in kinds.items() if kind is UpdateKind.WHOLE]
+    if whole:
+        return (), f"{whole[0]} may look at all gradients at once, so decoupled plans are left out"
+    by_parameter = [name for name, kind in kinds.items() if kind is UpdateKind.PARAMETER]
+    if by_parameter:
+        return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"
+    return FORMS, ""
+
+
+def as_run(trace: Trace, strategy: Strategy) -> Strategy:
+    """``strategy`` as the recorded job would run it.
+
+    Raises UnsupportedError where nothing of a decoupled strategy would be left to hide under forward.
+    """
+    if not isinstance(strategy, DecoupledStrategy):
+        return strategy
+    forms, why = deferrable_forms(trace)
+    if not forms:
+        raise UnsupportedError(
+            "the plan is not predicted for the recorded optimizers",
+            got=why,
+            expected="optimizers that take parameters one by one",
+            fix="Replay a plan of DDP.",
+        )
+    return strategy if strategy.gather in forms else strategy.model_copy(update={"gather": forms[0]})
