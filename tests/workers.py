@@ -4,7 +4,7 @@
 
 The function is called as ``function(rank, world_size, *arguments)`` after ``init_process_group``; what it returns comes
 back as JSON, by rank. A rank that raises fails the test with its traceback, and a rank that outlasts the time limit
-fails it with everybody's output.
+fails it with everybody's output. The limit counts from when every rank has imported what it needs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+START_LIMIT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def launch(
             _start(Path(folder), rank, world_size, function, arguments, group_timeout_s, backend)
             for rank in range(world_size)
         ]
+        _await_start(Path(folder), started)
         deadline = time.monotonic() + timeout_s
         overdue = False
         for process in started:
@@ -109,6 +111,14 @@ def _start(
         )  # fmt: skip
 
 
+def _await_start(folder: Path, started: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline and all(process.poll() is None for process in started):
+        if all((folder / f"started-{rank}").exists() for rank in range(len(started))):
+            return
+        time.sleep(0.01)
+
+
 def _ended(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> Worker:
     result = folder / f"result-{rank}"
     return Worker(
@@ -128,14 +138,24 @@ def _work(job: dict[str, Any]) -> None:
     folder, rank, world_size = Path(job["folder"]), job["rank"], job["world_size"]
     module, _, name = job["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
+    store = FileStore(str(folder / "store"), world_size)
+    _meet(folder, store, rank, world_size)
     dist.init_process_group(
-        job["backend"], store=FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size,
+        job["backend"], store=store, rank=rank, world_size=world_size,
         timeout=timedelta(seconds=job["group_timeout_s"]),
     )  # fmt: skip
     result = function(rank, world_size, *job["arguments"])
     (folder / f"result-{rank}").write_text(json.dumps(result))
     if dist.is_initialized():
+        time.sleep(0.1)  # Gloo's threads may hang where they still hold a tensor
         dist.destroy_process_group()
+
+
+def _meet(folder: Path, store: Any, rank: int, world_size: int) -> None:
+    """Wait until every rank is there: a group with a short timeout must not be formed before."""
+    (folder / f"started-{rank}").touch()
+    store.set(f"started-{rank}", "")
+    store.wait([f"started-{each}" for each in range(world_size)], timedelta(seconds=START_LIMIT_S))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from headway.errors import UserError
 from headway.version import __version__
 
 MAX_TEXT_BYTES = 64 * 2**20
+REMOVALS = 20
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -82,8 +83,11 @@ def remove_folder(path: Path) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.removed")
     with suppress(OSError):
         path.rename(aside)
-    for one in (aside, path):
-        shutil.rmtree(one, ignore_errors=True)
+    for _ in range(REMOVALS):  # who had opened it before it was moved may still put a file into it
+        for one in (aside, path):
+            shutil.rmtree(one, ignore_errors=True)
+        if not aside.exists():
+            return
 
 
 def check_absent(path: Path, error: type[UserError] = UserError) -> None:

@@ -266,4 +266,4 @@ def let_gloo_finish() -> None:
     torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
     finished collective needs it: a group destroyed right after a collective can hang or abort.
     """
-    time.sleep(0.05)
+    time.sleep(0.2)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
 
+from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled import observer as observing
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
@@ -65,7 +66,7 @@ def step(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, index: int =
 
 
 def overlap(rank: int, world_size: int) -> dict[str, Any]:
-    """Two steps; rank 1 is late for each backward, so that a gather waited for in step() would show."""
+    """Two steps; rank 1 begins its backward when rank 0 is in its next forward: one that waits in step() would hang."""
     log = Log()
     observing.set_observer(log)
     wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
@@ -74,10 +75,12 @@ def overlap(rank: int, world_size: int) -> dict[str, Any]:
     order: list[int] = []
     for index, layer in enumerate(wrapped.module):
         layer.register_forward_hook(lambda *_, index=index: order.append(index))
-    for _ in range(2):
+    store = torch_private.default_store()
+    for index in range(2):
         loss = wrapped(x).sum()
         if rank == 1:
-            time.sleep(0.3)
+            store.wait([f"forward-{index}"])
+            time.sleep(0.1)
         loss.backward()
         log.mark("step begins")
         optimizer.step()
@@ -85,6 +88,7 @@ def overlap(rank: int, world_size: int) -> dict[str, Any]:
         all_deferred = all(type(p) is DeferredParameter for p in wrapped.parameters())
         optimizer.zero_grad()
         log.mark("forward begins")
+        store.set(f"forward-{index}", "")
     wrapped(x)
     wrapped.flush()
     observing.set_observer(None)

@@ -32,7 +32,7 @@ def test_gathers_happen_under_the_next_forward() -> None:
                 updates += kind == "update"
         assert updates == 2 * 8  # every bucket once a step
         assert beside == (2 * 8 if result["gather"] == "parameters" else 0)
-    # Rank 0 was through with its step while rank 1 slept, so its next forward had to wait for gathers.
+    # Rank 1 had not begun its backward when rank 0 was in its next forward, which had to wait for gathers.
     assert any(kind == "wait" and name == "all_gather" for kind, name, _ in results[0]["events"])
     assert sorted(results[0]["sequences"]) == sorted(results[1]["sequences"])
     assert sorted(s for s, _, _ in results[0]["sequences"]) == list(range(2 * 2 * 8))

@@ -23,7 +23,7 @@ from headway.lab.launch import Mode, best_mode, run
 from headway.lab.processes import members
 from headway.lab.spec import LabSpec
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 NOBODY = 65534
 
@@ -216,20 +216,23 @@ def test_a_slow_worker_gets_its_share_and_recovers(tmp_path: Path) -> None:
     script.write_text(
         "import time\n"
         "now = time.monotonic\n"
-        "end, stopped, last = now() + 2, 0.0, now()\n"
-        "while last < end:\n"
+        "begun, last = now(), now()\n"
+        "stopped = [0.0, 0.0, 0.0, 0.0]\n"
+        "while last < begun + 4:\n"
         "    time.sleep(0.0005)\n"
         "    gap, last = now() - last, now()\n"
-        "    stopped += gap if gap > 0.02 else 0.0\n"
-        "print(stopped)\n"
+        "    stopped[min(3, int(last - begun))] += gap if gap > 0.02 else 0.0\n"
+        "print(stopped[0], stopped[3])\n"
     )
-    events = [parse_event("1s slow 0 1")]
+    events = [parse_event("2s slow 0 1")]
     spec = override(None, hosts=1, slow={0: "0.25"}, slow_by="signals", timeline=events)
     job = Job(spec, [sys.executable, "-S", str(script)])
     assert job.status == 0
     assert any("stopped for part of every 40 ms" in notice for notice in job.notices)
-    # A quarter of about one second runs, the second one is whole.
-    assert 0.3 < float(job.text_of(0)[0]) < 1.2
+    # A quarter of the first second runs, the fourth is whole but for what else the machine does.
+    first_s, fourth_s = (float(number) for number in job.text_of(0)[0].split())
+    assert first_s > 0.5
+    assert fourth_s < 0.7 * first_s
 
 
 def groups_left() -> list[Path]:
@@ -414,7 +417,7 @@ def test_gloo_works_between_hosts(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     spec = LabSpec(hosts=2, rate="200mbit")
-    job = Job(spec, [sys.executable, str(script)], mode=permitted("user"))
+    job = Job(spec, [sys.executable, str(script)], mode=permitted("user"), timeout_s=100)
     assert [job.text_of(rank) for rank in range(2)] == [["[3.0]"], ["[3.0]"]], job.lines
 
 

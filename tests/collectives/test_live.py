@@ -51,7 +51,7 @@ def test_two_groups_at_a_time(world_size: int) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_peer_that_is_gone_is_an_error_of_one_reason(world_size: int) -> None:
-    *here, _gone = workers.run(world_size, f"{CASES}:run_while_a_peer_is_gone", group_timeout_s=2)
+    *here, _gone = workers.run(world_size, f"{CASES}:run_while_a_peer_is_gone", group_timeout_s=5)
     for reason in here:
         assert reason != "nothing"
         assert "Traceback" not in reason

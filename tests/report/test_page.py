@@ -124,14 +124,12 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 3)
         page.mouse.move(*middle)
         page.mouse.wheel(0, -300)
-        page.wait_for_timeout(400)
-        zoomed = _view(page)
+        zoomed = _view_after(page, before)
         assert zoomed[1] - zoomed[0] < 0.9 * (before[1] - before[0])
         page.mouse.down()
         page.mouse.move(middle[0] + 150, middle[1], steps=5)
         page.mouse.up()
-        page.wait_for_timeout(400)
-        panned = _view(page)
+        panned = _view_after(page, zoomed)
         assert panned[0] < zoomed[0]
         assert panned[1] - panned[0] == pytest.approx(zoomed[1] - zoomed[0])
 
@@ -147,6 +145,18 @@ def _view(page: Any) -> tuple[float, float]:
         "(() => { const r = Bokeh.documents[0].get_model_by_name('timeline').x_range; return [r.start, r.end]; })()"
     )
     return float(start), float(end)
+
+
+def _view_after(page: Any, before: tuple[float, float]) -> tuple[float, float]:
+    """The view once it has changed and come to rest."""
+    last = before
+    for _ in range(50):
+        page.wait_for_timeout(200)
+        now = _view(page)
+        if now == last != before:
+            return now
+        last = now
+    return last
 
 
 def _hover_over(page: Any, name: str) -> str:
@@ -172,7 +182,15 @@ def _hover_over(page: Any, name: str) -> str:
     )
     page.mouse.move(place[0] - 3, place[1])
     page.mouse.move(*place)
-    page.wait_for_timeout(500)
+    for _ in range(25):
+        page.wait_for_timeout(200)
+        if name in (shown := _texts(page)):
+            break
+    return shown
+
+
+def _texts(page: Any) -> str:
+    """The text inside of every shadow root, where tooltips are."""
     return str(
         page.evaluate(
             """() => {

@@ -21,7 +21,7 @@ from torch import nn
 MODES = (GRADIENTS, PARAMETERS)
 JOBS = failure_cases.jobs(list(MODES))
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(420)]
 
 
 def _run(command: list[str], timeout_s: float) -> str:
@@ -49,7 +49,7 @@ def _run(command: list[str], timeout_s: float) -> str:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int | None]]:
     folder = tmp_path_factory.mktemp("failures")
-    _run([sys.executable, "-m", failure_cases.__name__, str(folder), *MODES], timeout_s=130)
+    _run([sys.executable, "-m", failure_cases.__name__, str(folder), *MODES], timeout_s=400)
     return folder, json.loads((folder / "statuses.json").read_text())
 
 
@@ -79,7 +79,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     _run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
          "--monitor-interval", "0.1", str(script), str(tmp_path), DDP, *MODES],
-        timeout_s=100,
+        timeout_s=200,
     )  # fmt: skip
     assert (tmp_path / "killed").exists()
     assert (tmp_path / "resumed-0").read_text() == (tmp_path / "resumed-1").read_text() == "4"

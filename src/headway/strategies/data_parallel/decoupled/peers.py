@@ -30,7 +30,7 @@ from headway.errors import CommunicationError
 
 ADDRESS_BYTES = 64
 SECRET_BYTES = 32
-STATUS_TIMEOUT_S = 2.0
+STATUS_TIMEOUT_S = 10.0
 GONE_POLL_S = 0.05
 MAX_HEADER_BYTES = 64 * 2**20
 Reply = tuple[dict[str, Any], list[torch.Tensor]]
@@ -73,7 +73,8 @@ class Peers:
         if self.world_size == 1:
             return
         self._listener = socket.create_server(("", 0), backlog=1024)
-        threading.Thread(target=self._serve, name="headway-peers", daemon=True).start()
+        self._server = threading.Thread(target=self._serve, name="headway-peers", daemon=True)
+        self._server.start()
         mine = f"{_address()}:{self._listener.getsockname()[1]}".encode().ljust(ADDRESS_BYTES, b"\0")
         self._addresses = [_endpoint(each) for each in _all_gather(mine, group)]
         self._secret = _all_gather(secrets.token_bytes(SECRET_BYTES), group)[0]
@@ -114,6 +115,7 @@ class Peers:
             with suppress(OSError):  # wakes the thread that accepts
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
+            self._server.join(1.0)
 
     # Asking ------------------------------------------------------------------------------------------
 
@@ -175,7 +177,9 @@ class Peers:
         for wanted in ("ended", "stopped"):
             found = [rank for rank, (state, _, _) in states.items() if state == wanted]
             if found:
-                what = "has ended" if wanted == "ended" else "does not answer"
+                several = len(found) > 1
+                ended = "have ended" if several else "has ended"
+                what = ended if wanted == "ended" else "do not answer" if several else "does not answer"
                 return f"{_ranks([self._names[r] for r in found])} {what}"
         assert self._respondent is not None
         submitted, _ = self._respondent.progress
@@ -189,7 +193,7 @@ class Peers:
 
     def _state_of(self, rank: int) -> tuple[str, int, str]:
         try:
-            header = self._ask(rank, {"want": "progress"}, STATUS_TIMEOUT_S).header
+            header = self._ask(rank, {"want": "progress"}, min(STATUS_TIMEOUT_S, self.timeout_s)).header
         except TimeoutError:
             return "stopped", 0, ""
         except (OSError, EOFError, AuthenticationError):
