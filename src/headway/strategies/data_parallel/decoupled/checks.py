@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import Slot
+from headway.strategies.data_parallel.decoupled.slot import Slot
 
 DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

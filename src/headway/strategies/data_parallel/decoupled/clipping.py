@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import Slot
+from headway.strategies.data_parallel.decoupled.slot import Slot
 
 _EPSILON = 1e-6  # stock torch's
 _stock: Callable[..., torch.Tensor] | None = None

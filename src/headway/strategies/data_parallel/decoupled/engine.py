@@ -26,16 +26,12 @@ from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import (
-    LiveBucket,
-    Place,
-    Slot,
-    Unit,
-)
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Place, Unit
 from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
 from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.intake import Intake
+from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
 from headway.strategies.data_parallel.decoupled.streams import Streams, Turns
 from headway.strategies.data_parallel.decoupled.usage import Usage

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
-from headway.strategies.data_parallel.decoupled.bucket import Slot, Unit
+from headway.strategies.data_parallel.decoupled.bucket import Unit
 from headway.strategies.data_parallel.decoupled.kinds import Kind
+from headway.strategies.data_parallel.decoupled.slot import Slot
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.peers import Reply

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.collectives.algorithms import ALL_GATHER
-from headway.strategies.data_parallel.decoupled.bucket import Slot, Unit, copy_places, looked_past, note_steps
+from headway.strategies.data_parallel.decoupled.bucket import Unit
+from headway.strategies.data_parallel.decoupled.copying import copy_places
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
 from headway.strategies.data_parallel.decoupled.observer import observer
@@ -32,6 +33,7 @@ from headway.strategies.data_parallel.decoupled.shard import (
 )
 from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients, put_back
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
+from headway.strategies.data_parallel.decoupled.slot import Slot, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 
 

@@ -14,8 +14,9 @@ from headway.collectives.algorithms import REDUCE_SCATTER
 from headway.errors import UnsupportedError
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.filling import Filling
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Slot, gradient_holders, unshared
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.expected import Expected
+from headway.strategies.data_parallel.decoupled.slot import Slot, gradient_holders, unshared
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine

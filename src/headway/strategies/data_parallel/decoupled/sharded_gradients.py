@@ -14,10 +14,12 @@ import torch
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled import clipping
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Replaced, Slot, flat_copy
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+from headway.strategies.data_parallel.decoupled.copying import flat_copy
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Answer, Reply
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
+from headway.strategies.data_parallel.decoupled.slot import Replaced, Slot
 
 
 class ShardedGradients:

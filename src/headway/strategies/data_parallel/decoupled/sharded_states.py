@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import Slot
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Reply
 from headway.strategies.data_parallel.decoupled.shard import (
@@ -24,6 +23,7 @@ from headway.strategies.data_parallel.decoupled.shard import (
     spans_of,
     unpack,
 )
+from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.state import WatchedState
 
 

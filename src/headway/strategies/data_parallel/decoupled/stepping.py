@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import Slot
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.kinds import Kind, kind_of
+from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 from headway.strategies.data_parallel.decoupled.state import WatchedState
 

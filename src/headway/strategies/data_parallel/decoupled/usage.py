@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.strategies.data_parallel.decoupled.bucket import Slot
 from headway.strategies.data_parallel.decoupled.communication import Job
+from headway.strategies.data_parallel.decoupled.slot import Slot
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine

@@ -1,0 +1,46 @@
+"""Copies between parameters and the flat buffers of buckets, and whether two tensors are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.bucket import Place
+
+
+def copy_places(targets: Sequence[tuple[torch.Tensor, Place]]) -> None:
+    """Write what lies at each place over the elements of its target that it stands for, in the target's logical order.
+
+    Out of pinned memory this is done in the current stream's time: buffers must not change before.
+    """
+    whole = [(target, place.shaped) for target, place in targets if place.shaped is not None]
+    if whole:
+        torch._foreach_copy_([t for t, _ in whole], [s for _, s in whole], non_blocking=True)
+    for target, place in targets:
+        if place.shaped is None:
+            flat_copy(target, place.start, place.view)
+
+
+def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
+    """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order.
+
+    Out of pinned memory as ``copy_places``.
+    """
+    end = start + source.numel()
+    if end - start == target.numel():
+        target.copy_(source.view(target.shape), non_blocking=True)
+    elif target.is_contiguous():
+        target.view(-1)[start:end].copy_(source, non_blocking=True)
+    else:
+        whole = target.reshape(-1)
+        whole[start:end] = source
+        target.copy_(whole.view(target.shape))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN for NaN. Versions would not tell: ``.data`` has its own."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().view(bits), other.detach().view(bits))
