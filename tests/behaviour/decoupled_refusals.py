@@ -218,6 +218,14 @@ def converted_later() -> None:
     ours(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
 
 
+@refused("to and fro")
+def converted_to_and_fro() -> None:
+    ours = wrapped()
+    loss(ours).backward()
+    ours.double().float()
+    loss(ours).backward()
+
+
 @refused("received a gradient again")
 def shared_parameter_in_nested_backwards() -> None:
     class Shared(nn.Module):

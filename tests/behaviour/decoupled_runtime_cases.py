@@ -161,6 +161,24 @@ def collected(rank: int, world_size: int) -> dict[str, Any]:
 _kept: list[Any] = []
 
 
+def collected_on_one_rank(rank: int, world_size: int) -> list[float]:
+    """Rank 0 keeps its model, and looks at gradients, when the other's is gone; then the group is destroyed."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    inner = wrapped.module
+    if rank:
+        del wrapped, optimizer
+        gc.collect()
+        dist.barrier()
+    else:
+        dist.barrier()
+        for parameter in wrapped.parameters():
+            assert parameter.grad is not None
+    dist.destroy_process_group()
+    return [float(p.detach().sum()) for p in inner.parameters()]
+
+
 def ends_while_another_saves(rank: int, world_size: int, how: str) -> None:
     """Rank 1 comes to its end while rank 0 has yet to save an optimizer's state, of which rank 1 has a share."""
     wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)

@@ -57,6 +57,11 @@ def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
     assert results[0]["peers"] == 1  # the last one's: another rank may still have a question
 
 
+def test_a_model_that_went_out_of_use_on_one_rank_does_not_hold_up_the_others() -> None:
+    results = workers.run(3, f"{CASES}:collected_on_one_rank", timeout_s=40)
+    assert results[0] == results[1] == results[2]
+
+
 def test_a_forked_process_refuses_to_wait() -> None:
     assert workers.run(2, f"{CASES}:forked", timeout_s=40) == [[4, 3], [4, 3]]
 

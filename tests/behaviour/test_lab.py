@@ -231,8 +231,8 @@ def test_a_slow_worker_gets_its_share_and_recovers(tmp_path: Path) -> None:
     assert any("stopped for part of every 40 ms" in notice for notice in job.notices)
     # A quarter of the first second runs, the fourth is whole but for what else the machine does.
     first_s, fourth_s = (float(number) for number in job.text_of(0)[0].split())
-    assert first_s > 0.5
-    assert fourth_s < 0.7 * first_s
+    assert 0.5 < first_s < 0.95
+    assert fourth_s < 0.5 * first_s
 
 
 def groups_left() -> list[Path]:

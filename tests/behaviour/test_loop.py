@@ -156,6 +156,7 @@ def test_a_decoupled_run_can_be_recorded_and_replayed_too(recorded: Path, tmp_pa
     assert names == {"reduce_scatter", "all_gather"}
     assert len(trace.events[0].of_kind(Kind.UPDATE))
     assert_nothing_is_left_out(tmp_path / "trace")
+    assert headway("replay", tmp_path / "trace", "--json").returncode == 0
 
 
 def test_a_plan_for_another_model_ends_the_run_with_one_line_and_status_2(

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.errors import HeadwayError, LaunchError, TraceError, UnsupportedError
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.trace.events import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -63,6 +65,11 @@ def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, obje
         for _ in range(4):
             step(model, optimizer)
 
+    decoupled = DecoupledDataParallel(nn.Linear(8, 4))
+    adafactor = torch.optim.Adafactor(decoupled.parameters())
+    with headway.record(Path(folder, "third"), decoupled, first_step=2, last_step=4):
+        for _ in range(5):
+            step(decoupled, adafactor)
     try:
         with headway.record(Path(folder, "first"), model):
             pass
@@ -116,6 +123,13 @@ def test_everything_is_undone_afterwards(done: tuple[Path, list[dict[str, object
         assert seen["hooks"] == 0
 
 
+def test_a_form_that_the_optimizer_changed_is_recorded_as_it_ran(
+    done: tuple[Path, list[dict[str, object]]],
+) -> None:
+    recorded = headway.load_trace(done[0] / "third").manifest.ranks[0].strategy["decoupled"]
+    assert DecoupledStrategy.model_validate(recorded).gather == "gradients"
+
+
 def test_a_second_recording_of_one_process_is_whole(done: tuple[Path, list[dict[str, object]]]) -> None:
     trace = headway.load_trace(done[0] / "second")
     assert trace.steps == (1, 2)
@@ -128,4 +142,4 @@ def test_what_cannot_be_recorded_is_refused_on_every_rank_and_leaves_nothing(
     folder, ranks = done
     assert all(seen["refused"] and seen["compiled"] and seen["went on"] for seen in ranks)
     assert "0 optimizer steps" in str(ranks[0]["short"])
-    assert sorted(path.name for path in folder.iterdir()) == ["first", "second"]
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "second", "third"]

@@ -41,6 +41,8 @@ def test_what_every_recorded_update_costs_by_itself_is_not_shared_and_shows_in_t
                     bucket=row.bucket,
                 )
             )
+            settled = Event(Kind.UPDATE, "", Stream.COMPUTE, row.step, row.end_ns, 0, bucket=row.bucket)
+            rows.append(settled._replace(start_ns=row.end_ns + 1))  # it says nothing of sizes
             whole_ns += own_ns if rank == 0 and row.step == 0 else 0
     trace = trace_of(ranks)
     assert timelines_of(trace)[0][0].optimizer_ns == pytest.approx(2 * whole_ns, rel=0.02)

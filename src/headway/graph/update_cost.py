@@ -51,6 +51,6 @@ def update_cost_beside(events: Events, ranks: int) -> UpdateCost:
     for row in events.of_kind(Kind.UPDATE, Kind.COLLECTIVE):
         if is_beside(row):
             updates[row.bucket].append(row.duration_ns)
-        elif row.bucket >= 0:
+        elif row.kind == Kind.COLLECTIVE and row.bucket >= 0:
             sizes_bytes[row.bucket] = row.size_bytes
     return update_cost(updates, sizes_bytes, ranks)

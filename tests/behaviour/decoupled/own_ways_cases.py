@@ -67,9 +67,9 @@ def one_rank_differentiates_the_bare_module(job: Job) -> None:
     optimizer.zero_grad()
 
 
-def _compared(through_wrapper: bool, job: Job) -> None:
+def _compared(through_wrapper: bool, find_unused: bool, job: Job) -> None:
     """A script keeps gradients it has looked at while it differentiates another loss, whose gradients are its own."""
-    model = job.wrap(mlp())
+    model = job.wrap(mlp(), find_unused_parameters=find_unused)
     optimizer = sgd(model)
     parameters = list(model.parameters())
     for step in range(4):
@@ -86,9 +86,11 @@ def _compared(through_wrapper: bool, job: Job) -> None:
         optimizer.step()
 
 
-for _through_wrapper in (False, True):
-    case(name=f"gradients compared with those of {'the wrapper' if _through_wrapper else 'the bare module'}")(
-        partial(_compared, _through_wrapper)
+for _other, _through_wrapper, _find_unused in (
+    ("the bare module", False, False), ("the wrapper", True, False), ("a wrapper that finds unused", True, True)
+):  # fmt: skip
+    case(name=f"gradients compared with those of {_other}")(
+        partial(_compared, _through_wrapper, _find_unused)
     )
 
 

@@ -156,9 +156,11 @@ def record(
     try:
         yield recorder
     except BaseException:
-        recorder.give_up()
         if first:
+            recorder.give_up()
             files.remove_folder(staging)
+        else:
+            recorder.finish()  # rank 0 may have come to the end
         raise
     recorder.finish()
     if first:

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.decoupled.kinds import name_of
 from headway.strategies.data_parallel.decoupled.policy import options_of
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit, RankInfo, write_rank
@@ -324,12 +325,11 @@ class Recorder:
     def _strategy_in_force(self) -> tuple[tuple[tuple[str, ...], ...], dict[str, Any]]:
         if self._model is None:
             return (), {}
-        schedule = getattr(self._model, "schedule", None)
-        if schedule is not None:
+        if isinstance(self._model, DecoupledDataParallel):
+            # The engine's, which an optimizer may have had gather gradients after all.
+            schedule = self._model.schedule if self._model.engine is None else self._model.engine.schedule
             buckets = tuple(bucket.parameters for bucket in schedule.buckets)
-            return buckets, {
-                "decoupled": options_of(schedule, model_spec(cast(nn.Module, self._model.module)))
-            }
+            return buckets, {"decoupled": options_of(schedule, model_spec(self._model.module))}
         assert isinstance(self._model, nn.parallel.DistributedDataParallel)
         names = [name for name, p in self._model.module.named_parameters() if p.requires_grad]
         buckets = tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(self._model))

@@ -312,7 +312,9 @@ class Engine:
                     self.settle_all()
                 self.form.lose_states()
                 if together:
-                    self._meet()
+                    # Not by a collective: on another rank the model may have been collected a while ago.
+                    self.peers.gone()
+                    self.peers.all_gone(self.peers.timeout_s)
         finally:
             self.closed = True
             if together or self._failure is not None:

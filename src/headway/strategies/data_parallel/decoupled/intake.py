@@ -41,11 +41,12 @@ class Intake:
         self._filling = Filling(schedule)
         return [handle for slot in self._engine.slots for handle in _hook(self, slot)]
 
-    def before_accumulation(self) -> None:
+    def before_accumulation(self, slot: Slot) -> None:
         """Called before a gradient is added to ``.grad``: the first of a backward settles values.
 
         Not for gradients that ``torch.autograd.grad`` hands to the script.
         """
+        slot.announced = True
         if self.running or self._local:
             return
         if self._expected:
@@ -94,6 +95,9 @@ class Intake:
 
     def take_gradient(self, slot: Slot) -> None:
         """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
+        if not slot.announced:  # torch makes another node for a parameter that was converted, even to and fro
+            raise self._converted(slot)
+        slot.announced = False
         if not self.running and not self._expected:
             slot.unreduced_here = True
             return
@@ -133,8 +137,13 @@ class Intake:
             )
         buffer = slot.places[0].bucket.buffer
         if gradient.dtype != buffer.dtype or gradient.device != self._engine.wiring.device:
-            raise self._engine.fail("a parameter changed its dtype or device after it was wrapped", slot.name,
-                            "Convert the model before wrapping it.")  # fmt: skip
+            raise self._converted(slot)
+
+    def _converted(self, slot: Slot) -> UnsupportedError:
+        return self._engine.fail(
+            "a parameter changed its dtype or device after it was wrapped, perhaps to and fro", slot.name,
+            "Convert the model before wrapping it; evaluate a converted copy of it.",
+        )  # fmt: skip
 
     def _launch(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -168,6 +177,8 @@ class Intake:
             raise self._engine.fail_unfinished()
         self.running = False
         self._expected.backward_ended()
+        for slot in self._engine.slots:
+            slot.looked = False
         # A gradient that somebody holds a reference to can be read without asking: it must be right now.
         for unit in self._engine.units:
             if any(slot.held for slot in unit.slots):
@@ -176,6 +187,9 @@ class Intake:
     def _fill_up(self) -> None:
         """Let parameters that this rank did not use take part with what they hold, or with zeros."""
         for slot in self._engine.usage.unused():
+            slot.held = (
+                slot.looked
+            )  # else it is the gradient of an earlier backward, which nobody has seen reduced
             gradient = slot.grad
             if gradient is None:
                 slot.local = None
@@ -217,9 +231,9 @@ class Intake:
 def _hook(intake: Intake, slot: Slot) -> Sequence[RemovableHandle]:
     intake_of: Callable[[], Intake | None] = weakref.ref(intake)
 
-    def before(_gradients: tuple[torch.Tensor, ...]) -> None:
+    def before(_gradients: tuple[torch.Tensor, ...], slot: Slot = slot) -> None:
         if (alive := intake_of()) is not None:
-            alive.before_accumulation()
+            alive.before_accumulation(slot)
 
     def after(_parameter: torch.Tensor, slot: Slot = slot) -> None:
         if (alive := intake_of()) is not None:

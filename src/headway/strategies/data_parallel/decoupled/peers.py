@@ -8,6 +8,7 @@ TCP, behind a secret that only the ranks of one wrapped model share; nothing is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -31,6 +32,9 @@ from headway.errors import CommunicationError
 ADDRESS_BYTES = 64
 SECRET_BYTES = 32
 STATUS_TIMEOUT_S = 10.0
+PRESENCE_TIMEOUT_S = 2.0
+PRESENCE_EVERY_S = 1.0
+LONGEST_POLL_S = 0.2
 GONE_POLL_S = 0.05
 MAX_HEADER_BYTES = 64 * 2**20
 Reply = tuple[dict[str, Any], list[torch.Tensor]]
@@ -68,7 +72,7 @@ class Peers:
         timeout = torch_private.group_timeout(group)
         self.timeout_s = 1800.0 if timeout is None else timeout.total_seconds()
         self._respondent: Respondent | None = None
-        self._key = f"headway/culprit/{torch_private.group_name(group)}"
+        self._key = f"headway/{torch_private.group_name(group)}"
         self._store = torch_private.default_store()
         if self.world_size == 1:
             return
@@ -78,6 +82,8 @@ class Peers:
         mine = f"{_address()}:{self._listener.getsockname()[1]}".encode().ljust(ADDRESS_BYTES, b"\0")
         self._addresses = [_endpoint(each) for each in _all_gather(mine, group)]
         self._secret = _all_gather(secrets.token_bytes(SECRET_BYTES), group)[0]
+        # A store may outlive a group whose name is used again.
+        self._key += f"/{hashlib.sha256(self._secret).hexdigest()[:16]}"
 
     def answer_with(self, respondent: Respondent | None) -> None:
         """Answer requests with ``respondent`` from now on, or refuse them."""
@@ -91,17 +97,24 @@ class Peers:
     def all_gone(self, timeout_s: float = 0.0) -> bool:
         """Whether no rank will ask anything more; waits for that up to ``timeout_s``."""
         left = [rank for rank in range(self.world_size) if rank != self.rank]
-        deadline = time.monotonic() + timeout_s
+        now = look = time.monotonic()
+        deadline = now + timeout_s
+        pause_s = GONE_POLL_S
         with suppress(Exception):  # a store that went down served everybody's last question
-            while left := [r for r in left if not self._store.check([self._gone(r)]) and self._is_there(r)]:
-                if time.monotonic() >= deadline:
+            while left := [rank for rank in left if not self._store.check([self._gone(rank)])]:
+                if now >= look:
+                    left = [rank for rank in left if self._is_there(rank)]
+                    look = now + PRESENCE_EVERY_S
+                if left and now >= deadline:
                     return False
-                time.sleep(GONE_POLL_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_POLL_S)
+                now = time.monotonic()
         return True
 
     def _is_there(self, rank: int) -> bool:
         try:
-            with socket.create_connection(self._addresses[rank], STATUS_TIMEOUT_S):
+            with socket.create_connection(self._addresses[rank], PRESENCE_TIMEOUT_S):
                 return True
         except OSError:
             return False

@@ -184,6 +184,7 @@ def put_back(slot: Slot) -> None:
         if replaced.local is None:
             slot.grad = None
         else:
+            slot.looked = True
             gradient.detach().copy_(replaced.local)
         slot.begin()
     elif slot.unreduced_here:  # a local backward was added to the average, here and perhaps nowhere else

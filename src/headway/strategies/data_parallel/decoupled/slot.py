@@ -56,6 +56,8 @@ class Slot:
         self.unreduced: Replaced | None = None  # what a look at the average replaced in .grad
         self.vacant = False  # no rank used the parameter, so that there is no average to bring
         self.unreduced_here = False  # .grad has been added to by a backward that was not reduced
+        self.announced = False  # a gradient is about to be added to .grad
+        self.looked = False  # an average that a script may have kept was taken back out of .grad
 
     @property
     def engine(self) -> Engine:

@@ -287,6 +287,7 @@ class DecoupledDataParallel(RefusingDataParallel):
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> DecoupledJoinHook:
         """What this rank does while it has no inputs left and others have. Collective."""
+        self.join_ends()  # of one that was switched off
         uneven = Uneven(
             self.process_group,
             self.schedule,
