@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
@@ -21,22 +22,25 @@ class Ours(Trainer):
     bound = "decoupled"
 
     def __init__(self, job: Job, strategy: DecoupledStrategy, *, counted: bool = False) -> None:
-        """``counted`` counts memory during the first two steps, which then take long."""
+        """``counted`` counts memory during the first step, which then takes long."""
         inner = job.make()
         self._counted = counted
         if counted:
             own = {p.untyped_storage().data_ptr() for p in inner.parameters()}
-            self._others = set(live_storages()) - own
+            # Kept until then, so that none of their addresses is used again.
+            self._others = {a: storage for a, storage in live_storages().items() if a not in own}
         wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(model_spec(inner)))
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
-        self._held: list[int] = []
+        self._held_bytes = 0
 
     def update(self) -> None:
         assert self.optimizer is not None
-        if self._counted and len(self._held) < 2:
+        if self._counted:
+            self._counted = False
             live = live_storages()
-            self._held.append(sum(size for address, size in live.items() if address not in self._others))
+            self._held_bytes = sum(s.nbytes() for address, s in live.items() if address not in self._others)
+            self._others.clear()
         self.optimizer.step()
 
     def finish(self) -> None:
@@ -44,14 +48,23 @@ class Ours(Trainer):
         assert engine is not None
         engine.settle_values()  # not flush(): nobody looks at gradients, which would have to be fetched
 
-    def memory(self) -> Memory:
-        """As counted before the first two updates: a later look at gradients or state would fetch other ranks' shards.
+    def optimizer_bytes(self) -> int:
+        engine = self.decoupled.engine
+        assert engine is not None
+        # A look into the optimizer's state would bring the other ranks' shares.
+        return (
+            engine.form.state_bytes
+            if isinstance(engine.form, GatherParameters)
+            else super().optimizer_bytes()
+        )
 
-        What the first update added is the optimizer's; the rest beside parameters is working memory.
+    def memory(self) -> Memory:
+        """As counted before the first update: a later look at gradients would bring other ranks' shards.
+
+        The optimizer has no state then; what is held beside parameters is working memory.
         """
-        before, after = self._held
         parameter_bytes = 4 * sum(p.numel() for p in self.inner.parameters())
-        return Memory(parameter_bytes, before - parameter_bytes, after - before)
+        return Memory(parameter_bytes, self._held_bytes - parameter_bytes, self.optimizer_bytes())
 
     def close(self) -> None:
         if self.decoupled.engine is not None:

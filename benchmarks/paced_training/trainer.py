@@ -102,12 +102,12 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def live_storages() -> dict[int, int]:
-    """Every memory behind a tensor that Python knows of, by its address: its bytes."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """Every memory behind a tensor that Python knows of, by its address."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     storages = [local(t).untyped_storage() for t in tensors if t.layout is torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,11 @@ class GatherParameters:
         self.sharded_gradients = ShardedGradients(engine, self._shards, self._pieces)
         self._states = ShardedStates(engine, self._shards, self._pieces)
 
+    @property
+    def state_bytes(self) -> int:
+        """What this rank keeps of the optimizers' state."""
+        return self._states.size_bytes
+
     # A backward ---------------------------------------------------------------------------------------
 
     def before_gradients(self) -> None:

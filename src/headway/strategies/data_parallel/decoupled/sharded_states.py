@@ -39,6 +39,12 @@ class ShardedStates:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._states: list[ShardedState] = []
 
+    @property
+    def size_bytes(self) -> int:
+        """What this rank keeps of all of them."""
+        kept = (value for state in self._states for one in state.of.values() for value in one.values())
+        return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+
     def of(self, optimizer: Optimizer) -> ShardedState:
         """What is kept for ``optimizer``; from its first step on there is something."""
         for known, state in zip(self._optimizers, self._states, strict=True):
