@@ -125,8 +125,13 @@ def goodput_mbps(job: Job, receiver: int) -> float:
 
 
 def start_cli(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start ``headway lab`` as users do. Interrupts are ours to send, not the terminal's."""
-    command = [sys.executable, "-P", "-c", "from headway.cli.main import main; main()", "lab", *arguments]
+    """Start ``headway lab`` as users do. Interrupts are ours to send, not the terminal's.
+
+    And they are not ignored, as they are where the tests themselves were started in the background.
+    """
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = f"{heard}; from headway.cli.main import main; main()"
+    command = [sys.executable, "-P", "-c", run, "lab", *arguments]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
