@@ -139,7 +139,8 @@ def _work(job: dict[str, Any]) -> None:
     module, _, name = job["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     store = FileStore(str(folder / "store"), world_size)
-    _meet(folder, store, rank, world_size)
+    (folder / f"started-{rank}").touch()
+    meet(store, rank, world_size, START_LIMIT_S)
     dist.init_process_group(
         job["backend"], store=store, rank=rank, world_size=world_size,
         timeout=timedelta(seconds=job["group_timeout_s"]),
@@ -151,11 +152,10 @@ def _work(job: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-def _meet(folder: Path, store: Any, rank: int, world_size: int) -> None:
+def meet(store: Any, rank: int, world_size: int, limit_s: float) -> None:
     """Wait until every rank is there: a group with a short timeout must not be formed before."""
-    (folder / f"started-{rank}").touch()
     store.set(f"started-{rank}", "")
-    store.wait([f"started-{each}" for each in range(world_size)], timedelta(seconds=START_LIMIT_S))
+    store.wait([f"started-{each}" for each in range(world_size)], timedelta(seconds=limit_s))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from headway.optimize.bounds import step_bound
 from headway.optimize.planner import Planned
 from headway.optimize.planner import plan as plan_schedules
 from headway.plan import Plan, PlannedModel, Prediction
-from headway.replay.permitted import deferrable_forms
 from headway.replay.replayer import Replayer, times_in_range
 from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
 from headway.strategies.base import Strategy
@@ -94,7 +93,7 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     baseline = replayer.replay()
     spread_ms = _standard_error_ms(replayer.recorded_step_times_ms)
     error = abs(baseline.step_ms - replayer.recorded_step_ms) / replayer.recorded_step_ms
-    forms, note = deferrable_forms(replayer.trace)
+    forms, note = replayer.permitted
     model = replayer.trace.model
     with times_in_range():
         planned = plan_schedules(model, profile_of(replayer.timelines), replayer.cluster, forms=forms)

@@ -31,14 +31,13 @@ def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
     return FORMS, ""
 
 
-def as_run(trace: Trace, strategy: Strategy) -> Strategy:
-    """``strategy`` as the recorded job would run it.
+def as_run(strategy: Strategy, forms: Sequence[Gather], why: str) -> Strategy:
+    """``strategy`` as a job runs it whose optimizers permit ``forms``; ``why`` not everything.
 
     Raises UnsupportedError where nothing of a decoupled strategy would be left to hide under forward.
     """
-    if not isinstance(strategy, DecoupledStrategy):
+    if not isinstance(strategy, DecoupledStrategy) or strategy.gather in forms:
         return strategy
-    forms, why = deferrable_forms(trace)
     if not forms:
         raise UnsupportedError(
             "the plan is not predicted for the recorded optimizers",
@@ -46,4 +45,4 @@ def as_run(trace: Trace, strategy: Strategy) -> Strategy:
             expected="optimizers that take parameters one by one",
             fix="Replay a plan of DDP.",
         )
-    return strategy if strategy.gather in forms else strategy.model_copy(update={"gather": forms[0]})
+    return strategy.model_copy(update={"gather": forms[0]})

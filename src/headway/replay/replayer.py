@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +21,9 @@ from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
 from headway.replay.memory import peak_bytes
-from headway.replay.permitted import as_run
+from headway.replay.permitted import as_run, deferrable_forms
 from headway.replay.what_if import WhatIf
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.base import Strategy
 from headway.strategies.loading import driver
 from headway.strategies.registry import STRATEGIES
@@ -88,6 +88,11 @@ class Replayer:
         raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
 
     @cached_property
+    def permitted(self) -> tuple[Sequence[Gather], str]:
+        """What decoupled strategies may gather under the recorded optimizers, and why not everything."""
+        return deferrable_forms(self.trace)
+
+    @cached_property
     def recorded_step_times_ms(self) -> tuple[float, ...]:
         """For each recorded step, its mean length over ranks."""
         lengths = [events.of_kind(Kind.STEP).duration_ns / 1e6 for events in self.trace.events.values()]
@@ -135,10 +140,16 @@ class Replayer:
         )
 
     def _strategy_run(self, asked: Strategy | None) -> Strategy:
-        recorded, model = self.recorded_strategy, self.trace.model
-        if asked is None or (asked.name == recorded.name and asked.decide(model) == recorded.decide(model)):
-            return recorded
-        return as_run(self.trace, asked)
+        if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
+            return self.recorded_strategy
+        return as_run(asked, *self.permitted)
+
+    def _is_recorded(self, asked: Strategy) -> bool:
+        return asked.decide(self.trace.model) == self._recorded_schedule
+
+    @cached_property
+    def _recorded_schedule(self) -> BucketSchedule:
+        return self.recorded_strategy.decide(self.trace.model)
 
     def _ranks(self, world_size: int, compute: float) -> list[list[Timeline]]:
         """One list of timelines a rank; ranks that were not recorded repeat the recorded ones in turn."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests import workers
 from tests.behaviour.decoupled.job import mlp, rows, sgd, wrap
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -132,14 +133,12 @@ def _attempts(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def _meet(store: Path, rank: int) -> None:
     """Form the group with a short timeout only when everybody is there: processes may take long to start."""
-    for attempt, timeout_s in enumerate((MEETING_TIMEOUT_S, GROUP_TIMEOUT_S)):
-        file_store = FileStore(f"{store}-{attempt}", WORLD_SIZE)
-        dist.init_process_group(
-            "gloo", store=file_store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=timeout_s)
-        )
-        dist.barrier()
-        if attempt == 0:
-            dist.destroy_process_group()
+    file_store = FileStore(str(store), WORLD_SIZE)
+    workers.meet(file_store, rank, WORLD_SIZE, MEETING_TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", store=file_store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
+    dist.barrier()
 
 
 # All of them -------------------------------------------------------------------------------------------

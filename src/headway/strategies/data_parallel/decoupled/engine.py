@@ -166,9 +166,9 @@ class Engine:
     ) -> Job:
         """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread or stream."""
         turn = bucket.turns.where_it_lies()
+        number = bucket.reductions
         if name == ALL_GATHER:
-            bucket.gathers += 1
-        number = bucket.gathers if name == ALL_GATHER else bucket.reductions
+            number = bucket.gathers = bucket.gathers + 1
 
         def work(channel: int) -> None:
             with turn:

@@ -177,8 +177,6 @@ class Intake:
             raise self._engine.fail_unfinished()
         self.running = False
         self._expected.backward_ended()
-        for slot in self._engine.slots:
-            slot.looked = False
         # A gradient that somebody holds a reference to can be read without asking: it must be right now.
         for unit in self._engine.units:
             if any(slot.held for slot in unit.slots):
@@ -187,9 +185,7 @@ class Intake:
     def _fill_up(self) -> None:
         """Let parameters that this rank did not use take part with what they hold, or with zeros."""
         for slot in self._engine.usage.unused():
-            slot.held = (
-                slot.looked
-            )  # else it is the gradient of an earlier backward, which nobody has seen reduced
+            slot.held = slot.looked  # else nobody has seen reduced what it holds
             gradient = slot.grad
             if gradient is None:
                 slot.local = None

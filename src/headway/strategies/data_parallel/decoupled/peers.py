@@ -187,13 +187,14 @@ class Peers:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         with ThreadPoolExecutor(max(1, len(others))) as pool:
             states = dict(zip(others, pool.map(self._state_of, others), strict=True))
-        for wanted in ("ended", "stopped"):
+        for wanted, one_did, several_did in (
+            ("ended", "has ended", "have ended"), ("stopped", "does not answer", "do not answer")
+        ):  # fmt: skip
             found = [rank for rank, (state, _, _) in states.items() if state == wanted]
             if found:
-                several = len(found) > 1
-                ended = "have ended" if several else "has ended"
-                what = ended if wanted == "ended" else "do not answer" if several else "does not answer"
-                return f"{_ranks([self._names[r] for r in found])} {what}"
+                return (
+                    f"{_ranks([self._names[r] for r in found])} {several_did if len(found) > 1 else one_did}"
+                )
         assert self._respondent is not None
         submitted, _ = self._respondent.progress
         behind = {rank: state for rank, state in states.items() if state[1] < submitted}

@@ -184,9 +184,9 @@ def put_back(slot: Slot) -> None:
         if replaced.local is None:
             slot.grad = None
         else:
-            slot.looked = True
             gradient.detach().copy_(replaced.local)
         slot.begin()
+        slot.looked = replaced.local is not None
     elif slot.unreduced_here:  # a local backward was added to the average, here and perhaps nowhere else
         gradient.detach().sub_(replaced.average)
         if replaced.local is not None:

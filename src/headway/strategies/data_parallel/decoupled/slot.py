@@ -77,7 +77,7 @@ class Slot:
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
-        self.changed = self.vacant = self.unreduced_here = False
+        self.changed = self.vacant = self.unreduced_here = self.looked = False
         self.fresh = True
         self.pending = True
         deferred.defer_gradient(self.parameter)
