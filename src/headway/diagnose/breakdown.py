@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from headway.diagnose import intervals
+from headway import intervals
 from headway.diagnose.timeline import RankTime
 
 NS_A_MS = 1e6

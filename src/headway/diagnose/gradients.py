@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.diagnose import intervals
+from headway import intervals
 from headway.diagnose.communication import Communications
 from headway.diagnose.timeline import RankTime
 from headway.trace.events import Events, Kind

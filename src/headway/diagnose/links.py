@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway import intervals
 from headway.cluster import Cluster
-from headway.diagnose import intervals
 from headway.diagnose.communication import Communications
 from headway.diagnose.timeline import RankTime
 from headway.errors import ClusterError

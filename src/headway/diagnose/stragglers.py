@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.diagnose import intervals
+from headway import intervals
 from headway.diagnose.breakdown import NS_A_MS
 from headway.diagnose.communication import Communications
-from headway.diagnose.intervals import Ints
 from headway.diagnose.timeline import REST, RankTime
+from headway.intervals import Ints
 from headway.trace.events import Kind
 
 FLOOR_SHARE = 0.02  # of the step

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.diagnose import intervals
+from headway import intervals
 from headway.diagnose.communication import Communications
-from headway.diagnose.intervals import Ints, Spans
+from headway.intervals import Ints, Spans
 from headway.trace.events import Events, Kind, Stream
 
 COMPUTE_KINDS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -29,6 +29,10 @@ class Kind:
     COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was asked for
     SEND = "send"
     RECEIVE = "receive"
+    OPERATOR = "operator"  # one operator or kernel; lies inside the passes, where those are known
+    PUSH = "push"  # a worker hands a gradient to a parameter server; name is the key
+    SUM = "sum"  # on a server: the workers' gradients of one key are added up
+    PULL = "pull"  # a worker fetches a parameter from a parameter server
 
 
 class Stream:
@@ -98,7 +102,10 @@ class Events:
 
     def of_kind(self, *kinds: str) -> Events:
         """The events of these kinds."""
-        return self.where(np.isin(self.kind.astype(str), kinds) if len(self) else np.zeros(0, dtype=bool))
+        mask = np.zeros(len(self), dtype=bool)
+        for kind in kinds:
+            mask |= self.kind == kind
+        return self.where(mask)
 
     def of_step(self, step: int) -> Events:
         """The events of one step."""
@@ -111,6 +118,36 @@ class Events:
         columns: dict[str, Any] = {}
         for index, name in enumerate(Event._fields):
             values = [row[index] for row in ordered]
-            text = name in ("kind", "name", "stream", "group", "algorithm")
-            columns[name] = np.array(values, dtype=object if text else np.int64)
+            columns[name] = np.array(values, dtype=object if name in TEXT_COLUMNS else np.int64)
         return cls(**columns)
+
+    @classmethod
+    def from_columns(
+        cls, *, kind: Texts | str, stream: Texts | str, start_ns: Ints, **columns: Any
+    ) -> Events:
+        """Columns in any order, brought into the order of ``start_ns``; a scalar stands for all rows.
+
+        Columns that are left out hold an event's defaults; ``name`` is empty, ``step`` and ``duration_ns`` are 0.
+        """
+        count = len(start_ns)
+        order = np.argsort(start_ns, kind="stable")
+        given = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
+        made = {}
+        for name in Event._fields:
+            value = given.pop(name, _DEFAULTS[name])
+            if not isinstance(value, np.ndarray):
+                value = np.full(count, value, dtype=object if isinstance(value, str) else np.int64)
+            assert value.shape == (count,)
+            made[name] = value[order].astype(object if name in TEXT_COLUMNS else np.int64, copy=False)
+        assert not given, f"no such columns: {sorted(given)}"
+        return cls(**made)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Events]) -> Events:
+        """The events of all ``parts``, ordered by start."""
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Event._fields}
+        return cls.from_columns(**joined)
+
+
+TEXT_COLUMNS = ("kind", "name", "stream", "group", "algorithm")
+_DEFAULTS: dict[str, Any] = {"name": "", "step": 0, "duration_ns": 0, **Event._field_defaults}

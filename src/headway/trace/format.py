@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway import files
 from headway.errors import TraceError
 from headway.model import ModelSpec
-from headway.trace.events import Event, Events, Kind
+from headway.trace.events import TEXT_COLUMNS, Event, Events, Kind
 from headway.version import __version__
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ MANIFEST = "manifest.json"
 MODEL = "model.json"
 MAX_EVENTS_A_RANK = 50_000_000
 MAX_WORLD_SIZE = 100_000
-
-_TEXT_COLUMNS = ("kind", "name", "stream", "group", "algorithm")
 
 
 class ClockFit(BaseModel):
@@ -109,7 +107,7 @@ def write_rank(folder: Path, info: RankInfo, model: ModelSpec, rows: list[Event]
     columns = {name: getattr(events, name) for name in Event._fields}
     arrays = {
         name: pa.array(values, type=pa.string()).dictionary_encode()
-        if name in _TEXT_COLUMNS
+        if name in TEXT_COLUMNS
         else pa.array(values)
         for name, values in columns.items()
     }
@@ -258,7 +256,7 @@ def _to_events(path: Path, table: pa.Table) -> Events:
     for name in Event._fields:
         values = table.column(name).to_numpy()
         try:
-            columns[name] = values.astype(object if name in _TEXT_COLUMNS else np.int64)
+            columns[name] = values.astype(object if name in TEXT_COLUMNS else np.int64)
         except (TypeError, ValueError):
             raise TraceError(f"{path.name} is damaged", got=f"column {name} of {values.dtype}") from None
     events = Events(**columns)

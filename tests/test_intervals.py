@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.diagnose import intervals
+from headway import intervals
 
 END = 60
 spans = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)).map(sorted), max_size=12)
