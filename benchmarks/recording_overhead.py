@@ -93,7 +93,7 @@ def work(pairs: int, out: Path) -> None:
     from torch.nn.functional import cross_entropy
 
     from headway.demo.train_gpt import GPT, Sources
-    from headway.trace.format import rank_file
+    from headway.trace.folder import rank_file
     from headway.trace.record.recorder import Recorder, RecordOptions
 
     dist.init_process_group("gloo")

@@ -13,7 +13,8 @@ import numpy as np
 
 from headway.model import ModelSpec, ParameterSpec
 from headway.trace.events import Event, Events, Kind, Stream
-from headway.trace.format import ClockFit, Manifest, RankInfo, Trace, assemble, write_rank
+from headway.trace.folder import assemble, write_rank
+from headway.trace.format import ClockFit, Manifest, RankInfo, Trace
 
 MS = 1_000_000
 
@@ -110,7 +111,7 @@ def _info(rank: int, world_size: int, host: str) -> RankInfo:
         pid=100 + rank,
         world_size=world_size,
         backend="gloo",
-        torch="2.13.0",
+        version="2.13.0",
         clock=clock,
     )
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from headway.cluster import Cluster
 from headway.errors import HeadwayError
 from headway.plan import Plan
-from headway.trace.format import Trace, load_trace
+from headway.trace.folder import load_trace
+from headway.trace.format import Trace
 from headway.version import __version__
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from tests.commands import headway
 
 from headway.plan import Plan
-from headway.trace.format import load_trace
+from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -14,7 +14,8 @@ from tests.commands import headway, last_line, torchrun
 from headway.replay.replayer import Replayer
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Kind
-from headway.trace.format import Trace, load_trace
+from headway.trace.folder import load_trace
+from headway.trace.format import Trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

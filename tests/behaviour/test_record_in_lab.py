@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.commands import SCRIPTS, headway
 
-from headway.trace.format import load_trace
+from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -32,7 +32,7 @@ def diagnose(folder: Path, html: Path | None, cluster_file: Path | None, as_json
     from headway.cluster import Cluster
     from headway.diagnose import diagnose as diagnose_trace
     from headway.report.text import print_diagnosis
-    from headway.trace.format import load_trace
+    from headway.trace.folder import load_trace
 
     words = Console(stderr=True)
     if html is not None:

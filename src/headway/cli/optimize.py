@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str, as_json: bool) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
     from headway.cluster import Cluster
-    from headway.trace.format import load_trace
+    from headway.trace.folder import load_trace
 
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = load_trace(trace)

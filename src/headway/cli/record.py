@@ -96,7 +96,7 @@ def _finish(staging: Path, output: Path, status: int) -> None:
 
 
 def _announce(output: Path, as_json: bool) -> None:
-    from headway.trace.format import load_trace
+    from headway.trace.folder import load_trace
 
     trace = load_trace(output)
     size_bytes = sum(path.stat().st_size for path in output.iterdir())

@@ -28,7 +28,7 @@ def replay(
     from headway.cluster import Cluster
     from headway.plan import Plan
     from headway.replay.what_if import WhatIf
-    from headway.trace.format import load_trace
+    from headway.trace.folder import load_trace
 
     what_if = WhatIf.parse(what_ifs)
     plan = Plan.load(plan_path) if plan_path else None

@@ -25,7 +25,8 @@ from headway.report.page import write_html
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.trace.format import Trace, load_trace
+from headway.trace.folder import load_trace
+from headway.trace.format import Trace
 from headway.trace.record.finish import finish_recording
 
 MODELS = {"gpt": "headway.demo.train_gpt", "digits": "headway.demo.train_digits"}

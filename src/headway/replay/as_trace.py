@@ -49,7 +49,7 @@ def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
     host_of = [host.name for host in hosts for _ in range(host.workers)]
     infos = tuple(
         RankInfo(
-            rank=rank, host=host_of[rank], pid=0, world_size=result.graph.world_size, backend="replay", torch="",
+            rank=rank, host=host_of[rank], pid=0, world_size=result.graph.world_size, backend="replay", version="",
             buckets=tuple(bucket.parameters for bucket in result.graph.schedule.buckets),
         )
         for rank in sorted(rows)

@@ -63,6 +63,12 @@ class Replayer:
                 "the trace names no parameters, so no plan can be laid over it",
                 fix="Record a job that constructs DistributedDataParallel.",
             )
+        if trace.missing_ranks:
+            raise TraceError(
+                "the trace lacks ranks, and a replay needs all of them",
+                got=f"{len(trace.events)} of {trace.world_size}",
+                fix="Import or record every rank.",
+            )
         self.trace = trace
         self._checked = False
         self.cluster = cluster_from_trace(trace) if cluster is None else _with_host_costs(cluster, trace)

@@ -16,8 +16,9 @@ SNIFFED_BYTES = 65_536
 class Format:
     """One format. ``module`` has ``recognises(name, head)`` and ``read(document, beside)``; it is imported when needed.
 
-    ``recognises`` gets the document's name and its first SNIFFED_BYTES bytes, unpacked. ``read`` gets what other documents
-    said of the same job, which most formats have no use for. It raises TraceError and nothing else, whatever the bytes.
+    ``recognises`` gets the document's name and its first SNIFFED_BYTES bytes, unpacked. ``read`` gets what other
+    documents said of the same job, which most formats have no use for. It raises TraceError and nothing else,
+    whatever the bytes.
     """
 
     name: str  # what ``--format`` takes

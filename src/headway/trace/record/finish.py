@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headway import files
 from headway.errors import LaunchError, TraceError
-from headway.trace.format import assemble
+from headway.trace.folder import assemble
 
 WAIT_FOR_RANKS_S = 60.0
 

@@ -29,7 +29,8 @@ from headway.strategies.data_parallel.decoupled.policy import options_of
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.events import Event, Kind, Stream
-from headway.trace.format import ClockFit, RankInfo, write_rank
+from headway.trace.folder import write_rank
+from headway.trace.format import ClockFit, RankInfo
 from headway.trace.record import clock
 from headway.trace.record.collectives import CollectiveTap
 from headway.trace.record.derive import StrategySpan, aligned_rows, collective_rows, wait_rows
@@ -274,7 +275,7 @@ class Recorder:
             pid=os.getpid(),
             world_size=world_size,
             backend=dist.get_backend() if dist.is_initialized() else "gloo",
-            torch=str(torch.__version__),
+            version=str(torch.__version__),
             clock=fit,
             strategy=strategy,
             buckets=buckets,

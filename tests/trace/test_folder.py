@@ -9,7 +9,7 @@ import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
 
 from headway.errors import TraceError
-from headway.trace.format import assemble, load_trace, rank_file
+from headway.trace.folder import assemble, load_trace, rank_file
 
 
 @pytest.fixture

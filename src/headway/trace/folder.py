@@ -1,0 +1,233 @@
+"""The trace on disk: a folder of ``manifest.json``, ``model.json`` and one Parquet file a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway import files
+from headway.errors import TraceError
+from headway.model import ModelSpec
+from headway.trace.events import TEXT_COLUMNS, Event, Events, Kind
+from headway.trace.format import Manifest, RankInfo, Trace
+from headway.version import __version__
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MANIFEST = "manifest.json"
+MODEL = "model.json"
+MAX_EVENTS_A_RANK = 50_000_000
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.parquet"
+
+
+def server_file(server: int) -> str:
+    """The name of a parameter server's file."""
+    return f"server-{server:05d}.parquet"
+
+
+def write_rank(folder: Path, info: RankInfo, model: ModelSpec, rows: list[Event]) -> Path:
+    """Write one rank's file, with its description inside, so that each file stands by itself."""
+    return _write_events(folder / rank_file(info.rank), info, model, Events.from_rows(rows))
+
+
+def write_trace(
+    folder: Path,
+    manifest: Manifest,
+    model: ModelSpec,
+    events: Mapping[int, Events],
+    servers: Mapping[int, Events] | None = None,
+) -> None:
+    """Write a whole trace into ``folder``, which exists."""
+    for info in manifest.ranks:
+        _write_events(folder / rank_file(info.rank), info, model, events[info.rank])
+    for info in manifest.servers:
+        _write_events(folder / server_file(info.rank), info, model, (servers or {})[info.rank])
+    _write_descriptions(folder, manifest, model)
+
+
+def _write_events(path: Path, info: RankInfo, model: ModelSpec, events: Events) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arrays = {name: _arrow(name, getattr(events, name)) for name in Event._fields}
+    table = pa.table(arrays).replace_schema_metadata(
+        {"headway": __version__, "rank": info.model_dump_json(), "model": model.model_dump_json()}
+    )
+    beside = path.with_suffix(".writing")
+    pq.write_table(table, beside, compression="zstd")
+    beside.replace(path)
+    return path
+
+
+def _arrow(name: str, values: Any) -> pa.Array:
+    import pyarrow as pa
+
+    if name not in TEXT_COLUMNS:
+        return pa.array(values)
+    return pa.array(values, type=pa.string()).dictionary_encode()
+
+
+def _write_descriptions(folder: Path, manifest: Manifest, model: ModelSpec) -> None:
+    files.write_text(folder / MODEL, model.model_dump_json(indent=1), TraceError)
+    files.write_text(folder / MANIFEST, manifest.model_dump_json(indent=1), TraceError)
+
+
+def assemble(folder: Path) -> None:
+    """Turn a folder of rank files into a trace: write ``manifest.json`` and ``model.json`` from them.
+
+    Raises TraceError where a rank's file is missing or damaged: nobody could load the trace.
+    """
+    infos: list[RankInfo] = []
+    model: ModelSpec | None = None
+    steps: set[int] | None = None
+    for path in sorted(folder.glob("rank-*.parquet")):
+        table = _read_parquet(path)
+        info, rank_model = _described(path, table)
+        infos.append(info)
+        model = model or rank_model
+        own = {row.step for row in _to_events(path, table).of_kind("step")}
+        steps = own if steps is None else steps & own
+    if model is None or not infos:
+        raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet a rank")
+    missing = sorted(set(range(infos[0].world_size)) - {info.rank for info in infos})
+    if missing:
+        raise TraceError(
+            f"rank {', '.join(map(str, missing[:8]))} wrote no file",
+            got=f"{len(infos)} rank files",
+            expected=f"{infos[0].world_size}, one a rank",
+            fix="See why it ended early, and record again.",
+        )
+    manifest = Manifest(
+        world_size=infos[0].world_size,
+        steps=tuple(sorted(steps or ())),
+        ranks=tuple(sorted(infos, key=lambda info: info.rank)),
+    )
+    _write_descriptions(folder, manifest, model)
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a trace folder.
+
+    Raises TraceError where the folder is missing, empty, foreign, truncated, or lacks a file that its manifest
+    names, or a rank's step.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise TraceError("trace not found", got=folder, expected="a folder that headway record wrote")
+    if not (folder / MANIFEST).is_file():
+        what = "the folder is empty" if not any(folder.iterdir()) else f"the folder has no {MANIFEST}"
+        raise TraceError(what, got=folder, expected="a folder that headway record wrote")
+    manifest = files.validate(_json(folder / MANIFEST), Manifest, TraceError, f"{folder / MANIFEST}")
+    model = files.validate(_json(folder / MODEL), ModelSpec, TraceError, f"{folder / MODEL}")
+    _check_files(folder, manifest)
+    if not manifest.steps:
+        raise TraceError("the trace holds no whole step", got=folder, fix="Record more steps.")
+    events = {info.rank: _read_events(folder / rank_file(info.rank)) for info in manifest.ranks}
+    for info in manifest.ranks:
+        _check_steps(folder / rank_file(info.rank), manifest, events[info.rank])
+    servers = {info.rank: _read_events(folder / server_file(info.rank)) for info in manifest.servers}
+    return Trace(folder, manifest, model, events, servers)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    wanted = {f"rank {info.rank}": rank_file(info.rank) for info in manifest.ranks}
+    wanted |= {f"server {info.rank}": server_file(info.rank) for info in manifest.servers}
+    missing = [who for who, name in wanted.items() if not (folder / name).is_file()]
+    if missing:
+        raise TraceError(
+            f"the trace lacks {', '.join(missing[:8])}",
+            got=f"{len(wanted) - len(missing)} files",
+            expected=f"{len(wanted)}, those of {MANIFEST}",
+            fix="Copy the missing files into the folder, or record again.",
+        )
+
+
+def _read_events(path: Path) -> Events:
+    return _to_events(path, _read_parquet(path))
+
+
+def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:
+    missing = sorted(set(manifest.steps) - set(events.of_kind(Kind.STEP).step.tolist()))
+    if missing:
+        raise TraceError(
+            f"{path.name} lacks step {', '.join(map(str, missing[:8]))}",
+            got=f"{len(manifest.steps) - len(missing)} steps",
+            expected=f"the {len(manifest.steps)} of {MANIFEST}",
+            fix="Copy the file again, or record again.",
+        )
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(files.read_text(path, TraceError, path.name))
+    except TraceError:
+        raise
+    except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
+        raise TraceError(
+            f"{path.name} is damaged", got=path, expected="valid JSON", fix="Record again."
+        ) from None
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_metadata(path).num_rows
+        if rows > MAX_EVENTS_A_RANK:
+            raise TraceError(
+                f"{path} is too large", got=f"{rows} events", expected=f"at most {MAX_EVENTS_A_RANK}"
+            )
+        return pq.read_table(path)
+    except (pa.ArrowException, OSError, ValueError) as failure:
+        if isinstance(failure, TraceError):
+            raise
+        raise TraceError(
+            f"{path.name} is damaged or truncated",
+            got=path,
+            expected="a Parquet file",
+            fix="Copy it or record again.",
+        ) from None
+
+
+def _described(path: Path, table: pa.Table) -> tuple[RankInfo, ModelSpec]:
+    metadata = table.schema.metadata or {}
+    try:
+        info = json.loads(metadata[b"rank"])
+        model = json.loads(metadata[b"model"])
+    except (KeyError, ValueError, RecursionError):
+        raise TraceError(
+            f"{path.name} is foreign", got=path, expected="a file headway record wrote"
+        ) from None
+    what = f"{path.name}"
+    return files.validate(info, RankInfo, TraceError, what), files.validate(
+        model, ModelSpec, TraceError, what
+    )
+
+
+def _to_events(path: Path, table: pa.Table) -> Events:
+    missing = [name for name in Event._fields if name not in table.column_names]
+    if missing:
+        raise TraceError(
+            f"{path.name} is foreign", got=f"no column {missing[0]}", expected="headway's columns"
+        )
+    columns: dict[str, Any] = {}
+    for name in Event._fields:
+        values = table.column(name).to_numpy()
+        try:
+            columns[name] = values.astype(object if name in TEXT_COLUMNS else np.int64)
+        except (TypeError, ValueError):
+            raise TraceError(f"{path.name} is damaged", got=f"column {name} of {values.dtype}") from None
+    events = Events(**columns)
+    if len(events) and (events.duration_ns < 0).any():
+        raise TraceError(f"{path.name} is damaged", got="a negative duration", fix="Record again.")
+    return events
