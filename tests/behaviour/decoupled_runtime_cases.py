@@ -26,6 +26,8 @@ from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataPara
 class Log:
     """An observer that keeps everything."""
 
+    wants_transfers = False
+
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
         self.sequences: list[tuple[int, str, int]] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
-from headway.collectives import executor
+from headway.collectives import executor, transfers
 from headway.collectives.program import LOOKAHEAD_ROUNDS, ChunkProgram, largest_piece, piece_bounds
 
 
@@ -67,6 +69,8 @@ class Prepared:
             targets,
             program.lookahead,
         )
+        self._program, self._numel, self._item_bytes = program, numel, flat.element_size()
+        self._ranks = dist.get_process_group_ranks(group)
 
     def run(self, tag: int = 0) -> None:
         """Run this rank's program in place, and return when the rank has done its part.
@@ -79,11 +83,29 @@ class Prepared:
 
         Raises RuntimeError where a peer closes its connection or outlasts the timeout of the group.
         """
+        found = transfers.wanted()
         try:
-            self._execute(*self._arguments, tag)
+            times = self._execute(*self._arguments, tag, found is not None)
         except RuntimeError as error:
             # The compiled loop puts a trace of itself before the reason.
             raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from error
+        if found is not None:
+            found += self._transfers(times)
+
+    def _transfers(self, times: list[int]) -> Iterator[transfers.Transfer]:
+        """What the loop's times say of each message."""
+        program = self._program
+        sizes = [end - start for start, end in piece_bounds(self._numel, program.chunks, program.pieces)]
+        count = len(program.steps)
+        for number, step in enumerate(program.steps):
+            receive_posted, receive_done, send_posted, send_done = times[number::count]
+            if receive_posted:
+                size_bytes = sizes[step.receive_piece] * self._item_bytes
+                peer = self._ranks[step.receive_from]
+                yield transfers.Transfer(False, peer, size_bytes, receive_posted, receive_done)
+            if send_posted:
+                size_bytes = sizes[step.send_piece] * self._item_bytes
+                yield transfers.Transfer(True, self._ranks[step.send_to], size_bytes, send_posted, send_done)
 
 
 def _by_direction(

@@ -29,6 +29,7 @@ class Kind:
     COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was asked for
     SEND = "send"
     RECEIVE = "receive"
+    LINK = "link"  # what a connection to ``peer`` carried in a step; it was busy for duration_ns
     OPERATOR = "operator"  # one operator or kernel; lies inside the passes, where those are known
     PUSH = "push"  # a worker hands a gradient to a parameter server; name is the key
     SUM = "sum"  # on a server: the workers' gradients of one key are added up
@@ -134,7 +135,7 @@ class Events:
         given = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
         made = {}
         for name in Event._fields:
-            value = given.pop(name, _DEFAULTS[name])
+            value = given.pop(name) if name in given else _DEFAULTS[name]
             if not isinstance(value, np.ndarray):
                 value = np.full(count, value, dtype=object if isinstance(value, str) else np.int64)
             assert value.shape == (count,)

@@ -25,6 +25,8 @@ from headway.trace.record.recorder import Recorder, RecordOptions
 class _RuntimeObserver(observer.Observer):
     """Hands what a strategy's runtime reports of itself to a recorder."""
 
+    wants_transfers = True
+
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
@@ -32,7 +34,7 @@ class _RuntimeObserver(observer.Observer):
         self._recorder.span(
             StrategySpan(
                 Kind.COLLECTIVE, done.name, done.bucket, done.start_ns, done.end_ns,
-                done.size_bytes, done.enqueue_ns, done.sequence, done.algorithm,
+                done.size_bytes, done.enqueue_ns, done.sequence, done.algorithm, transfers=done.transfers,
             )
         )  # fmt: skip
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.collectives.algorithms import GLOO_THREADS
+from headway.collectives.transfers import Transfer
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import align_ns
 from headway.trace.record.collectives import ObservedCollective
+from headway.trace.record.connections import Endpoint, Use
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class StrategySpan:
     algorithm: str = ""
     step: int = 0
     stream: str = Stream.COMPUTE
+    transfers: Sequence[Transfer] = ()
 
 
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
@@ -81,6 +84,46 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
         if span.kind == Kind.COLLECTIVE
     ]
     return rows
+
+
+def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
+    """The messages of a strategy's collectives: they have the sequence and the name of theirs."""
+    return [
+        Event(
+            Kind.SEND if one.sends else Kind.RECEIVE,
+            span.name,
+            Stream.COMMUNICATION,
+            span.step,
+            one.posted_ns,
+            one.done_ns - one.posted_ns,
+            enqueue_ns=one.posted_ns,
+            group="decoupled",
+            sequence=span.sequence,
+            size_bytes=one.size_bytes,
+            bucket=span.bucket,
+            peer=one.peer,
+        )
+        for span in spans
+        for one in span.transfers
+    ]
+
+
+def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
+    """What connections to other ranks carried in each step."""
+    return [
+        Event(
+            Kind.LINK,
+            "",
+            Stream.COMMUNICATION,
+            use.step,
+            use.start_ns,
+            min(use.busy_ns, use.end_ns - use.start_ns),
+            size_bytes=use.size_bytes,
+            peer=peers[use.local, use.remote],
+        )
+        for use in uses
+        if (use.local, use.remote) in peers
+    ]
 
 
 def wait_rows(

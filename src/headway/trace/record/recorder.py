@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,20 @@ from headway.trace.folder import write_rank
 from headway.trace.format import ClockFit, RankInfo
 from headway.trace.record import clock
 from headway.trace.record.collectives import CollectiveTap
-from headway.trace.record.derive import StrategySpan, aligned_rows, collective_rows, wait_rows
+from headway.trace.record.connections import ConnectionWatch, Endpoint, peers_of
+from headway.trace.record.derive import (
+    StrategySpan,
+    aligned_rows,
+    collective_rows,
+    link_rows,
+    transfer_rows,
+    wait_rows,
+)
 from headway.trace.record.modules import ModuleWatch
 
 CLOCK_KEY = "headway/clock"
+LINKS_KEY = "headway/links"
+LINKS_TIMEOUT = timedelta(seconds=20)
 LAST_ROUNDS_TIMEOUT_S = 20.0
 MAX_ROWS = 5_000_000
 
@@ -68,6 +79,7 @@ class Recorder:
         self._spans: list[StrategySpan] = []
         self._watch = ModuleWatch(lambda: self.step, lambda: self._recording, self._rows)
         self._tap = CollectiveTap(lambda: (self.step, self._watch.phase))
+        self._connections = ConnectionWatch()
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
@@ -77,6 +89,7 @@ class Recorder:
         self._step_clock: weakref.ref[torch.optim.Optimizer] | None = None
         self._parameter_ids: frozenset[int] = frozenset()
         self._undo: list[Callable[[], None]] = []
+        self._number = next(_recordings)
         self._boundary_ns = 0
         self._optimizer_start_ns = 0
         self._original_next: Any = None
@@ -160,7 +173,7 @@ class Recorder:
 
     def _compare_clocks_first(self) -> None:
         store = torch_private.default_store()
-        key = f"{CLOCK_KEY}/{next(_recordings)}"
+        key = f"{CLOCK_KEY}/{self._number}"
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if dist.get_rank() == 0:
             self._clock_server = clock.ClockServer()
@@ -202,9 +215,12 @@ class Recorder:
             return
         if self._recording:
             self._put(Kind.STEP, f"step {self.step}", self._boundary_ns, now_ns)
+            self._connections.end_step(self.step, now_ns)
         self._tap.release_finished()
         self.step += 1
         self._boundary_ns = now_ns
+        if self.step == self.options.first_step:
+            self._connections.begin(now_ns)
         if self.step >= self.options.last_step or len(self._rows) >= MAX_ROWS:
             self.finish()
 
@@ -258,13 +274,15 @@ class Recorder:
         self._model = self._root = self._step_clock = None
         self._rows.clear()
         self._tap.observed.clear()
+        self._connections.close()
         if self._clock_server is not None:
             self._clock_server.close()
 
     def _write(self) -> None:
         rank, world_size = dist_place()
         fit = self._compare_clocks_last(rank, world_size)
-        events = self._rows + collective_rows(self._tap.observed, self._spans)
+        events = self._rows + collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
+        events += link_rows(self._connections.uses, self._peers(rank, world_size))
         events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
         last = self.options.last_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
@@ -281,6 +299,20 @@ class Recorder:
             buckets=buckets,
         )
         write_rank(self.options.folder, info, self._model_spec(), aligned_rows(kept, fit))
+
+    def _peers(self, rank: int, world_size: int) -> dict[tuple[Endpoint, Endpoint], int]:
+        """Which rank is at the other end of each connection; nothing where others do not say in time."""
+        if world_size == 1 or not dist.is_initialized():
+            return {}
+        store = torch_private.default_store()
+        keys = [f"{LINKS_KEY}/{self._number}/{other}" for other in range(world_size)]
+        try:
+            store.set(keys[rank], self._connections.pairs())
+            store.wait(keys, LINKS_TIMEOUT)
+            published = {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank}
+        except RuntimeError:  # a rank that is gone publishes nothing
+            return {}
+        return peers_of(self._connections.uses, published)
 
     def _write_status(self) -> None:
         rank, world_size = dist_place()

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
+from headway.collectives import transfers
 from headway.collectives.algorithms import RING
+from headway.collectives.transfers import Transfer
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.decoupled.observer import THREAD_NAME, Collective, observer
 from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
@@ -125,11 +127,12 @@ class Channels:
             for earlier in job.after:
                 earlier.done.wait()
             start_ns = time.monotonic_ns()
+            messages: Sequence[Transfer] = ()
             if self.failure is None:
                 try:
                     wait_on_host(job.ready)
                     with torch.no_grad():
-                        job.work(channel)
+                        messages = _run(job, channel)
                     wait_on_host(stream)
                 except Exception as error:
                     self.fail(job, error)
@@ -138,7 +141,7 @@ class Channels:
                 observer().collective(
                     Collective(
                         job.name, job.bucket, job.size_bytes, job.algorithm,
-                        job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence,
+                        job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence, messages,
                     )
                 )  # fmt: skip
             job.done.set()
@@ -166,3 +169,13 @@ class Channels:
                 "a forked process uses a decoupled model whose update is still under way",
                 fix="Call flush() on the wrapped model before forking.",
             )
+
+
+def _run(job: Job, channel: int) -> Sequence[Transfer]:
+    """Run a job, and tell of its messages where they are wanted."""
+    if not observer().wants_transfers:
+        job.work(channel)
+        return ()
+    with transfers.collected() as found:
+        job.work(channel)
+    return found

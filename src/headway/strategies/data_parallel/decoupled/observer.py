@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from headway.collectives.transfers import Transfer
 
 THREAD_NAME = "headway-communication"  # of threads whose collectives are told to the observer
 
@@ -12,7 +15,8 @@ THREAD_NAME = "headway-communication"  # of threads whose collectives are told t
 class Collective:
     """One finished ``reduce_scatter`` or ``all_gather`` of a whole bucket of ``size_bytes``.
 
-    ``sequence`` counts the collectives of one wrapped model, the same on all ranks.
+    ``sequence`` counts the collectives of one wrapped model, the same on all ranks. ``transfers`` are this rank's
+    messages, where the collective is one of ours and the observer wants them.
     """
 
     name: str
@@ -23,6 +27,7 @@ class Collective:
     start_ns: int
     end_ns: int
     sequence: int
+    transfers: Sequence[Transfer] = ()
 
 
 class Observer(Protocol):
@@ -32,6 +37,10 @@ class Observer(Protocol):
     trains. What an observer raises is not caught, so it should not raise. ``owner`` tells the buckets of several
     wrapped models apart: it is the engine that they are of.
     """
+
+    @property
+    def wants_transfers(self) -> bool:
+        """Whether the messages of collectives are to be timed."""
 
     def collective(self, done: Collective) -> None:
         """A collective was done."""
@@ -48,6 +57,8 @@ class Observer(Protocol):
 
 class NullObserver:
     """Does nothing."""
+
+    wants_transfers = False
 
     def collective(self, done: Collective) -> None:
         """Ignore."""

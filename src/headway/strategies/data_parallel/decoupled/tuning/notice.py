@@ -50,6 +50,11 @@ class WaitObserver:
         self._watch = weakref.ref(watch)
         self.next = following
 
+    @property
+    def wants_transfers(self) -> bool:
+        """Whether who was there before wants them."""
+        return self.next.wants_transfers
+
     def collective(self, done: Collective) -> None:
         """Pass it on."""
         self.next.collective(done)
