@@ -45,9 +45,14 @@ def parse_steps(text: str) -> tuple[int, int]:
     metavar="A:B",
     help="Record optimizer steps A to B-1; the steps before warm up.",
 )
+@click.option(
+    "--no-clock-server",
+    is_flag=True,
+    help="Open no port on rank 0 to compare clocks with: they are told from what ranks do together.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
-def record(ctx: click.Context, output: Path, steps: str, as_json: bool) -> None:
+def record(ctx: click.Context, output: Path, steps: str, no_clock_server: bool, as_json: bool) -> None:
     """Run the command after -- and record it: headway record -o DIR -- torchrun --nproc-per-node 2 train.py."""
     command = trailing_command(ctx)
     first_step, last_step = parse_steps(steps)
@@ -63,7 +68,14 @@ def record(ctx: click.Context, output: Path, steps: str, as_json: bool) -> None:
         raise TraceError(
             f"{output} cannot be written", got=failure.strerror, fix="Check its folder."
         ) from None
-    options = files.dump_json({"folder": str(staging), "first_step": first_step, "last_step": last_step})
+    options = files.dump_json(
+        {
+            "folder": str(staging),
+            "first_step": first_step,
+            "last_step": last_step,
+            "clock_server": not no_clock_server,
+        }
+    )
     try:
         status = run_command(command, injected_environment(os.environ, record=options))
     except BaseException:

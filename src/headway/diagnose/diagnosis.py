@@ -12,11 +12,16 @@ from headway.cluster import Cluster
 from headway.diagnose.breakdown import NS_A_MS, Breakdown, breakdown, mean_breakdown, overlap_percent
 from headway.diagnose.communication import Communications, match
 from headway.diagnose.critical_path import PathPiece, critical_path, typical_step
+from headway.diagnose.findings import Finding, replaced
 from headway.diagnose.gradients import communication_shape
+from headway.diagnose.launches import find_late_launch, launch_finding
 from headway.diagnose.links import Link, find_links
-from headway.diagnose.stragglers import Straggler, blames, find_stragglers
+from headway.diagnose.network import find_slow_link, link_finding
+from headway.diagnose.skew import find_skew, skew_finding
+from headway.diagnose.stalls import find_stalls, stall_finding
+from headway.diagnose.stragglers import Straggler, blames, find_stragglers, moves
 from headway.diagnose.timeline import RankTime, rank_time
-from headway.diagnose.verdict import verdict
+from headway.diagnose.verdict import usual_findings, verdict
 from headway.errors import TraceError
 from headway.trace.events import Kind
 from headway.trace.format import Trace
@@ -36,7 +41,8 @@ class Diagnosis:
     """Where a recorded job's time went.
 
     ``step_ms`` is the mean step over ranks and recorded steps, and ``breakdown`` each rank's mean step in parts that
-    add up to it. ``critical_path`` belongs to ``typical_step``, the step of median length, and adds up to that.
+    add up to it. ``findings`` are what makes steps longer, the first of them in ``verdict``. ``critical_path``
+    belongs to ``typical_step``, the step of median length, and adds up to that.
     """
 
     verdict: str
@@ -51,12 +57,14 @@ class Diagnosis:
     critical_path: tuple[PathPiece, ...]
     clock: dict[int, Clock]
     notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
 
     def to_document(self) -> dict[str, Any]:
         """The document that ``headway diagnose --json`` prints."""
         return files.document(
             "diagnosis",
             verdict=self.verdict,
+            findings=[finding.to_document() for finding in self.findings],
             steps=list(self.steps),
             step_ms=round(self.step_ms, 6),
             typical_step=self.typical_step,
@@ -96,19 +104,21 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     mean = mean_breakdown(list(parts.values()))
     step_ms = mean.total_ms
     clock = _clock(trace)
+    found = blames(times, rows)
     stragglers = find_stragglers(
         times,
         rows,
-        blames(times, rows),
+        found,
         step_ms=step_ms,
         uncertainty_ms=max((one.uncertainty_us for one in clock.values()), default=0.0) / 1e3,
     )
     path = critical_path(trace, times, rows)
     index, rank = typical_step(times)
     length_ns = int(times[rank].step_end_ns[index] - times[rank].step_start_ns[index])
-    shape = communication_shape(times, rows, trace.events)
+    findings = _findings(trace, times, rows, mean, stragglers, moves(found, times), steps)
     return Diagnosis(
-        verdict=verdict(mean, stragglers, shape, world_size=trace.world_size),
+        verdict=verdict(mean, findings, world_size=len(times)),
+        findings=tuple(findings),
         steps=steps,
         step_ms=step_ms,
         typical_step=steps[index],
@@ -119,8 +129,37 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         links=find_links(trace, times, rows, cluster),
         critical_path=path,
         clock=clock,
-        notes=_notes(trace, times, rows, clock, step_ms),
+        notes=(*trace.manifest.notes, *_notes(trace, times, rows, clock, step_ms)),
     )
+
+
+def _findings(
+    trace: Trace,
+    times: dict[int, RankTime],
+    rows: Communications,
+    mean: Breakdown,
+    stragglers: tuple[Straggler, ...],
+    moving: bool,
+    steps: tuple[int, ...],
+) -> list[Finding]:
+    """Every finding, those that stand out first, the costliest before the others."""
+    step_ms = mean.total_ms
+    if step_ms <= 0:
+        return []
+    shape = communication_shape(times, rows, trace.events)
+    found = usual_findings(mean, stragglers, shape, moving=moving, world_size=len(times))
+    if (stalls := find_stalls(times, trace.events, steps)) is not None:
+        found = replaced(
+            found, stall_finding(stalls, step_ms, len(times)), "straggler", "moving_imbalance", "rest"
+        )
+    if (late := find_late_launch(trace, times, rows)) is not None:
+        finding = launch_finding(late, step_ms)
+        found = replaced(found, finding, "communication", explains_ms=late.waited_ms)
+    if (link := find_slow_link(trace, times, steps)) is not None:
+        found = replaced(found, link_finding(link, step_ms), "communication")
+    if (skewed := find_skew(trace, step_ms)) is not None:
+        found.append(skew_finding(*skewed))
+    return sorted(found, key=lambda one: (not one.stands_out, -one.cost_ms))
 
 
 def _common_steps(trace: Trace) -> tuple[int, ...]:

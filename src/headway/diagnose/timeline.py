@@ -13,6 +13,7 @@ from headway.intervals import Ints, Spans
 from headway.trace.events import Events, Kind, Stream
 
 COMPUTE_KINDS = (
+    Kind.PAUSE, Kind.IDLE,
     Kind.INPUT, Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD,
     Kind.WAIT, Kind.OPTIMIZER, Kind.UPDATE,
 )  # fmt: skip

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headway.diagnose.breakdown import Breakdown
+from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step, percent
 from headway.diagnose.gradients import CommunicationShape
 from headway.diagnose.stragglers import UNKNOWN, Straggler
 from headway.units import format_bytes
@@ -37,67 +40,99 @@ _SHARE_WORDS = {
 }
 
 
-def verdict(
+def usual_findings(
     mean: Breakdown,
     stragglers: tuple[Straggler, ...],
     shape: CommunicationShape,
     *,
+    moving: bool,
     world_size: int,
-) -> str:
-    """Name what costs the step most. ``mean`` is the breakdown averaged over ranks."""
+) -> list[Finding]:
+    """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left."""
+    step_ms = mean.total_ms
+    found = []
+    if stragglers and not moving:
+        worst = stragglers[0]
+        sentence = _straggler(stragglers, step_ms)
+        stands_out = worst.blame_ms >= STRAGGLER_STANDS_OUT * step_ms
+        # Part of what it is late by is hidden under what others wait for anyway, and would be gained as well.
+        cost_ms = max(worst.blame_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
+        found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
+    else:
+        others = max(world_size - 1, 1)
+        cost_ms = mean.straggler_wait * world_size / others  # who is late does not wait
+        sentence = (
+            f"Ranks wait for one another for {of_each_step(cost_ms, step_ms)}, for a different one each time; look for "
+            "uneven inputs or noisy machines, as no single rank is to blame."
+        )
+        found.append(Finding("moving_imbalance", cost_ms, sentence, (), cost_ms >= STANDS_OUT * step_ms))
+    of_step = f"{percent(mean.exposed_communication / step_ms)} of each {milliseconds(step_ms)} step"
+    found.append(
+        Finding(
+            "communication",
+            mean.exposed_communication,
+            f"Communication is the bottleneck: {of_step} waits for {_why_exposed(mean, shape)}.",
+            (),
+            mean.exposed_communication >= STANDS_OUT * step_ms,
+        )
+    )
+    of_step = f"{percent(mean.input / step_ms)} of each {milliseconds(step_ms)} step"
+    found.append(
+        Finding(
+            "input",
+            mean.input,
+            f"Input is the bottleneck: {of_step} waits for the data loader; give it more workers, prefetch, or move "
+            "work out of it.",
+            (),
+            mean.input >= STANDS_OUT * step_ms,
+        )
+    )
+    of_step = f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step"
+    found.append(
+        Finding(
+            "rest",
+            mean.rest,
+            f"Time outside of the training passes is the bottleneck: {of_step} is neither forward, backward, "
+            "optimizer, input nor communication; look at what the loop does between them, such as logging, copies and "
+            "evaluation.",
+            (),
+            mean.rest >= REST_STANDS_OUT * step_ms,
+        )
+    )
+    return found
+
+
+def verdict(mean: Breakdown, findings: Sequence[Finding], *, world_size: int) -> str:
+    """The first sentence: the costliest finding that stands out, and what comes next to it."""
     step_ms = mean.total_ms
     if step_ms <= 0:
         return "Nothing can be said: the recorded steps have no length."
-    taking_turns = not stragglers or _alike(stragglers, world_size)
-    worst_ms = 0.0 if taking_turns else stragglers[0].blame_ms
-    shares = {
-        "straggler": (worst_ms / step_ms, STRAGGLER_STANDS_OUT),
-        "jitter": (mean.straggler_wait / step_ms if taking_turns else 0.0, STANDS_OUT),
-        "communication": (mean.exposed_communication / step_ms, STANDS_OUT),
-        "input": (mean.input / step_ms, STANDS_OUT),
-        "rest": (mean.rest / step_ms, REST_STANDS_OUT),
-    }
-    standing = {name: share for name, (share, floor) in shares.items() if share >= floor}
-    worst = max(standing, key=lambda name: standing[name], default="")
-    if not worst:
+    skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
+    return " ".join([*skewed, _costliest(mean, findings, step_ms, world_size)])
+
+
+def _costliest(mean: Breakdown, findings: Sequence[Finding], step_ms: float, world_size: int) -> str:
+    standing = [one for one in findings if one.stands_out]
+    if not standing:
         return _nothing(mean, step_ms, world_size)
-    of_step = f"{_percent(standing[worst])} of each {_ms(step_ms)} step"
-    if worst == "straggler":
-        return _straggler(stragglers, step_ms)
-    if worst == "communication":
-        besides = ""
-        if worst_ms / step_ms >= STRAGGLER_STANDS_OUT:
-            besides = (
-                f"; besides, the others wait for rank {stragglers[0].rank} for {_percent(worst_ms / step_ms)}"
-            )
-        return f"Communication is the bottleneck: {of_step} waits for {_why_exposed(mean, shape)}{besides}."
-    return {
-        "jitter": f"Ranks wait for one another for {of_step}, for a different one each time; look for uneven inputs "
-        "or noisy machines, as no single rank is to blame.",
-        "input": f"Input is the bottleneck: {of_step} waits for the data loader; give it more workers, prefetch, or "
-        "move work out of it.",
-        "rest": f"Time outside of the training passes is the bottleneck: {of_step} is neither forward, backward, "
-        "optimizer, input nor communication; look at what the loop does between them, such as logging, copies and "
-        "evaluation.",
-    }[worst]
-
-
-def _alike(stragglers: tuple[Straggler, ...], world_size: int) -> bool:
-    """Whether most ranks are late now and then, none of them far more than the others."""
-    middle = stragglers[len(stragglers) // 2].blame_ms
-    return len(stragglers) > world_size / 2 and middle > 0.5 * stragglers[0].blame_ms
+    first, *others = standing
+    second = next((one for one in others if one.cause == "straggler"), None)
+    if second is None:
+        return first.sentence
+    besides = (
+        f"; besides, the others wait for {listed(second.ranks)} for {percent(second.cost_ms / step_ms)}."
+    )
+    return first.sentence.removesuffix(".") + besides
 
 
 def _straggler(stragglers: tuple[Straggler, ...], step_ms: float) -> str:
     worst = stragglers[0]
-    sentence = (
-        f"Rank {worst.rank} is a straggler: the other ranks wait {_ms(worst.blame_ms)} of each {_ms(step_ms)} step "
-        f"({_percent(worst.blame_ms / step_ms)}) for it"
-    )
+    sentence = f"Rank {worst.rank} is a straggler: the other ranks wait {of_each_step(worst.blame_ms, step_ms)} for it"
     if worst.cause != UNKNOWN:
         sentence += f", because {_PART_WORDS[worst.cause]} takes longer before it arrives"
         if worst.own_ms > 1.05 * worst.others_ms:
-            sentence += f" ({_ms(worst.own_ms)} a step, the others {_ms(worst.others_ms)})"
+            own, others = milliseconds(worst.own_ms), milliseconds(worst.others_ms)
+            sentence += f" ({own} a step, the others {others})"
     else:
         sentence += ", and no recorded part of its own work explains it"
     if len(stragglers) > 1:
@@ -124,24 +159,24 @@ def _why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
     share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0
     late = 0.5 if share >= 0.9 else 0.8
     if share >= 0.5 and shape.largest_ready >= late:
-        of_them = "all" if shape.buckets == 1 else f"{_percent(share)} of them"
+        of_them = "all" if shape.buckets == 1 else f"{percent(share)} of them"
         one = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
         when = (
             "starts only when backward ends"
             if shape.largest_ready >= 0.95
-            else f"starts only when {_percent(shape.largest_ready)} of backward is done"
+            else f"starts only when {percent(shape.largest_ready)} of backward is done"
         )
         return f"gradients, because {one} and {when}; try smaller buckets (headway optimize)"
     if shape.buckets and shape.first_ready >= 0.6:
         return (
-            f"gradients, because the first bucket starts only when {_percent(shape.first_ready)} of backward is done; "
+            f"gradients, because the first bucket starts only when {percent(shape.first_ready)} of backward is done; "
             "try smaller buckets (headway optimize)"
         )
     if shape.backward_ms and shape.busy_ms > shape.backward_ms:
         return (
-            f"gradients, because the links are busy for {_ms(shape.busy_ms)} of it and backward, which could hide "
-            f"that, takes only {_ms(shape.backward_ms)}; send less (larger batches, accumulation, lower precision) or "
-            "hide it under forward as well (headway optimize)"
+            f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it and backward, which could "
+            f"hide that, takes only {milliseconds(shape.backward_ms)}; send less (larger batches, accumulation, lower "
+            "precision) or hide it under forward as well (headway optimize)"
         )
     return "gradients, which start too late to hide under backward; try other buckets (headway optimize)"
 
@@ -150,16 +185,8 @@ def _nothing(mean: Breakdown, step_ms: float, world_size: int) -> str:
     others = {part: getattr(mean, part) / step_ms for part in _SHARE_WORDS}
     second = max(others, key=lambda part: others[part])
     alone = " on the only rank" if world_size == 1 else ""
-    follows = f", {_SHARE_WORDS[second]} {_percent(others[second])}" if others[second] >= 0.01 else ""
+    follows = f", {_SHARE_WORDS[second]} {percent(others[second])}" if others[second] >= 0.01 else ""
     return (
-        f"Nothing stands out: computation is {_percent(mean.computation / step_ms)} of each {_ms(step_ms)} step"
+        f"Nothing stands out: computation is {percent(mean.computation / step_ms)} of each {milliseconds(step_ms)} step"
         f"{alone}{follows}."
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 99.5 else f"{value:.3g} ms"

@@ -24,12 +24,15 @@ class Kind:
     BACKWARD = "backward"  # one module's share of the backward; shares do not overlap
     GRADIENT_READY = "gradient_ready"  # an instant: a parameter's gradient is complete on this rank
     WAIT = "wait"  # computation waits for communication
+    PAUSE = "pause"  # the program does something else: a garbage collection, a checkpoint
+    IDLE = "idle"  # a device has nothing to do; name says what its host was in
     OPTIMIZER = "optimizer"  # the optimizer's step
     UPDATE = "update"  # a deferred update of one bucket
     COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was asked for
     SEND = "send"
     RECEIVE = "receive"
     LINK = "link"  # what a connection to ``peer`` carried in a step; it was busy for duration_ns
+    DELIVERY_RATE = "delivery_rate"  # an instant: size_bytes a second arrive at ``peer``, as the kernel estimates
     OPERATOR = "operator"  # one operator or kernel; lies inside the passes, where those are known
     PUSH = "push"  # a worker hands a gradient to a parameter server; name is the key
     SUM = "sum"  # on a server: the workers' gradients of one key are added up

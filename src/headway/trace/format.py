@@ -18,7 +18,10 @@ MAX_WORLD_SIZE = 100_000
 
 
 class ClockFit(BaseModel):
-    """How a rank's clock was brought onto rank 0's: ``t0 = t + offset + drift · (t - reference)``."""
+    """How a rank's clock was brought onto rank 0's: ``t0 = t + offset + drift · (t - reference)``.
+
+    ``by`` says what from: round trips to rank 0, or the order of what ranks did together.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,6 +29,7 @@ class ClockFit(BaseModel):
     drift_ppm: float = 0.0
     reference_ns: int = 0
     uncertainty_ns: float = 0.0
+    by: Literal["round trips", "causality"] = "round trips"
 
 
 class RankInfo(BaseModel):

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _INFO_BYTES = 232
-_ACKED, _BUSY = struct.Struct("=Q").unpack_from, struct.Struct("=QQ").unpack_from
-_ACKED_AT, _BUSY_AT = 120, 168  # tcpi_bytes_acked; tcpi_busy_time and tcpi_rwnd_limited, in microseconds
+_ACKED, _RATES = struct.Struct("=Q").unpack_from, struct.Struct("=QQQ").unpack_from
+_ACKED_AT = 120  # tcpi_bytes_acked
+_RATES_AT = 160  # tcpi_delivery_rate in bytes a second; tcpi_busy_time and tcpi_rwnd_limited in microseconds
 _DESCRIPTORS = Path("/proc/self/fd")
 MAX_CONNECTIONS = 4096
 LEAST_BYTES = 65_536  # a connection that carries less in a whole recording is no link of the job
@@ -39,7 +40,11 @@ class _Connection:
 
 @dataclass(slots=True)
 class Use:
-    """What a connection sent in one step, and for how long it was held up by nothing but the network."""
+    """What a connection sent in one step, and for how long it was held up by nothing but the network.
+
+    ``delivered_bytes_a_s`` is the kernel's latest estimate of the rate at which data arrive. It stays high where a
+    receiver's acknowledgements are what is held up, which makes a connection busy that is not slow.
+    """
 
     local: Endpoint
     remote: Endpoint
@@ -48,6 +53,7 @@ class Use:
     end_ns: int
     size_bytes: int
     busy_ns: int
+    delivered_bytes_a_s: int
 
 
 @dataclass
@@ -62,7 +68,7 @@ class ConnectionWatch:
         """Count from now on."""
         self._find()
         for one in self._connections.values():
-            one.acked_bytes, one.busy_us = _read(one.socket)
+            one.acked_bytes, one.busy_us, _ = _read(one.socket)
         self._since_ns = now_ns
 
     def end_step(self, step: int, now_ns: int) -> None:
@@ -70,12 +76,12 @@ class ConnectionWatch:
         if not self._since_ns:
             return
         for one in self._connections.values():
-            acked_bytes, busy_us = _read(one.socket)
+            acked_bytes, busy_us, delivered = _read(one.socket)
             if acked_bytes > one.acked_bytes:
                 self.uses.append(
                     Use(
                         one.local, one.remote, step, self._since_ns, now_ns,
-                        acked_bytes - one.acked_bytes, max(busy_us - one.busy_us, 1) * 1000,
+                        acked_bytes - one.acked_bytes, max(busy_us - one.busy_us, 1) * 1000, delivered,
                     )
                 )  # fmt: skip
             one.acked_bytes, one.busy_us = acked_bytes, busy_us
@@ -89,11 +95,8 @@ class ConnectionWatch:
         self._since_ns = 0
 
     def pairs(self) -> str:
-        """Both ends of every connection that was used, for other ranks to recognise theirs among."""
-        carried: dict[tuple[Endpoint, Endpoint], int] = {}
-        for use in self.uses:
-            carried[use.local, use.remote] = carried.get((use.local, use.remote), 0) + use.size_bytes
-        return json.dumps([list(pair) for pair, size_bytes in carried.items() if size_bytes >= LEAST_BYTES])
+        """Both ends of every connection, for other ranks to recognise theirs among."""
+        return json.dumps([[one.local, one.remote] for one in self._connections.values()])
 
     def _find(self) -> None:
         if sys.platform != "linux":
@@ -114,15 +117,18 @@ class ConnectionWatch:
 
 
 def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpoint, Endpoint], int]:
-    """The rank at the other end of each connection, from what ranks published of theirs."""
+    """The rank at the other end of each connection that carried something, from what ranks published of theirs."""
+    carried: dict[tuple[Endpoint, Endpoint], int] = {}
+    for use in uses:
+        carried[use.local, use.remote] = carried.get((use.local, use.remote), 0) + use.size_bytes
     owner: dict[tuple[Endpoint, Endpoint], int] = {}
     for rank, text in published.items():
         for local, remote in json.loads(text):
             owner[_endpoint(local), _endpoint(remote)] = rank
     return {
-        (use.local, use.remote): owner[use.remote, use.local]
-        for use in uses
-        if (use.remote, use.local) in owner
+        (local, remote): owner[remote, local]
+        for (local, remote), size_bytes in carried.items()
+        if size_bytes >= LEAST_BYTES and (remote, local) in owner
     }
 
 
@@ -145,11 +151,11 @@ def _endpoint(address: Any) -> Endpoint:
     return host.removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
-def _read(connection: socket.socket) -> tuple[int, int]:
-    """Bytes that arrived, and microseconds in which some were under way and the receiver had room for more."""
+def _read(connection: socket.socket) -> tuple[int, int, int]:
+    """Bytes that arrived, microseconds in which some were under way and there was room, and a rate of arrival."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        busy_us, full_us = _BUSY(info, _BUSY_AT)
-        return _ACKED(info, _ACKED_AT)[0], max(busy_us - full_us, 0)
+        delivered, busy_us, full_us = _RATES(info, _RATES_AT)
+        return _ACKED(info, _ACKED_AT)[0], max(busy_us - full_us, 0), delivered
     except (OSError, struct.error):  # closed meanwhile, or a kernel that tells less
-        return 0, 0
+        return 0, 0, 0

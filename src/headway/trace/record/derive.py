@@ -109,21 +109,30 @@ def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
 
 
 def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
-    """What connections to other ranks carried in each step."""
-    return [
-        Event(
+    """What connections to other ranks carried in each step, and how fast."""
+    rows = []
+    for use in uses:
+        peer = peers.get((use.local, use.remote))
+        if peer is None:
+            continue
+        busy_ns = min(use.busy_ns, use.end_ns - use.start_ns)
+        carried = Event(
             Kind.LINK,
             "",
             Stream.COMMUNICATION,
             use.step,
             use.start_ns,
-            min(use.busy_ns, use.end_ns - use.start_ns),
+            busy_ns,
             size_bytes=use.size_bytes,
-            peer=peers[use.local, use.remote],
+            peer=peer,
         )
-        for use in uses
-        if (use.local, use.remote) in peers
-    ]
+        rows.append(carried)
+        if use.delivered_bytes_a_s:
+            rate = min(use.delivered_bytes_a_s, 2**62)
+            rows.append(
+                carried._replace(kind=Kind.DELIVERY_RATE, start_ns=use.end_ns, duration_ns=0, size_bytes=rate)
+            )
+    return rows
 
 
 def wait_rows(
@@ -141,6 +150,7 @@ def wait_rows(
         if c.phase == "enter" or (not c.asynchronous and c.phase == "")
     }
     passes: list[Event] = []
+    rows = list(rows)
     for row in rows:
         if row.kind == Kind.COLLECTIVE and row.bucket >= 0 and row.algorithm == "gloo":
             bucket_ends[row.step].append(row.end_ns)

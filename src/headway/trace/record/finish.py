@@ -8,7 +8,10 @@ from pathlib import Path
 
 from headway import files
 from headway.errors import LaunchError, TraceError
-from headway.trace.folder import assemble
+from headway.trace.clocks import aligned, fit_clocks, meetings_of
+from headway.trace.folder import assemble, load_trace, write_trace
+from headway.trace.format import ClockFit
+from headway.trace.record.clock import UNKNOWN_NS
 
 WAIT_FOR_RANKS_S = 60.0
 
@@ -36,11 +39,41 @@ def finish_recording(
         if not recorded:
             raise _why_nothing(idle)
         assemble(staging)
+        _compare_clocks(staging)
         staging.replace(out)
     except OSError as failure:
         raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
     finally:
         files.remove_folder(staging)
+
+
+def _compare_clocks(folder: Path) -> None:
+    """Tell the clocks that could not be compared by round trips from what their ranks did together."""
+    trace = load_trace(folder)
+    infos = trace.manifest.ranks
+    if len({info.host for info in infos}) == 1 or all(
+        info.clock.uncertainty_ns < UNKNOWN_NS for info in infos
+    ):
+        return
+    # Their events are on rank 0's clock by now.
+    prior = {
+        info.host: ClockFit(uncertainty_ns=info.clock.uncertainty_ns)
+        for info in infos
+        if info.clock.uncertainty_ns < UNKNOWN_NS
+    }
+    fits = fit_clocks(
+        meetings_of(trace.events, trace.hosts), list(dict.fromkeys(trace.hosts.values())), prior=prior
+    )
+    told = {
+        info.rank: fits[info.host].model_copy(update={"by": "causality"})
+        for info in infos
+        if info.host not in prior
+    }
+    events = {
+        rank: aligned(rows, told[rank]) if rank in told else rows for rank, rows in trace.events.items()
+    }
+    ranks = tuple(info.model_copy(update={"clock": told.get(info.rank, info.clock)}) for info in infos)
+    write_trace(folder, trace.manifest.model_copy(update={"ranks": ranks}), trace.model, events)
 
 
 def _present(staging: Path) -> tuple[list[Path], list[dict[str, object]]]:

@@ -44,6 +44,7 @@ from headway.trace.record.derive import (
     wait_rows,
 )
 from headway.trace.record.modules import ModuleWatch
+from headway.trace.record.pauses import PauseWatch
 
 CLOCK_KEY = "headway/clock"
 LINKS_KEY = "headway/links"
@@ -62,6 +63,7 @@ class RecordOptions(BaseModel):
     folder: Path
     first_step: int = Field(default=5, ge=1)
     last_step: int = Field(default=25, ge=2)
+    clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
 
 
 class Recorder:
@@ -80,6 +82,7 @@ class Recorder:
         self._watch = ModuleWatch(lambda: self.step, lambda: self._recording, self._rows)
         self._tap = CollectiveTap(lambda: (self.step, self._watch.phase))
         self._connections = ConnectionWatch()
+        self._pauses = PauseWatch(self._paused)
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
@@ -112,6 +115,7 @@ class Recorder:
         self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         self._tap.attach()
+        self._pauses.attach()
         self._watch_input()
         if self._model is not None and self._root is not None:
             self._watch.attach(self._model, self._root)
@@ -172,6 +176,8 @@ class Recorder:
         iterator.__next__ = timed_next  # type: ignore[attr-defined]
 
     def _compare_clocks_first(self) -> None:
+        if not self.options.clock_server:
+            return
         store = torch_private.default_store()
         key = f"{CLOCK_KEY}/{self._number}"
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -227,6 +233,10 @@ class Recorder:
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
         self._rows.append(Event(kind, name, Stream.COMPUTE, self.step, start_ns, end_ns - start_ns))
 
+    def _paused(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
+        if self._recording:
+            self._put(kind, name, start_ns, end_ns)
+
     # Finishing
 
     def detach(self) -> None:
@@ -235,6 +245,7 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._watch.detach()
+        self._pauses.detach()
         self._tap.detach()
         if self._original_next is not None:
             torch_private.data_loader_iterator().__next__ = self._original_next  # type: ignore[attr-defined]
@@ -329,7 +340,8 @@ class Recorder:
             if self._clock_server is not None:
                 self._clock_server.wait_for_last_rounds(world_size - 1, LAST_ROUNDS_TIMEOUT_S)
             return ClockFit()
-        assert self._clock_address is not None
+        if self._clock_address is None:
+            return clock.fit_clock((), ())
         after = clock.measure_round_trips(self._clock_address, last=True)
         return clock.fit_clock(self._trips_before, after)
 

@@ -1,0 +1,1 @@
+"""Jobs with a planted cause of slowness, and where each is planted."""

@@ -1,0 +1,68 @@
+"""What is planted, what the diagnosis has to say of it, and what it ought to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+RANKS = 4
+HEALTHY = "healthy"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One planted cause. The first sentence must contain every one of ``words``; ``rank`` is the one to be blamed."""
+
+    plant: dict[str, Any] = field(default_factory=dict)
+    lab: dict[str, Any] = field(default_factory=dict)  # keys of a lab's specification
+    words: tuple[str, ...] = ()
+    rank: int | None = None
+    planted_ms: float | None = None  # a step; where None, what the step is longer than the healthy one's
+    skewed: dict[int, float] = field(default_factory=dict)  # milliseconds that a rank's clock is ahead
+
+
+def _host(name: int, **rates: str) -> dict[str, Any]:
+    return {"name": f"host{name}", **rates}
+
+
+CAUSES: dict[str, Cause] = {
+    HEALTHY: Cause(words=("Nothing stands out",)),
+    "slow forward": Cause(
+        plant={"slow": {"forward": [2, 0.03]}}, words=("Rank 2", "forward"), rank=2, planted_ms=30.0
+    ),
+    "slow backward": Cause(
+        plant={"slow": {"backward": [1, 0.03]}}, words=("Rank 1", "backward"), rank=1, planted_ms=30.0
+    ),
+    "slow input": Cause(plant={"slow": {"input": [3, 0.03]}}, words=("Rank 3", "input"), rank=3, planted_ms=30.0),
+    "slow link": Cause(
+        lab={"hosts": [_host(0), _host(1, up="60mbit"), _host(2), _host(3)]},
+        words=("link from host1 to host0", "slow"),
+    ),
+    "another tenant": Cause(
+        lab={
+            "timeline": [
+                {"at": f"{at}s", "traffic": {"from": "host3", "to": "host2", "rate": "2gbit", "for": "700ms"}}
+                for at in range(1, 60)
+            ]
+        },
+        words=("link from host3 to host2", "other traffic"),
+    ),
+    "many small collectives": Cause(
+        plant={"pieces": 40, "bucket_mb": 0.0001}, words=("collectives of", "larger buckets")
+    ),
+    "huge last bucket": Cause(
+        plant={"first_numel": 1_500_000}, words=("bucket carries", "starts only when backward ends")
+    ),
+    "late launch": Cause(plant={"by_hand": True}, words=("launched late",)),
+    "blocking collective": Cause(
+        plant={"blocking_numel": 500_000}, words=("on the spot", "all_reduce")
+    ),
+    "moving imbalance": Cause(plant={"moving_s": 0.04}, words=("different one each time",)),
+    "clock skew": Cause(skewed={2: 40.0}, words=("clock of rank 2", "not slowness")),
+    "stalls": Cause(
+        plant={"stall_rank": 1, "stall_s": 0.2, "stall_every": 5},
+        words=("Every 5th step", "rank 1"),
+        rank=1,
+        planted_ms=40.0,
+    ),
+}  # fmt: skip

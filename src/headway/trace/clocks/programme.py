@@ -1,0 +1,77 @@
+"""The linear programme: values for unknowns at which what should be nought is off by the least.
+
+Every term is linear in the unknowns and costs so much a unit above nought and so much a unit below. That is regression
+in the sense of least absolute deviations: a few terms that are far off move it little. Where one side costs much it is a
+bound. What is solved is the dual, which has a bounded variable for each term and an equation for each unknown: that takes
+a tenth of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import UserError
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+Factors = tuple[Indices, Floats]
+"""One unknown of each term, and its factor."""
+
+
+@dataclass(slots=True)
+class Programme:
+    """Terms, put in many at a time. Unknowns are known by number; those in no term come out as 0."""
+
+    unknowns: int
+    _constants: list[Floats] = field(default_factory=list)
+    _above: list[Floats] = field(default_factory=list)
+    _below: list[Floats] = field(default_factory=list)
+    _entries: list[tuple[Indices, Indices, Floats]] = field(default_factory=list)
+    _terms: int = 0
+
+    def add(
+        self, constant: Floats, *factors: Factors, above: Floats | float = 0.0, below: Floats | float = 0.0
+    ) -> None:
+        """Put in terms ``constant + Σ factor · unknown``, which cost ``above`` or ``below`` a unit off nought.
+
+        What costs infinitely much is a bound; each needs a side that costs nothing, and together they must leave a way.
+        """
+        term = self._terms + np.arange(len(constant))
+        self._terms += len(constant)
+        self._constants.append(constant)
+        self._above.append(np.broadcast_to(above, constant.shape))
+        self._below.append(np.broadcast_to(below, constant.shape))
+        self._entries += [(unknown, term, factor) for unknown, factor in factors]
+
+    def solve(self, without: tuple[int, ...] = ()) -> Floats:
+        """The value of each unknown; those of ``without`` are 0. Raises UserError where scipy is missing."""
+        try:
+            from scipy.optimize import linprog  # type: ignore[import-untyped]
+            from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
+        except ImportError:
+            raise UserError(
+                "clocks cannot be aligned", got="no scipy", fix="Install it: pip install 'headway[traces]'."
+            ) from None
+        values = np.zeros(self.unknowns)
+        if not self._terms or not self._entries:
+            return values
+        above, below = np.concatenate(self._above), np.concatenate(self._below)
+        scale = float(np.median(np.maximum(above, below)[np.isfinite(above + below)])) or 1.0
+        row, column, factor = (np.concatenate([entry[i] for entry in self._entries]) for i in range(3))
+        free = ~np.isin(row, without)
+        row, column, factor = row[free], column[free], factor[free]
+        used, row = np.unique(row, return_inverse=True)
+        factors = coo_matrix((factor, (row, column)), shape=(len(used), self._terms)).tocsr()
+        for method in ("highs-ipm", "highs-ds"):  # the quick one first
+            found = linprog(
+                -np.concatenate(self._constants), A_eq=factors, b_eq=np.zeros(len(used)),
+                bounds=np.column_stack([-below, above]) / scale, method=method,
+            )  # fmt: skip
+            if found.status == 0:
+                break
+        assert found.status == 0, found.message  # it has a solution whatever the terms: nought is one
+        values[used] = found.eqlin.marginals
+        return values

@@ -1,0 +1,25 @@
+"""Medians of many groups at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+
+def medians(values: Floats, groups: Indices, weights: Floats, count: int) -> Floats:
+    """The weighted median of the values of each of ``count`` groups; nan where a group has none."""
+    order = np.lexsort((values, groups))
+    values, groups, weights = values[order], groups[order], weights[order]
+    reached = np.cumsum(weights)
+    first = np.searchsorted(groups, np.arange(count))
+    last = np.searchsorted(groups, np.arange(count), side="right")
+    before = np.where(first > 0, reached[first - 1], 0.0) if len(values) else np.zeros(count)
+    found = np.full(count, np.nan)
+    some = last > first
+    half = (before[some] + reached[last[some] - 1]) / 2
+    place = np.clip(np.searchsorted(reached, half), first[some], last[some] - 1)
+    found[some] = values[place]
+    return found
