@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from headway import files
 
@@ -26,11 +27,35 @@ PATIENCE_S = 2.0  # what takes longer says so
     type=click.Path(path_type=Path, dir_okay=False),
     help="Hold links against the rates in this cluster file.",
 )
+@click.option(
+    "--baseline",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Compare with this trace; exit with 1 where the step became longer than --threshold allows.",
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="By how many percent the step may become longer than the baseline's.",
+)
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a summary in GitHub's Markdown.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
-def diagnose(folder: Path, html: Path | None, cluster_file: Path | None, as_json: bool) -> None:
+def diagnose(
+    folder: Path,
+    html: Path | None,
+    cluster_file: Path | None,
+    baseline: Path | None,
+    threshold: float,
+    as_markdown: bool,
+    as_json: bool,
+) -> int:
     """Say where the time of the recorded job in DIR went, and who is to blame."""
     from headway.cluster import Cluster
     from headway.diagnose import diagnose as diagnose_trace
+    from headway.diagnose.comparison import compare
+    from headway.report.markdown import markdown
     from headway.report.text import print_diagnosis
     from headway.trace.folder import load_trace
 
@@ -44,17 +69,28 @@ def diagnose(folder: Path, html: Path | None, cluster_file: Path | None, as_json
         trace = load_trace(folder)
     with _patience(words, "Diagnosing"):
         found = diagnose_trace(trace, cluster)
+        before = diagnose_trace(load_trace(baseline)) if baseline else None
+    comparison = compare(found, before, threshold / 100) if before else None
     if html is not None:
         from headway.report.page import write_html
 
         with _patience(words, "Drawing"):
             write_html(trace, found, html)
     if as_json:
-        click.echo(files.dump_json(found.to_document()), nl=False)
+        document = found.to_document()
+        if comparison is not None:
+            document["baseline"] = comparison.to_document()
+        click.echo(files.dump_json(document), nl=False)
+    elif as_markdown:
+        click.echo(markdown(found, comparison), nl=False)
     else:
-        print_diagnosis(found, Console())
+        console = Console()
+        if comparison is not None:
+            console.print(Text(comparison.sentence, style="bold"), soft_wrap=True)
+        print_diagnosis(found, console)
     if html is not None:
         words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
+    return int(comparison is not None and comparison.regressed)
 
 
 @contextmanager

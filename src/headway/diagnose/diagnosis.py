@@ -58,6 +58,7 @@ class Diagnosis:
     clock: dict[int, Clock]
     notes: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
+    step_times_ms: tuple[float, ...] = ()  # of each recorded step, the mean over ranks
 
     def to_document(self) -> dict[str, Any]:
         """The document that ``headway diagnose --json`` prints."""
@@ -130,7 +131,13 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         critical_path=path,
         clock=clock,
         notes=(*trace.manifest.notes, *_notes(trace, times, rows, clock, step_ms)),
+        step_times_ms=_step_times_ms(times),
     )
+
+
+def _step_times_ms(times: dict[int, RankTime]) -> tuple[float, ...]:
+    lengths = np.stack([time.step_end_ns - time.step_start_ns for time in times.values()])
+    return tuple((lengths.mean(axis=0) / NS_A_MS).tolist())
 
 
 def _findings(

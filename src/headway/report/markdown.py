@@ -1,0 +1,74 @@
+"""The diagnosis as a summary in GitHub's Markdown, for a job's page or a pull request's comment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from headway.diagnose import Diagnosis
+from headway.diagnose.breakdown import PARTS
+from headway.diagnose.comparison import Comparison
+from headway.report.palette import PART_LABELS
+
+MAX_RANKS = 16
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~<>&@$-])")
+
+
+def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
+    """The summary. What came from the trace is escaped: it cannot become a link, an image, a mention or a tag."""
+    lines = ["## Headway diagnosis", ""]
+    if comparison is not None:
+        lines += [f"**{'❌' if comparison.regressed else '✅'} {_escaped(comparison.sentence)}**", ""]
+    lines += [f"**{_escaped(diagnosis.verdict)}**", ""]
+    standing = [one for one in diagnosis.findings if one.stands_out]
+    if len(standing) > 1:
+        rows = [(one.cause.replace("_", " "), _ms(one.cost_ms), _ranks(one.ranks)) for one in standing]
+        lines += [*_table(("Finding", "Cost, ms a step", "Ranks"), rows), ""]
+    lines += [*_breakdown(diagnosis, comparison), ""]
+    if diagnosis.notes:
+        lines += ["<details><summary>Before you trust the numbers</summary>", ""]
+        lines += [f"- {_escaped(note)}" for note in diagnosis.notes]
+        lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def _breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]:
+    """The slowest ranks' mean steps, in parts, and by how much the mean over all ranks changed."""
+    ranks = sorted(diagnosis.breakdown, key=lambda rank: -diagnosis.breakdown[rank].computation)[:MAX_RANKS]
+    header = ("Rank", *(PART_LABELS[part] for part in PARTS), "Step")
+    rows = []
+    for rank in sorted(ranks):
+        parts = diagnosis.breakdown[rank]
+        rows.append((str(rank), *(_ms(getattr(parts, part)) for part in PARTS), _ms(parts.total_ms)))
+    if comparison is not None:
+        changes = (f"{comparison.parts_ms[part]:+.2f}" for part in PARTS)
+        whole = f"{comparison.step_ms - comparison.baseline_step_ms:+.2f}"
+        rows.append(("change", *changes, whole))
+    lines = [f"Mean step of {len(diagnosis.steps)} recorded, in ms:", "", *_table(header, rows)]
+    if len(diagnosis.breakdown) > len(ranks):
+        lines.append(
+            f"\nThe {len(ranks)} of {len(diagnosis.breakdown)} ranks that compute longest are listed."
+        )
+    return lines
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    ruler = "|---|" + "---:|" * (len(header) - 1)
+    return [_row(header), ruler, *(_row(row) for row in rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks[:8]))
+
+
+def _escaped(text: str) -> str:
+    """Plain text: what Markdown or HTML would read as its own is escaped, line breaks are spaces."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
