@@ -1,1 +1,1 @@
-"""Drawing: HTML pages and text from computed values. Nothing here computes."""
+"""Drawing: HTML pages and text from computed values. What is computed here is only what to draw, and where."""

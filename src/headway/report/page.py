@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 from headway import files
 from headway.diagnose import Diagnosis
-from headway.report import palette
+from headway.diagnose.breakdown import PARTS
+from headway.diagnose.communication import match
+from headway.report import palette, payload, words
+from headway.report.boxes import OPERATORS
+from headway.report.choice import blamed_ranks
 from headway.report.drawing import Drawing, draw
+from headway.report.history import History, history, rank_times
+from headway.report.history_chart import history_chart, top_ms
+from headway.report.layout import Layout
+from headway.report.ranks import RankView, rank_views, split_by_interest
 from headway.report.timeline import require_bokeh, timeline
 from headway.trace.format import Trace
 from headway.units import format_rate
 from headway.version import __version__
 
 MAX_PATH_ROWS = 200
+MAX_ROWS = 500  # of any other table
+COMPACT_ABOVE = 16  # ranks: from here on bars stand side by side
+SCRIPTS = ("view.js", "ranks.js", "search.js", "controls.js", "main.js")  # in this order
+HELP = (
+    (("w", "+"), "zoom in"),
+    (("s", "-"), "zoom out"),
+    (("a", "←"), "move to the left"),
+    (("d", "→"), "move to the right"),
+    (("n",), "next step"),
+    (("p",), "previous step"),
+    (("0", "Home"), "back to the first view"),
+    (("c",), "show or hide the critical path"),
+    (("/",), "search"),
+    (("Enter",), "next hit (in the search field)"),
+    (("Shift", "Enter"), "previous hit (in the search field)"),
+    (("Esc",), "end the search, or close this"),
+    (("?",), "show or hide this"),
+)
 
 
 def write_html(trace: Trace, diagnosis: Diagnosis, path: str | Path) -> None:
@@ -26,64 +52,193 @@ def write_html(trace: Trace, diagnosis: Diagnosis, path: str | Path) -> None:
 
 
 def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
-    """The report as one HTML text. Whatever came from the trace is escaped."""
+    """The report as one HTML text. Whatever came from the trace is escaped, and can be shown."""
     require_bokeh()
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=PackageLoader("headway.report", "."), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("headway.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_showable,
     )
-    drawing = draw(trace, diagnosis)
-    breakdown = {rank: parts.rounded() for rank, parts in diagnosis.breakdown.items()}
-    drawn_kinds = {box.kind for box in drawing.boxes}
+    rows = match(trace)
+    drawing = draw(trace, diagnosis, rows=rows)
+    past = history(rank_times(trace, diagnosis.steps, rows), diagnosis.steps)
+    blamed = blamed_ranks(diagnosis)
+    on_path = tuple({piece.rank for piece in diagnosis.critical_path})
+    views = rank_views(drawing.ranks, trace.hosts, blamed, on_path, of_ranks=len(trace.events))
+    layout = Layout(drawing.ranks, drawing.lanes, blamed[:8])
+    columns, tables = payload.columns(drawing, layout)
+    drawn = tuple(step for step, _, _ in drawing.steps)
+    chart = history_chart(past, drawn)
     return environment.get_template("page.html.jinja").render(
-        title=trace.path.resolve().name or "a trace",
-        version=__version__,
-        diagnosis=diagnosis,
+        **_words(trace, diagnosis),
+        **_by_rank(trace, diagnosis, drawing, blamed),
         drawing=drawing,
-        tiles=_tiles(trace, diagnosis),
-        hosts=trace.hosts,
-        breakdown=breakdown,
-        parts=palette.PART_LABELS,
-        colours=palette.PART_COLOURS,
-        longest_ms=max(max((sum(row.values()) for row in breakdown.values()), default=0.0), 1e-9),
-        kinds={kind: label for kind, label in palette.KIND_LABELS.items() if kind in drawn_kinds},
-        kind_colours=palette.KIND_COLOURS,
-        pending_colour=palette.PENDING_COLOUR,
-        path_colour=palette.PATH_COLOUR,
-        path=diagnosis.critical_path[:MAX_PATH_ROWS],
-        path_left_out=max(len(diagnosis.critical_path) - MAX_PATH_ROWS, 0),
-        path_ms=max(diagnosis.typical_step_ms, 1e-9),
-        rate=format_rate,
-        timeline_json=Markup(_timeline_json(drawing)),
+        operators=any(box.row == OPERATORS for box in drawing.boxes),
+        pending=any(box.pending_ms > 0 for box in drawing.boxes),
+        kinds=[kind for kind in palette.KIND_LABELS if kind in tables["kind"]],
+        past=past,
+        history_hint=_history_hint(past),
+        drawn_at={step: at for at, step in enumerate(drawn)},
+        views=views,
+        blamed=blamed,
+        blamed_for=_blamed_for(diagnosis, blamed),
+        blamed_view=_blamed_view(views, blamed),
+        besides=[
+            one.sentence
+            for one in diagnosis.findings
+            if one.stands_out and one.sentence.rstrip(".") not in diagnosis.verdict
+        ],
+        css=Markup(_own("page.css")),
+        scripts=Markup("\n".join(_own(f"scripts/{name}") for name in SCRIPTS)),
+        page_json=Markup(payload.script_json(payload.page_data(drawing, tables, past, views, layout))),
+        timeline_json=Markup(_figure_json(timeline(drawing, layout, columns, tables["kind"]))),
+        history_json=Markup(_figure_json(chart)),
         bokeh_js=Markup(_bokeh_js()),
     )
 
 
-def _tiles(trace: Trace, diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    mean = {
-        part: sum(getattr(parts, part) for parts in diagnosis.breakdown.values()) / len(diagnosis.breakdown)
-        for part in palette.PART_LABELS
+def _showable(value: Any) -> Any:
+    return words.plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _own(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
+    """What the template says and how it words it, apart from the parts by rank and the timeline."""
+    clock = diagnosis.clock
+    return {
+        "title": trace.path.resolve().name or "a trace",
+        "version": __version__,
+        "diagnosis": diagnosis,
+        "tiles": _tiles(trace, diagnosis),
+        "hosts": trace.hosts,
+        "parts": PARTS,
+        "links": sorted(diagnosis.links, key=lambda link: -link.utilisation),
+        "path": diagnosis.critical_path[:MAX_PATH_ROWS],
+        "path_left_out": max(len(diagnosis.critical_path) - MAX_PATH_ROWS, 0),
+        "path_ms": max(diagnosis.typical_step_ms, 1e-9),
+        "clock_ranks": sorted(clock),
+        "vaguest": max(clock, key=lambda rank: clock[rank].uncertainty_us, default=None),
+        "max_rows": MAX_ROWS,
+        "help": HELP,
+        "duration": words.duration,
+        "count": words.count,
+        "cut_text": words.plain,
+        "rate": format_rate,
+        "part_label": palette.part_label,
+        "short_label": palette.short_label,
+        "part_colour": lambda part: palette.PART_COLOURS.get(part, palette.UNKNOWN_COLOUR),
+        "kind_label": palette.kind_label,
+        "kind_colour": palette.kind_colour,
+        "pending_colour": palette.PENDING_COLOUR,
+        "path_colour": palette.PATH_COLOUR,
+        "blamed_colour": palette.BLAMED_COLOUR,
     }
+
+
+def _by_rank(trace: Trace, diagnosis: Diagnosis, drawing: Drawing, blamed: tuple[int, ...]) -> dict[str, Any]:
+    """The parts of each rank's mean step: which ranks are drawn, and which are listed first."""
+    breakdown = {rank: parts.rounded() for rank, parts in diagnosis.breakdown.items()}
+    first, others = split_by_interest(diagnosis.breakdown, blamed)
+    longest_ms = max(max((sum(row.values()) for row in breakdown.values()), default=0.0), 1e-9)
+    bars = [rank for rank in drawing.ranks if rank in breakdown]
+    every = max(-(-len(bars) // 32), 1)
+    named = set(bars[::every]) | (set(blamed[:8]) & set(bars))
+    near = {rank: at for at, rank in enumerate(bars) if rank in blamed[:8]}
+    close = {
+        bars[at + by] for at in near.values() for by in range(1 - every, every) if 0 <= at + by < len(bars)
+    }
+    scale = words.scale(longest_ms)
+    return {
+        "breakdown": breakdown,
+        "mean": _mean(diagnosis),
+        "longest_ms": longest_ms,
+        "scale": scale,
+        "part_headers": [f"#{palette.part_label(part)}" for part in PARTS],
+        "first_ranks": first,
+        "other_ranks": others[:MAX_ROWS],
+        "unlisted_ranks": max(len(others) - MAX_ROWS, 0),
+        "bar_ranks": bars,
+        "bar_labels": named - (close - set(near)),
+        "compact": len(bars) > COMPACT_ABOVE,
+    }
+
+
+def _mean(diagnosis: Diagnosis) -> dict[str, float]:
+    ranks = diagnosis.breakdown.values()
+    return {part: sum(getattr(parts, part) for parts in ranks) / len(ranks) for part in PARTS}
+
+
+def _tiles(trace: Trace, diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    mean = _mean(diagnosis)
     step_ms = max(diagnosis.step_ms, 1e-9)
     return [
-        (f"{diagnosis.step_ms:.1f} ms", "mean step"),
+        (words.duration(diagnosis.step_ms), "mean step"),
         (f"{100 * mean['computation'] / step_ms:.0f} %", "computation"),
         (f"{100 * mean['exposed_communication'] / step_ms:.0f} %", "exposed communication"),
         (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for stragglers"),
         (f"{diagnosis.overlap_percent:.0f} %", "of communication hidden"),
-        (str(trace.world_size), "ranks" if trace.world_size != 1 else "rank"),
-        (str(len(diagnosis.steps)), "steps recorded" if len(diagnosis.steps) != 1 else "step recorded"),
+        _ranks_tile(trace),
+        (f"{len(diagnosis.steps):,}", "steps recorded" if len(diagnosis.steps) != 1 else "step recorded"),
     ]
 
 
-def _timeline_json(drawing: Drawing) -> str:
-    """The figure as JSON that cannot end the script element it stands in."""
+def _ranks_tile(trace: Trace) -> tuple[str, str]:
+    """How many ranks there are; where the trace lacks some, which it has."""
+    present, world_size = len(trace.events), trace.world_size
+    if present == world_size:
+        return f"{world_size:,}", "ranks" if world_size != 1 else "rank"
+    which = words.runs(trace.events)
+    label = f"rank{'s' if present != 1 else ''} in this trace"
+    return f"{which or f'{present:,}'} of {world_size:,}", label
+
+
+def _history_hint(past: History) -> str:
+    parts = [
+        "All recorded steps: bars are the mean over ranks, dark caps reach from the median rank to the slowest.",
+        "Where the background is blue, a click shows the step in the timeline below.",
+    ]
+    if past.steps_a_bar > 1:
+        parts.insert(1, f"Each bar stands for {past.steps_a_bar} steps, of which it shows the longest.")
+    if past.outlying:
+        parts.append("▼ marks steps that stand out.")
+    top = top_ms(past)
+    if any(bar.max_ms > top for bar in past.bars):
+        parts.append(f"Bars longer than {words.duration(top)} are cut off.")
+    return " ".join(parts)
+
+
+def _blamed_for(diagnosis: Diagnosis, blamed: tuple[int, ...]) -> str:
+    """In a few words, what the first of ``blamed`` did."""
+    if not blamed:
+        return ""
+    straggler = next((one for one in diagnosis.stragglers if one.rank == blamed[0]), None)
+    if straggler is not None:
+        return f"holds the others up: {words.duration(straggler.blame_ms)} of each step"
+    finding = next(one for one in diagnosis.findings if one.stands_out and blamed[0] in one.ranks)
+    return (
+        f"is to blame for {words.duration(finding.cost_ms)} of each step ({finding.cause.replace('_', ' ')})"
+    )
+
+
+def _blamed_view(views: tuple[RankView, ...], blamed: tuple[int, ...]) -> int:
+    """The selection of ranks that shows the worst straggler best."""
+    holding = [at for at, view in enumerate(views) if blamed and blamed[0] in view.ranks]
+    return holding[1] if len(holding) > 1 else 0
+
+
+def _figure_json(figure: Any) -> str:
+    """A figure as JSON that cannot end the script element it stands in."""
+    from bokeh.core.json_encoder import serialize_json
     from bokeh.embed import json_item
 
-    text = json.dumps(json_item(timeline(drawing)), ensure_ascii=True, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return payload.script_json(serialize_json(json_item(figure)))
 
 
 def _bokeh_js() -> str:

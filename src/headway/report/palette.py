@@ -24,13 +24,21 @@ PART_COLOURS = {
 KIND_LABELS = {
     Kind.INPUT: "input",
     Kind.FORWARD: "forward",
+    Kind.FORWARD_PASS: "forward, between modules",
     Kind.BACKWARD: "backward",
+    Kind.BACKWARD_PASS: "backward, between modules",
+    Kind.OPERATOR: "operator",
     Kind.OPTIMIZER: "optimizer",
     Kind.UPDATE: "update",
+    Kind.SUM: "sum on a server",
     Kind.WAIT: "wait",
+    Kind.PAUSE: "pause",
+    Kind.IDLE: "idle",
     Kind.COLLECTIVE: "collective",
     Kind.SEND: "send",
     Kind.RECEIVE: "receive",
+    Kind.PUSH: "push to a server",
+    Kind.PULL: "pull from a server",
 }
 KIND_COLOURS = {
     Kind.INPUT: "#e3b23c",
@@ -38,16 +46,27 @@ KIND_COLOURS = {
     Kind.FORWARD_PASS: "#cfe1f0",
     Kind.BACKWARD: "#2f6690",
     Kind.BACKWARD_PASS: "#a9c2d6",
+    Kind.OPERATOR: "#7d8ea3",
     Kind.OPTIMIZER: "#8a6bb1",
     Kind.UPDATE: "#b49fd0",
+    Kind.SUM: "#7c4a1e",
     Kind.WAIT: "#f0b3bb",
+    Kind.PAUSE: "#4b5563",
+    Kind.IDLE: "#dfe3e8",
     Kind.COLLECTIVE: "#2a9d8f",
     Kind.SEND: "#76b041",
     Kind.RECEIVE: "#a5ce7c",
+    Kind.PUSH: "#b5651d",
+    Kind.PULL: "#dba36b",
 }
 PENDING_COLOUR = "#b9c4c2"
 PATH_COLOUR = "#111827"
 UNKNOWN_COLOUR = "#9aa1ab"
+BLAMED_COLOUR = "#fdeedd"  # behind the rows of the rank that is blamed
+BLAMED_EDGE = "#e59a45"
+HIT_COLOUR = "#b3261e"  # around the hit of a search, and where a step stands out
+INK, MUTED, RULE, ACCENT = "#1f2933", "#5f6975", "#e3e7ec", "#2f6690"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
 _SHORT_LABELS = {
@@ -57,6 +76,21 @@ _SHORT_LABELS = {
 }
 
 
+def part_label(part: str) -> str:
+    """The words for a part of the step."""
+    return PART_LABELS.get(part, part.replace("_", " ").capitalize())
+
+
 def short_label(part: str) -> str:
     """The words for a part of the step where a column is narrow."""
     return _SHORT_LABELS.get(part, part.replace("_", " "))
+
+
+def kind_label(kind: str) -> str:
+    """The words for a kind of event."""
+    return KIND_LABELS.get(kind, kind.replace("_", " "))
+
+
+def kind_colour(kind: str) -> str:
+    """The colour of a kind of event."""
+    return KIND_COLOURS.get(kind, UNKNOWN_COLOUR)

@@ -1,12 +1,19 @@
-"""The timeline of all ranks as a Bokeh figure: zoom with the wheel, pan by dragging, hover for details."""
+"""The timeline of all ranks as a Bokeh figure: zoom with the wheel, move by dragging, hover for details.
+
+The page's scripts find its parts by their names: ``timeline``, ``boxes``, ``pending``, ``path``, ``band``, ``hit``.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from headway.errors import UserError
 from headway.report import palette
 from headway.report.drawing import Drawing
+from headway.report.layout import Layout
+from headway.report.payload import opening_view, time_bounds
 from headway.trace.events import Kind
 
 if TYPE_CHECKING:
@@ -14,10 +21,10 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure  # noqa: N812
 
 FIGURE_NAME = "timeline"
-_ON_COMMUNICATION = {Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE}
-_INK, _MUTED, _RULE = "#1f2933", "#66707c", "#e3e7ec"
-_RANK_HEIGHTS = ((16, 58), (32, 36), (96, 22), (10**9, 12))  # pixels a rank for up to so many ranks
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+_ON_COMMUNICATION = {Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE, Kind.PUSH, Kind.PULL}
+_LEFT_PX, _RIGHT_PX = 84, 20
+_TIP = f"""<div style="font:12.5px/1.45 {palette.FONT};color:{palette.INK};max-width:420px;overflow-wrap:anywhere">
+<b>@what</b><br>@took, from @from<br>@where<br><span style="color:{palette.MUTED}">@more</span></div>"""
 
 
 def require_bokeh() -> None:
@@ -30,57 +37,26 @@ def require_bokeh() -> None:
         ) from None
 
 
-def timeline(drawing: Drawing) -> LayoutDOM:
-    """Draw ``drawing``: two rows a rank, and below them an overview whose frame can be dragged."""
+def timeline(drawing: Drawing, layout: Layout, columns: dict[str, Any], kinds: list[str]) -> LayoutDOM:
+    """Draw ``columns`` of boxes: rows for each rank, and below them an overview whose frame can be dragged.
+
+    ``kinds`` are the kinds of events by the numbers in the column ``kind``.
+    """
     from bokeh.layouts import column
     from bokeh.models import Range1d
 
-    start, end = drawing.view_ms
-    margin = 0.01 * (end - start)
-    bounds = (-0.02 * drawing.length_ms, 1.02 * drawing.length_ms)
-    x_range = Range1d(
-        start=max(start - margin, bounds[0]),
-        end=min(end + margin, bounds[1]),
-        bounds=bounds,
-        min_interval=1e-3,
+    start, end = opening_view(drawing)
+    x_range = Range1d(start=start, end=end, bounds=time_bounds(drawing), min_interval=1e-3)
+    return column(
+        _rows(drawing, layout, columns, kinds, x_range),
+        _overview(drawing, x_range),
+        sizing_mode="stretch_width",
     )
-    return column(_rows(drawing, x_range), _overview(drawing, x_range), sizing_mode="stretch_width")
 
 
-class _Layout:
-    """Where rows lie: rank by rank from the top, computation above communication."""
-
-    def __init__(self, drawing: Drawing) -> None:
-        self.ranks = drawing.ranks
-        self.lanes = drawing.lanes
-        self.pitch = 1.0 + 0.55 + 0.45
-
-    def compute(self, rank: int) -> float:
-        return -self.pitch * self.ranks.index(rank)
-
-    def communication(self, rank: int, lane: int = 0) -> float:
-        return self.compute(rank) - 0.78 + (0.5 * (self.lanes - 1) - lane) * self.lane_height
-
-    @property
-    def lane_height(self) -> float:
-        return 0.52 / self.lanes
-
-    @property
-    def y_range(self) -> tuple[float, float]:
-        return self.compute(self.ranks[-1]) - 1.35, 1.1
-
-    @property
-    def height_px(self) -> int:
-        ranks = len(self.ranks)
-        a_rank = next(height for most, height in _RANK_HEIGHTS if ranks <= most)
-        return 70 + a_rank * ranks
-
-    @property
-    def label_every(self) -> int:
-        return 1 + (len(self.ranks) - 1) // 96
-
-
-def _rows(drawing: Drawing, x_range: Any) -> Figure:
+def _rows(
+    drawing: Drawing, layout: Layout, columns: dict[str, Any], kinds: list[str], x_range: Any
+) -> Figure:
     from bokeh.models import (
         BoxZoomTool,
         ColumnDataSource,
@@ -88,123 +64,130 @@ def _rows(drawing: Drawing, x_range: Any) -> Figure:
         HoverTool,
         PanTool,
         Range1d,
-        ResetTool,
         SaveTool,
         WheelZoomTool,
-        ZoomInTool,
-        ZoomOutTool,
     )
     from bokeh.plotting import figure
+    from bokeh.transform import linear_cmap
 
-    layout = _Layout(drawing)
-    wheel, pan = WheelZoomTool(dimensions="width"), PanTool(dimensions="width")
+    low, high = layout.y_range
+    wheel, pan = WheelZoomTool(dimensions="width"), PanTool()
     plot = figure(
         name=FIGURE_NAME,
         x_range=x_range,
-        y_range=Range1d(start=layout.y_range[0], end=layout.y_range[1]),
-        height=layout.height_px,
+        y_range=Range1d(start=low, end=high, bounds=(low, high), min_interval=1.0),
+        frame_height=layout.height_px,
         sizing_mode="stretch_width",
-        tools=[
-            pan, wheel, BoxZoomTool(dimensions="width"), ZoomInTool(dimensions="width"),
-            ZoomOutTool(dimensions="width"), ResetTool(), SaveTool(),
-        ],
+        tools=[pan, wheel, BoxZoomTool(), SaveTool()],
         active_scroll=wheel,
         active_drag=pan,
-        toolbar_location="above",
-    )  # fmt: skip
+        toolbar_location="right",
+    )
     plot.toolbar.logo = None
-    _steps(plot, drawing, layout)
-    pending = [box for box in drawing.boxes if box.pending_ms > 0]
-    plot.quad(
-        left=[box.start_ms - box.pending_ms for box in pending],
-        right=[box.start_ms for box in pending],
-        bottom=[layout.communication(box.rank, box.lane) - 0.04 for box in pending],
-        top=[layout.communication(box.rank, box.lane) + 0.04 for box in pending],
-        fill_color=palette.PENDING_COLOUR,
-        line_color=None,
-    )
+    _band(plot, layout)
+    _steps(plot, drawing, high)
+    _pending(plot, drawing, layout)
+    colours = [palette.kind_colour(kind) for kind in kinds] or [palette.UNKNOWN_COLOUR]
     bars = plot.quad(
-        source=ColumnDataSource(_columns(drawing, layout)),
+        name="boxes",
+        source=ColumnDataSource(columns),
         left="left", right="right", bottom="bottom", top="top",
-        fill_color="colour", line_color="white", line_width=0.5, hover_line_color=_INK,
+        fill_color=linear_cmap("kind", colours, low=-0.5, high=len(colours) - 0.5),
+        nonselection_fill_alpha=0.15,
+        line_color="white",
+        line_width=0 if layout.dense else 0.5,
     )  # fmt: skip
-    plot.add_tools(
-        HoverTool(
-            renderers=[bars],
-            point_policy="follow_mouse",
-            tooltips=[
-                ("what", "@kind @name"),
-                ("took", "@length{0,0.000} ms"),
-                ("from", "@left{0,0.000} ms"),
-                ("rank, step", "@rank, @step"),
-                ("more", "@detail"),
-            ],
-        )
-    )
+    plot.add_tools(HoverTool(renderers=[bars], point_policy="follow_mouse", visible=False, tooltips=_TIP))
     _path(plot, drawing, layout)
-    ticks: dict[Any, Any] = {}
-    for rank in drawing.ranks:
-        if layout.ranks.index(rank) % layout.label_every == 0:
-            ticks[layout.compute(rank)] = f"rank {rank}"
-        if len(drawing.ranks) <= 16:
-            ticks[layout.communication(rank)] = "network"
-    plot.yaxis.ticker = FixedTicker(ticks=list(ticks))
-    plot.yaxis.major_label_overrides = ticks
-    plot.xaxis.axis_label = "milliseconds"
-    _dress(plot)
+    plot.quad(
+        name="hit",
+        source=ColumnDataSource({"left": [], "right": [], "bottom": [], "top": []}),
+        left="left", right="right", bottom="bottom", top="top",
+        fill_color=None, line_color=palette.HIT_COLOUR, line_width=2, line_join="round", level="overlay",
+    )  # fmt: skip
+    labels = layout.labels()
+    plot.yaxis.ticker = FixedTicker(ticks=[place for place, _ in labels])
+    plot.yaxis.major_label_overrides = dict(labels)
+    for axis in plot.below:
+        axis.update(axis_label="milliseconds")
+    dress(plot)
     return plot
 
 
-def _columns(drawing: Drawing, layout: _Layout) -> dict[str, Any]:
-    boxes = drawing.boxes
-    centres = [
-        layout.communication(box.rank, box.lane) if box.communication else layout.compute(box.rank)
-        for box in boxes
-    ]
-    halves = [layout.lane_height / 2 if box.communication else 0.4 for box in boxes]
-    return {
-        "left": [box.start_ms for box in boxes],
-        "right": [box.end_ms for box in boxes],
-        "bottom": [round(centre - half, 4) for centre, half in zip(centres, halves, strict=True)],
-        "top": [round(centre + half, 4) for centre, half in zip(centres, halves, strict=True)],
-        "length": [box.end_ms - box.start_ms for box in boxes],
-        "colour": [palette.KIND_COLOURS.get(box.kind, palette.UNKNOWN_COLOUR) for box in boxes],
-        "kind": [box.kind for box in boxes],
-        "name": [box.name[:200] for box in boxes],
-        "rank": [box.rank for box in boxes],
-        "step": [box.step for box in boxes],
-        "detail": [box.detail for box in boxes],
+def _band(plot: Figure, layout: Layout) -> None:
+    """A tint behind the rows of the blamed ranks, from one side to the other."""
+    from bokeh.models import ColumnDataSource
+
+    places = layout.places()
+    ranks = [rank for rank in layout.blamed if rank in places]
+    low, high = layout.band
+    columns = {
+        "rank": ranks,
+        "bottom": [places[rank] + low for rank in ranks],
+        "top": [places[rank] + high for rank in ranks],
     }
-
-
-def _steps(plot: Figure, drawing: Drawing, layout: _Layout) -> None:
-    """A line and a number where each step begins, and one line where the last ends."""
-    from bokeh.core.properties import value
-
-    bottom, top = layout.y_range
-    starts = [start for _, start, _ in drawing.steps]
-    borders = [*starts, *(end for _, _, end in drawing.steps[-1:])]
-    plot.segment(
-        x0=borders, x1=borders, y0=[bottom] * len(borders), y1=[top] * len(borders),
-        line_color="#8a94a0", line_dash="dashed", line_width=1,
-    )  # fmt: skip
-    plot.text(
-        x=starts, y=[top - 0.08] * len(starts), text=[f"step {step}" for step, _, _ in drawing.steps],
-        x_offset=5, text_baseline="top", text_color=_MUTED, text_font_size="12px", text_font=value(_FONT),
+    plot.hstrip(
+        name="band", source=ColumnDataSource(columns), y0="bottom", y1="top",
+        fill_color=palette.BLAMED_COLOUR, line_color=palette.BLAMED_EDGE, line_width=1.5, level="underlay",
     )  # fmt: skip
 
 
-def _path(plot: Figure, drawing: Drawing, layout: _Layout) -> None:
+def _steps(plot: Figure, drawing: Drawing, top: float) -> None:
+    """A line where each step begins and where the last ends, and the steps' numbers above."""
+    from bokeh.models import FixedTicker, LinearAxis, NoOverlap
+
+    borders = [*(start for _, start, _ in drawing.steps), *(end for _, _, end in drawing.steps[-1:])]
+    plot.vspan(x=borders, line_color="#8a94a0", line_dash="dashed", line_width=1)
+    middles = {(start + end) / 2: f"step {step}" for step, start, end in drawing.steps}
+    axis: Any = LinearAxis(
+        major_label_policy=NoOverlap(min_distance=12),
+        major_tick_line_color=None,
+        axis_line_color=None,
+        major_label_standoff=0,
+    )
+    axis.ticker, axis.major_label_overrides = FixedTicker(ticks=list(middles)), middles
+    plot.add_layout(axis, "above")
+
+
+def _pending(plot: Figure, drawing: Drawing, layout: Layout) -> None:
+    """Thin lines from when communication was asked for to when it began."""
+    from bokeh.models import ColumnDataSource
+
+    places = layout.places()
+    boxes = [box for box in drawing.boxes if box.pending_ms > 0]
+    middles = [places[box.rank] + layout.lane_at(box.lane) for box in boxes]
+    columns = {
+        "rank": [box.rank for box in boxes],
+        "left": [box.start_ms - box.pending_ms for box in boxes],
+        "right": [box.start_ms for box in boxes],
+        "bottom": [middle - 0.04 for middle in middles],
+        "top": [middle + 0.04 for middle in middles],
+    }
+    plot.quad(
+        name="pending", source=ColumnDataSource({name: np.array(values) for name, values in columns.items()}),
+        left="left", right="right", bottom="bottom", top="top",
+        fill_color=palette.PENDING_COLOUR, line_color=None,
+    )  # fmt: skip
+
+
+def _path(plot: Figure, drawing: Drawing, layout: Layout) -> None:
     """The critical path: a line along the rows, which goes up or down where it changes rank or stream."""
-    xs: list[float] = []
-    ys: list[float] = []
+    from bokeh.models import ColumnDataSource
+
+    places = layout.places()
+    columns: dict[str, list[float]] = {"x": [], "y": [], "rank": []}
     for rank, kind, start, end in drawing.path:
-        on_communication = kind in _ON_COMMUNICATION
-        y = layout.communication(rank) - 0.26 if on_communication else layout.compute(rank) - 0.4
-        xs += [start, end]
-        ys += [y, y]
-    for colour, width in (("white", 6), (palette.PATH_COLOUR, 3)):
-        plot.line(x=xs, y=ys, line_color=colour, line_width=width, line_join="round", level="overlay")
+        y = places.get(rank, float("nan")) + layout.path_at(kind in _ON_COMMUNICATION)
+        columns["x"] += [start, end]
+        columns["y"] += [y, y]
+        columns["rank"] += [rank, rank]
+    source = ColumnDataSource({name: np.array(values) for name, values in columns.items()})
+    thick = 2 if layout.dense else 3
+    for name, colour, width in (("path-halo", "white", 2 * thick), ("path", palette.PATH_COLOUR, thick)):
+        plot.line(
+            name=name, source=source, x="x", y="y",
+            line_color=colour, line_width=width, line_join="round", level="overlay",
+        )  # fmt: skip
 
 
 def _overview(drawing: Drawing, x_range: Any) -> Figure:
@@ -212,11 +195,12 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
     from bokeh.models import Range1d, RangeTool
     from bokeh.plotting import figure
 
+    low, high = time_bounds(drawing)
     plot = figure(
         name="overview",
-        x_range=Range1d(start=-0.02 * drawing.length_ms, end=1.02 * drawing.length_ms),
+        x_range=Range1d(start=low, end=high),
         y_range=Range1d(start=0, end=1),
-        height=64,
+        height=38,
         sizing_mode="stretch_width",
         tools="",
         toolbar_location=None,
@@ -230,28 +214,29 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
     plot.text(
         x=[(start + end) / 2 for _, start, end in labelled], y=[0.5] * len(labelled),
         text=[str(step) for step, _, _ in labelled], text_align="center", text_baseline="middle",
-        text_color=_MUTED, text_font_size="11px", text_font=value(_FONT),
+        text_color=palette.INK, text_font_size="11px", text_font=value(palette.FONT),
     )  # fmt: skip
     tool = RangeTool(x_range=x_range, start_gesture="pan")
     tool.overlay.fill_color, tool.overlay.fill_alpha = "#3f7fb5", 0.18
     plot.add_tools(tool)
-    plot.yaxis.visible = False
-    plot.xaxis.axis_label = "all drawn steps: drag the frame to move the view above"
-    _dress(plot)
-    plot.min_border_left = 80
+    plot.axis.visible = False
+    dress(plot)
+    plot.min_border_right = _RIGHT_PX + 30  # the rows above have their tools there
     return plot
 
 
-def _dress(plot: Figure) -> None:
-    plot.min_border_left, plot.min_border_right = 80, 20
+def dress(plot: Figure) -> None:
+    """The looks that all of the page's figures share."""
+    plot.min_border_left, plot.min_border_right = _LEFT_PX, _RIGHT_PX
     plot.grid.visible = False
-    plot.outline_line_color = _RULE
+    plot.outline_line_color = palette.RULE
     plot.background_fill_color = plot.border_fill_color = "white"
     for axis in plot.axis:
-        axis.axis_line_color = axis.major_tick_line_color = "#c3cad3"
+        if axis not in plot.above:
+            axis.axis_line_color = axis.major_tick_line_color = "#c3cad3"
         axis.minor_tick_line_color = None
-        axis.major_label_text_color = _INK
-        axis.axis_label_text_color = _MUTED
+        axis.major_label_text_color = palette.INK
+        axis.axis_label_text_color = palette.MUTED
         axis.axis_label_text_font_style = "normal"
-        axis.major_label_text_font = axis.axis_label_text_font = _FONT
+        axis.major_label_text_font = axis.axis_label_text_font = palette.FONT
         axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"
