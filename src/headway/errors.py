@@ -28,11 +28,11 @@ class UserError(HeadwayError, ValueError):
     def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
         parts = [what]
         if got is not None:
-            parts.append(f"got {_one_line(str(got))}")
+            parts.append(f"got {one_line(str(got))}")
         if expected:
             parts.append(f"expected {expected}")
         message = "; ".join(parts)
-        super().__init__(_one_line(f"{message}. {fix}" if fix else message, limit=1000))
+        super().__init__(one_line(f"{message}. {fix}" if fix else message, limit=1000))
 
 
 class UnitError(UserError):
@@ -71,7 +71,7 @@ class HeadwayWarning(UserWarning):
     """Something was ignored or assumed."""
 
 
-def _one_line(text: str, limit: int = 300) -> str:
+def one_line(text: str, limit: int = 300) -> str:
     """Fold ``text`` into one printable line, so that foreign text cannot forge output."""
     folded = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return folded if len(folded) <= limit else folded[: limit - 1] + "…"

@@ -11,7 +11,8 @@ from headway.errors import UserError
 
 def test_every_command_is_there_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
-        assert importlib.import_module(f"headway.cli.{name}")
+        module = "import_" if name == "import" else name
+        assert importlib.import_module(f"headway.cli.{module}")
         assert run([name, "--help"]) == 0
         assert "Usage: headway" in capsys.readouterr().out
     assert run(["--version"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 
 import click
@@ -14,6 +15,8 @@ from headway.version import __version__
 COMMANDS = {
     "demo": "the whole loop on this machine in a few minutes",
     "record": "run an unmodified torchrun command and record it",
+    "import": "read what other tools recorded: Kineto, Chakra, TensorFlow, JAX, MXNet, Horovod",
+    "export": "write a trace for other tools: Perfetto, Chakra",
     "diagnose": "where the time went, and who is to blame",
     "replay": "simulate the recorded step, as it was or under what-ifs",
     "optimize": "search for the best plan and write it",
@@ -30,7 +33,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"headway.cli.{cmd_name}"), cmd_name)
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command = getattr(importlib.import_module(f"headway.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
 

@@ -12,6 +12,7 @@ from headway.cluster import Cluster
 from headway.diagnose.breakdown import NS_A_MS, Breakdown, breakdown, mean_breakdown, overlap_percent
 from headway.diagnose.communication import Communications, match
 from headway.diagnose.critical_path import PathPiece, critical_path, typical_step
+from headway.diagnose.devices import idle_finding
 from headway.diagnose.findings import Finding, replaced
 from headway.diagnose.gradients import communication_shape
 from headway.diagnose.launches import find_late_launch, launch_finding
@@ -159,6 +160,8 @@ def _findings(
         found = replaced(
             found, stall_finding(stalls, step_ms, len(times)), "straggler", "moving_imbalance", "rest"
         )
+    if (idle := idle_finding(times, trace.events, step_ms)) is not None:
+        found = replaced(found, idle, "rest")
     if (late := find_late_launch(trace, times, rows)) is not None:
         finding = launch_finding(late, step_ms)
         found = replaced(found, finding, "communication", explains_ms=late.waited_ms)

@@ -143,6 +143,12 @@ def _straggler(stragglers: tuple[Straggler, ...], step_ms: float) -> str:
 
 def _why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
     """What is waited for, why, and what to do."""
+    if not shape.backward_ms and not mean.computation:
+        return (
+            f"{shape.blocking_name or 'communication'}, {shape.collectives:.3g} collectives of "
+            f"{format_bytes(shape.mean_bytes)} on average a step; what was computed meanwhile is not recorded, so why "
+            "nothing hides it cannot be said"
+        )
     if shape.blocking_ms > 0.5 * mean.exposed_communication:
         return (
             f"{shape.blocking_name or 'communication'} outside of the gradients, because the program waits on the "

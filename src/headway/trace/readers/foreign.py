@@ -41,6 +41,9 @@ class ForeignRank:
     version: str = ""  # the framework's
     clock: str = ""
     absolute: bool = False  # whether times are wall-clock time, which hosts keep more or less alike
+    groups: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # process groups' ranks, where they are told
     dropped_events: int = 0
     notes: list[str] = field(default_factory=list)
 

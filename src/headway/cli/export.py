@@ -1,0 +1,66 @@
+"""``headway export``: a trace for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from headway import files
+from headway.cli import output as output_of
+from headway.errors import UserError
+from headway.units import format_bytes
+
+PERFETTO, CHAKRA = "perfetto", "chakra"
+
+
+@click.command("export")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    "format_name",
+    type=click.Choice([PERFETTO, CHAKRA]),
+    required=True,
+    help="perfetto: one file to look at in ui.perfetto.dev. chakra: a folder with one execution trace a rank.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The file or folder to write; a Perfetto file is compressed where its name ends in .gz.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
+    """Write the trace in DIR for other tools."""
+    from headway.trace.folder import load_trace
+
+    files.check_absent(output)
+    if format_name == PERFETTO:
+        from headway.trace.export.perfetto import require_perfetto, write_perfetto
+
+        if output.is_dir():
+            raise UserError("the output is a folder", got=output, expected="the name of a new file")
+        require_perfetto()  # before the work, not after it
+        trace = load_trace(folder)
+        with output_of.progress("Exporting") as show:
+            write_perfetto(trace, output, show)
+        written = [output]
+        following = "open it in https://ui.perfetto.dev"
+    else:
+        from headway.trace.export.chakra import write_chakra
+
+        trace = load_trace(folder)
+        with output_of.progress("Exporting"):
+            written = write_chakra(trace, output)
+        following = "one execution trace a rank"
+    events = sum(len(one) for one in (*trace.events.values(), *trace.servers.values()))
+    size_bytes = sum(path.stat().st_size for path in written)
+    if as_json:
+        output_of.print_document(
+            "export", {"path": str(output), "format": format_name, "events": events, "bytes": size_bytes}
+        )
+        return
+    output_of.console().print(
+        f"Wrote {events} events of {len(trace.events)} ranks ({format_bytes(size_bytes)}) to {output}: {following}."
+    )

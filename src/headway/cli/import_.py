@@ -1,0 +1,65 @@
+"""``headway import``: what other tools recorded, as a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from headway.cli import output as output_of
+from headway.errors import one_line
+from headway.trace.readers.formats import FORMATS
+
+MAX_SHOWN = 20
+
+
+@click.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="The folder to write the trace to."
+)
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(["auto", *(one.name for one in FORMATS)]),
+    default="auto",
+    show_default=True,
+    help="What SOURCE holds.",
+)
+@click.option(
+    "--lenient", is_flag=True, help="Keep what can be kept of damaged input, and say what was dropped."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json: bool) -> None:
+    """Turn what other tools recorded (a file, a folder or an archive SOURCE) into a trace."""
+    from headway.trace.readers.importing import import_trace
+
+    with output_of.progress("Importing") as show:
+        done = import_trace(source, output, format_name=format_name, lenient=lenient, progress=show)
+    manifest = done.manifest
+    if as_json:
+        output_of.print_document(
+            "import",
+            {
+                "path": str(output),
+                "framework": manifest.framework,
+                "world_size": manifest.world_size,
+                "ranks": [info.rank for info in manifest.ranks],
+                "servers": [info.rank for info in manifest.servers],
+                "steps": list(manifest.steps),
+                "formats": done.formats,
+                "left_out": list(done.left_out),
+                "dropped_events": sum(info.dropped_events for info in manifest.ranks),
+                "notes": list(manifest.notes),
+            },
+        )
+        return
+    console = output_of.console()
+    steps = f"{len(manifest.steps)} step{'s' if len(manifest.steps) > 1 else ''}"
+    ranks = f"{len(manifest.ranks)} of {manifest.world_size} ranks ({manifest.framework})"
+    console.print(f"Imported {steps} of {ranks} into {output}; next: headway diagnose {output}")
+    for note in manifest.notes[:MAX_SHOWN]:
+        console.print(f"Note: {note}", style="yellow")
+    if done.left_out:
+        shown = ", ".join(done.left_out[:3])
+        console.print(f"Left out, of no known format: {len(done.left_out)} files ({one_line(shown)})")

@@ -1,0 +1,335 @@
+"""A Kineto document as columns. Only what is used is decoded: most of a document is call stacks and shapes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import TraceError
+from headway.trace.events import Ints, Texts
+from headway.trace.readers.foreign import MAX_EVENTS, Document, damaged
+
+LONGEST_NS = 2**61  # half of what fits, so that a base time can be added
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime", "privateuse1_driver")
+OPERATIONS = ("cpu_op", "user_annotation", "Operator", "operator")
+_CODES = {category: code for code, category in enumerate((*DEVICE, *LAUNCHES, *OPERATIONS))}
+
+
+class Arguments(msgspec.Struct, frozen=True, gc=False):
+    """What is looked at in an event's ``args``. Kineto is free with types, so that none is asked for here."""
+
+    correlation: Any = None
+    stream: Any = None
+    record_function: Any = msgspec.field(name="Record function id", default=None)
+    collective: Any = msgspec.field(name="Collective name", default=None)
+    in_numel: Any = msgspec.field(name="In msg nelems", default=None)
+    out_numel: Any = msgspec.field(name="Out msg nelems", default=None)
+    dtype: Any = None
+    group: Any = msgspec.field(name="Process Group Name", default=None)
+    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
+    sequence: Any = msgspec.field(name="Seq", default=None)
+    source: Any = msgspec.field(name="Src Rank", default=None)
+    target: Any = msgspec.field(name="Dst Rank", default=None)
+    dims: Any = msgspec.field(name="Input Dims", default=None)
+    types: Any = msgspec.field(name="Input type", default=None)
+    concrete: Any = msgspec.field(name="Concrete Inputs", default=None)
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One of ``traceEvents``."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class ProcessGroup(msgspec.Struct, frozen=True):
+    """One of ``pg_config``."""
+
+    name: Any = msgspec.field(name="pg_name", default=None)
+    description: Any = msgspec.field(name="pg_desc", default=None)
+    ranks: Any = None
+
+
+class Distributed(msgspec.Struct, frozen=True):
+    """``distributedInfo``."""
+
+    backend: Any = None
+    rank: Any = None
+    world_size: Any = None
+    pg_config: list[ProcessGroup] = []
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What stands beside the events."""
+
+    raw_distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
+    base: Any = msgspec.field(name="baseTimeNanoseconds", default=0)
+    host: Any = msgspec.field(name="host_name", default="")
+
+    @property
+    def base_ns(self) -> int:
+        """What the events' times count from."""
+        return self.base if isinstance(self.base, int) and abs(self.base) < LONGEST_NS else 0
+
+    @property
+    def distributed(self) -> Distributed:
+        """Who recorded it, as far as that is told."""
+        try:
+            return msgspec.json.decode(self.raw_distributed, type=Distributed | None) or Distributed()
+        except (ValueError, RecursionError):
+            return Distributed()
+
+
+class _Document(Head, frozen=True):
+    events: list[Entry] = msgspec.field(name="traceEvents", default=[])
+
+
+@dataclass(frozen=True, eq=False)
+class KinetoDocument:
+    """The events of a document that are used, as columns ordered by start; times in nanoseconds.
+
+    What Python functions did, what the profiler did itself and what merely joins two others with an arrow is left out.
+    """
+
+    head: Head
+    category: npt.NDArray[np.uint8]  # see ``of_category``
+    name: Texts
+    start_ns: Ints
+    duration_ns: Ints
+    entries: Sequence[Entry]
+    dropped: int
+    notes: tuple[str, ...]
+
+    @property
+    def end_ns(self) -> Ints:
+        """When each event ended."""
+        ends: Ints = self.start_ns + self.duration_ns
+        return ends
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @cached_property
+    def thread(self) -> Ints:
+        """A number for each event's process and thread."""
+        places: list[Any] = list(map(_PLACE, self.entries))
+        try:
+            numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        except TypeError:  # a thread that is a list
+            places = [str(place) for place in places]
+            numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        return np.fromiter(map(numbers.__getitem__, places), np.int64, len(places))
+
+    def of_category(self, *categories: str) -> npt.NDArray[np.intp]:
+        """The indices of the events of these categories, in order of their start."""
+        found = np.zeros(len(self), dtype=bool)
+        for category in categories:
+            found |= self.category == _CODES[category]
+        return np.flatnonzero(found)
+
+    def of_device(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Which of some events a device spent its time on."""
+        on_device: npt.NDArray[np.bool_] = self.category[indices] < len(DEVICE)
+        return on_device
+
+    def arguments(self, indices: npt.NDArray[np.intp]) -> list[Arguments]:
+        """The arguments of some events; those that cannot be read are empty."""
+        entries, decode = self.entries, _ARGUMENTS.decode
+        try:
+            return list(map(decode, map(attrgetter("args"), map(entries.__getitem__, indices.tolist()))))
+        except (ValueError, RecursionError):
+            return [_decoded(entries[index].args) for index in indices.tolist()]
+
+
+_PLACE = attrgetter("pid", "tid")
+_NOT_JSON = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)")
+_ARGUMENTS = msgspec.json.Decoder(Arguments)
+_EMPTY = Arguments()
+
+
+def _decoded(raw: msgspec.Raw) -> Arguments:
+    try:
+        return _ARGUMENTS.decode(raw)
+    except (ValueError, RecursionError):
+        return _EMPTY
+
+
+def parse(document: Document) -> KinetoDocument:
+    """Decode a Kineto document.
+
+    Raises TraceError for what is damaged, unless it is read leniently: then what can be kept is.
+    """
+    notes = []
+    dropped = 0
+    if document.ending and not document.lenient:
+        raise damaged(document, document.ending)
+    with _no_collections():
+        try:
+            head, entries = _decode(document.data)
+        except (ValueError, RecursionError) as failure:
+            if not document.lenient:
+                raise damaged(document, failure, expected="a whole Kineto document") from None
+            head, entries, dropped = salvage(document.data)
+            notes.append("The document is damaged: what could be read of it was kept.")
+        if len(entries) > MAX_EVENTS:
+            raise TraceError(
+                f"{document.name} is too large",
+                got=f"{len(entries)} events",
+                expected=f"at most {MAX_EVENTS}",
+            )
+        used = [
+            entry
+            for entry in entries
+            if entry.cat.__class__ is str and entry.cat in _CODES and entry.ph == "X"
+        ]
+        return _columns(document, head, used, dropped, notes)
+
+
+def _decode(data: bytes) -> tuple[Head, Sequence[Entry]]:
+    """A document is an object around its events, or a list of nothing else. NaN is not JSON, but is written."""
+    try:
+        return _decode_json(data)
+    except msgspec.DecodeError:
+        if not _NOT_JSON.search(data):
+            raise
+        return _decode_json(msgspec.json.encode(json.loads(data)))
+
+
+def _decode_json(data: bytes) -> tuple[Head, Sequence[Entry]]:
+    if data[:64].lstrip()[:1] == b"[":
+        return Head(), msgspec.json.decode(data, type=list[Entry])
+    whole = msgspec.json.decode(data, type=_Document)
+    return whole, whole.events
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A million new objects would have the collector look through all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _columns(
+    document: Document, head: Head, entries: list[Entry], dropped: int, notes: list[str]
+) -> KinetoDocument:
+    start_ns, start_fits = nanoseconds(list(map(attrgetter("ts"), entries)))
+    duration_ns, duration_fits = nanoseconds(list(map(attrgetter("dur"), entries)))
+    fits = start_fits & duration_fits & (duration_ns >= 0)
+    if not fits.all():
+        if not document.lenient:
+            wrong = entries[int(np.flatnonzero(~fits)[0])]
+            raise damaged(
+                document,
+                f"an event with ts {wrong.ts!r:.40} and dur {wrong.dur!r:.40}",
+                expected="microseconds, dur not negative",
+            )
+        dropped += int((~fits).sum())
+        notes.append(f"{int((~fits).sum())} events without a possible time were left out.")
+    order = np.flatnonzero(fits)
+    order = order[np.argsort(start_ns[order], kind="stable")]
+    kept = list(map(entries.__getitem__, order.tolist()))
+    return KinetoDocument(
+        head=head,
+        category=np.fromiter(map(_CODES.__getitem__, map(attrgetter("cat"), kept)), np.uint8, len(kept)),
+        name=texts(list(map(attrgetter("name"), kept))),
+        start_ns=start_ns[order] + head.base_ns,
+        duration_ns=duration_ns[order],
+        entries=kept,
+        dropped=dropped,
+        notes=tuple(notes),
+    )
+
+
+def nanoseconds(microseconds: list[Any]) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Times in nanoseconds, to the last digit that is given; and which of them are times at all."""
+    try:
+        values = np.array(microseconds, dtype=np.float64)
+        if values.ndim != 1:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        values = np.array([_number(value) for value in microseconds], dtype=np.float64)
+    fits = np.isfinite(values) & (np.abs(values) < LONGEST_NS / 1000)
+    values = np.where(fits, values, 0.0)
+    whole = np.floor(values)
+    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64), fits
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
+
+
+def texts(values: list[Any]) -> Texts:
+    """Values as a column of text."""
+    if any(kind is not str for kind in set(map(type, values))):
+        values = [value if isinstance(value, str) else str(value)[:200] for value in values]
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+_START = b'"traceEvents"'
+_ENTRY = msgspec.json.Decoder(Entry)
+_RESCANS = 20  # how often the whole of a damaged document may be looked through
+
+
+def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
+    """The events of a damaged document one by one; how many stretches of it could not be read."""
+    begin = data.find(_START)
+    if begin < 0:
+        return Head(), [], 0
+    text = data[begin + len(_START) :].decode(errors="replace")
+    decoder = json.JSONDecoder()
+    entries: list[Entry] = []
+    budget = _RESCANS * len(text)
+    broken, position = 0, text.find("{")
+    while position >= 0 and len(entries) <= MAX_EVENTS and budget > 0:
+        try:
+            found, end = decoder.raw_decode(text, position)
+            entries.append(_ENTRY.decode(msgspec.json.encode(found)))  # turns NaN into null
+        except json.JSONDecodeError as failure:
+            broken += 1
+            end = position + 1
+            budget -= failure.pos - position
+        except (
+            ValueError,
+            RecursionError,
+        ):  # numbers of thousands of digits, brackets in thousands of brackets
+            broken += 1
+            end = position + 1
+            budget -= 10_000
+        position = text.find("{", end)
+    return _head(data[:begin]), entries, broken
+
+
+def _head(before: bytes) -> Head:
+    """What stands before the events, where that is whole."""
+    try:
+        return msgspec.json.decode(before.rstrip().rstrip(b",") + b"}", type=Head)
+    except (ValueError, RecursionError):
+        return Head()

@@ -1,0 +1,128 @@
+"""What PyTorch's JSON documents have in common: names of operations, sizes of elements, and lists that broke off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from headway.trace.events import Ints, Texts
+from headway.trace.format import MAX_WORLD_SIZE
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
+"""What decoders raise of text that is no JSON, of another shape, of endless depth or of endless numbers."""
+
+COLLECTIVES = frozenset(
+    [
+        "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "reduce", "barrier", "gather",
+        "scatter",
+    ]
+)  # fmt: skip
+MESSAGES = frozenset({"send", "receive"})
+
+_SAME = {
+    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all", "all_to_allv": "all_to_all", "alltoallv": "all_to_all", "all_to_all_v": "all_to_all",
+    "all_gather_v": "all_gather", "reduce_scatter_v": "reduce_scatter", "monitored_barrier": "barrier",
+    "all_reduce_barrier": "barrier", "recv": "receive", "recv_any_source": "receive", "recvanysource": "receive",
+}  # fmt: skip
+_FORMS = re.compile(r"_(base|coalesced|single|oop|sparse|into_tensor|tensor|out)$")
+
+_ITEM_BYTES = {
+    "byte": 1, "char": 1, "short": 2, "int": 4, "long": 8, "half": 2, "float": 4, "double": 8, "bool": 1,
+    "bfloat16": 2, "complexhalf": 4, "complexfloat": 8, "complexdouble": 16, "uint16": 2, "uint32": 4, "uint64": 8,
+    "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4, "float64": 8,
+    "unsigned char": 1, "signed char": 1, "long int": 8, "c10::half": 2, "c10::bfloat16": 2,
+    "float8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2fnuz": 1, "float8_e4m3fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+_MOST_FAILURES = 1000  # stretches of a damaged list that are tried
+_MOST_WASTED = 4  # times the document's length that may be read in vain
+
+_Item = TypeVar("_Item")
+
+
+def plain_name(name: str) -> str:
+    """An operation's name as ``torch.distributed`` calls it: "all_reduce" for ``allreduce_`` or ``_allreduce_base``."""
+    plain = name.strip("_").lower()
+    while shorter := _FORMS.sub("", plain):
+        if shorter == plain:
+            break
+        plain = shorter
+    return _SAME.get(plain, plain)
+
+
+def item_bytes(dtype: object) -> int:
+    """How large one element is, by any of the names that PyTorch gives its type; -1 for others."""
+    return _ITEM_BYTES.get(dtype.lower(), -1) if isinstance(dtype, str) else -1
+
+
+def whole(value: object, high: int = 2**62) -> int:
+    """``value`` where it is an integer from 0 to ``high``, else -1."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= high else -1
+
+
+def texts(values: Sequence[str]) -> Texts:
+    """A column of texts."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def ints(values: Sequence[int]) -> Ints:
+    """A column of integers."""
+    return np.array(values, dtype=np.int64)
+
+
+def ranks_of(stated: object, size: object = None) -> tuple[int, ...]:
+    """A group's ranks, from a list or its text; an empty one stands for all ``size`` ranks. None where unreadable."""
+    if isinstance(stated, str):
+        try:
+            stated = msgspec.json.decode(stated)
+        except UNREADABLE:
+            return ()
+    if not isinstance(stated, list) or len(stated) > MAX_WORLD_SIZE:
+        return ()
+    if not stated:
+        return tuple(range(max(whole(size, MAX_WORLD_SIZE), 0)))
+    ranks = tuple(whole(rank, MAX_WORLD_SIZE - 1) for rank in stated)
+    return () if -1 in ranks else ranks
+
+
+def member(ranks: Sequence[int], index: int) -> int:
+    """The rank of a group's member, or ``index`` itself where the group's ranks are not known."""
+    return ranks[index] if 0 <= index < len(ranks) else index
+
+
+def salvaged(
+    data: bytes, key: bytes, start: re.Pattern[str], read: Callable[[Any], _Item | None]
+) -> tuple[list[_Item], int]:
+    """What can be read of the list that ``key`` names in a damaged document; how many stretches of it cannot.
+
+    ``start`` finds where an item may begin; ``read`` makes something of one, or None.
+    """
+    begin = data.find(key)
+    text = data[begin:].decode(errors="replace") if begin >= 0 else ""
+    decoder = json.JSONDecoder()
+    items: list[_Item] = []
+    broken = wasted = 0
+    match = start.search(text)
+    while match and broken < _MOST_FAILURES and wasted <= _MOST_WASTED * len(text):
+        begin, end = match.start(), len(text)
+        item = None
+        try:
+            value, end = decoder.raw_decode(text, begin)
+            item = read(value)
+        except UNREADABLE as failure:
+            end = getattr(failure, "pos", end)
+        if item is None:
+            broken += 1
+            wasted += end - begin
+            end = begin + 1
+        else:
+            items.append(item)
+        match = start.search(text, end)
+    return items, broken
