@@ -1,7 +1,7 @@
 """A data-parallel job with something planted in it.
 
-Layers hold the step for a planned time asleep (so that four ranks fit two cores) and have real parameters and gradients;
-collectives are real Gloo over whatever links the lab gives. ``PLANT`` (JSON in the environment) says what is planted.
+Layers hold the step for a planned time asleep (so that four ranks fit two cores) and have real parameters and
+gradients; collectives are real Gloo over whatever links the lab gives. ``PLANT`` (JSON in the environment) says what is planted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def main() -> None:
         )
 
     sizes = [plant.first_numel] * bool(plant.first_numel) + [plant.numel] * plant.layers
-    model = DistributedDataParallel(nn.Sequential(*(layer(size) for size in sizes)), bucket_cap_mb=plant.bucket_mb)
+    model = DistributedDataParallel(
+        nn.Sequential(*(layer(size) for size in sizes)), bucket_cap_mb=plant.bucket_mb
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     chance = random.Random(0)  # the same on every rank
     for step, x in enumerate(DataLoader(Samples(plant.steps, plant.input_s + extra("input")), batch_size=1)):

@@ -7,10 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from planting.causes import RANKS, Cause
-
 from headway.lab import launch
 from headway.lab.spec import parse_spec
+from planting.causes import RANKS, Cause
 
 RATE = "2gbit"
 STEPS = "5:25"
