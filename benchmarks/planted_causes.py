@@ -3,9 +3,9 @@
     python benchmarks/planted_causes.py [--quick] [--only CASE] [--json FILE]
 
 Four hosts of one rank on links of 2 Gbit/s, real Gloo, DistributedDataParallel but where its absence is the cause;
-layers hold the step for their planned time asleep. A cause counts as named where the first sentence of the verdict has the
-words, and the rank, that `planting/causes.py` asks for. What is planted costs what it adds to a step: as planned where
-that is a time on one rank, otherwise what the mean step is longer than the healthy job's of the same round.
+layers hold the step for their planned time asleep. A cause counts as named where the first sentence of the verdict has
+the words, and the rank, that `planting/causes.py` asks for. What is planted costs what it adds to a step: as planned
+where that is a time on one rank, otherwise what the mean step is longer than the healthy job's of the same round.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def main() -> None:
             rows.append(_row(name, number + 1, CAUSES[name], found, healthy_ms))
             print(f"{name}: {rows[-1]['verdict']}", flush=True)
     words = (
-        "Each cause planted in the lab, all causes of a round one after the other. `time_ms` is the mean recorded step, "
-        "`bound_ms` the healthy job's of the same round. `estimated_ms` is what the diagnosis says the cause costs a "
-        "step, `planted_ms` what it costs by plan, or else by the difference of the two steps. Layers are paced (asleep "
-        "for their planned time); messages, links and clocks are real."
+        "Each cause planted in the lab, all causes of a round one after the other. `time_ms` is the mean recorded "
+        "step, `bound_ms` the healthy job's of the same round. `estimated_ms` is what the diagnosis says the cause "
+        "costs a step, `planted_ms` what it costs by plan, or else by the difference of the two steps. Layers are "
+        "paced (asleep for their planned time); messages, links and clocks are real."
     )
     report("planted_causes", rows, arguments, words)
 

@@ -1,7 +1,8 @@
 """A data-parallel job with something planted in it.
 
 Layers hold the step for a planned time asleep (so that four ranks fit two cores) and have real parameters and
-gradients; collectives are real Gloo over whatever links the lab gives. ``PLANT`` (JSON in the environment) says what is planted.
+gradients; collectives are real Gloo over whatever links the lab gives. ``PLANT`` (JSON in the environment) says what
+is planted.
 """
 
 from __future__ import annotations

@@ -46,13 +46,22 @@ def parse_steps(text: str) -> tuple[int, int]:
     help="Record optimizer steps A to B-1; the steps before warm up.",
 )
 @click.option(
+    "--detail",
+    type=click.Choice(["modules", "operators", "kernels"]),
+    default="modules",
+    show_default=True,
+    help="How finely: modules is cheap; operators and a device's kernels are seen through torch.profiler.",
+)
+@click.option(
     "--no-clock-server",
     is_flag=True,
     help="Open no port on rank 0 to compare clocks with: they are told from what ranks do together.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
-def record(ctx: click.Context, output: Path, steps: str, no_clock_server: bool, as_json: bool) -> None:
+def record(
+    ctx: click.Context, output: Path, steps: str, detail: str, no_clock_server: bool, as_json: bool
+) -> None:
     """Run the command after -- and record it: headway record -o DIR -- torchrun --nproc-per-node 2 train.py."""
     command = trailing_command(ctx)
     first_step, last_step = parse_steps(steps)
@@ -74,6 +83,7 @@ def record(ctx: click.Context, output: Path, steps: str, no_clock_server: bool, 
             "first_step": first_step,
             "last_step": last_step,
             "clock_server": not no_clock_server,
+            "detail": detail,
         }
     )
     try:

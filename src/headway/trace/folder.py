@@ -34,9 +34,10 @@ def server_file(server: int) -> str:
     return f"server-{server:05d}.parquet"
 
 
-def write_rank(folder: Path, info: RankInfo, model: ModelSpec, rows: list[Event]) -> Path:
+def write_rank(folder: Path, info: RankInfo, model: ModelSpec, events: Events | list[Event]) -> Path:
     """Write one rank's file, with its description inside, so that each file stands by itself."""
-    return _write_events(folder / rank_file(info.rank), info, model, Events.from_rows(rows))
+    columns = events if isinstance(events, Events) else Events.from_rows(events)
+    return _write_events(folder / rank_file(info.rank), info, model, columns)
 
 
 def write_trace(

@@ -29,7 +29,8 @@ from headway.strategies.data_parallel.decoupled.kinds import name_of
 from headway.strategies.data_parallel.decoupled.policy import options_of
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.trace.events import Event, Kind, Stream
+from headway.trace.clocks import aligned
+from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.folder import write_rank
 from headway.trace.format import ClockFit, RankInfo
 from headway.trace.record import clock
@@ -45,6 +46,7 @@ from headway.trace.record.derive import (
 )
 from headway.trace.record.modules import ModuleWatch
 from headway.trace.record.pauses import PauseWatch
+from headway.trace.record.profiled import Detail, ProfiledSteps
 
 CLOCK_KEY = "headway/clock"
 LINKS_KEY = "headway/links"
@@ -64,6 +66,7 @@ class RecordOptions(BaseModel):
     first_step: int = Field(default=5, ge=1)
     last_step: int = Field(default=25, ge=2)
     clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
+    detail: Detail = "modules"
 
 
 class Recorder:
@@ -83,6 +86,7 @@ class Recorder:
         self._tap = CollectiveTap(lambda: (self.step, self._watch.phase))
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
+        self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
@@ -107,6 +111,9 @@ class Recorder:
     def attach(self) -> None:
         """Start observing this rank. Needs the default process group."""
         self._compare_clocks_first()
+        if self.options.detail != "modules":
+            place = (self.options.folder, dist.get_rank(), self.options.first_step)
+            self._profiled = ProfiledSteps(self.options.detail, *place)
         self.resume()
         atexit.register(self.finish)
 
@@ -117,7 +124,7 @@ class Recorder:
         self._tap.attach()
         self._pauses.attach()
         self._watch_input()
-        if self._model is not None and self._root is not None:
+        if self._model is not None and self._root is not None and self.options.detail != "kernels":
             self._watch.attach(self._model, self._root)
 
     def when_finished(self, undo: Callable[[], None]) -> None:
@@ -127,7 +134,7 @@ class Recorder:
     def watch(self, model: nn.Module, root: nn.Module) -> None:
         """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded.
 
-        Raises UnsupportedError for a model on a device, and for a compiled one.
+        Raises UnsupportedError for a model on a device unless kernels are recorded, and for a compiled one.
         """
         if self.finished or model is self._model:
             return
@@ -143,16 +150,18 @@ class Recorder:
                 got="torch.compile",
                 fix="Record without torch.compile.",
             )
-        if any(parameter.device.type != "cpu" for parameter in root.parameters()):
+        on_device = any(parameter.device.type != "cpu" for parameter in root.parameters())
+        if on_device and self.options.detail != "kernels":
             raise UnsupportedError(
-                "recording reads host clocks, which do not time work on a device",
+                "host clocks do not time work on a device",
                 got="parameters that are not on the CPU",
-                expected="a job on CPU and Gloo",
+                fix="Record with --detail kernels.",
             )
         self._model, self._root = model, root
         self._parameter_ids = frozenset(id(parameter) for parameter in root.parameters())
-        self._watch.attach(model, root)
-        self._watch.count_activations(root)
+        if self.options.detail != "kernels":
+            self._watch.attach(model, root)
+            self._watch.count_activations(root)
 
     def span(self, span: StrategySpan) -> None:
         """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
@@ -222,11 +231,15 @@ class Recorder:
         if self._recording:
             self._put(Kind.STEP, f"step {self.step}", self._boundary_ns, now_ns)
             self._connections.end_step(self.step, now_ns)
+            if self._profiled is not None:
+                self._profiled.end_step()
         self._tap.release_finished()
         self.step += 1
         self._boundary_ns = now_ns
         if self.step == self.options.first_step:
             self._connections.begin(now_ns)
+            if self._profiled is not None:
+                self._profiled.begin()
         if self.step >= self.options.last_step or len(self._rows) >= MAX_ROWS:
             self.finish()
 
@@ -275,6 +288,8 @@ class Recorder:
 
     def _stop(self) -> None:
         self.finished = True
+        if self._profiled is not None:
+            self._profiled.end()
         self.detach()
         atexit.unregister(self.finish)
         while self._undo:
@@ -297,6 +312,7 @@ class Recorder:
         events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
         last = self.options.last_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
+        recorded = self._with_profile(kept, fit)
         buckets, strategy = self._strategy_in_force()
         info = RankInfo(
             rank=rank,
@@ -309,7 +325,16 @@ class Recorder:
             strategy=strategy,
             buckets=buckets,
         )
-        write_rank(self.options.folder, info, self._model_spec(), aligned_rows(kept, fit))
+        write_rank(self.options.folder, info, self._model_spec(), recorded)
+
+    def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
+        """The rows on rank 0's clock, and what was profiled besides; of a device's time only the profile tells."""
+        if self._profiled is None:
+            return Events.from_rows(aligned_rows(rows, fit))
+        if self.options.detail == "kernels":
+            rows = [row for row in rows if row.kind in (Kind.LINK, Kind.DELIVERY_RATE)]
+        found = Events.from_rows(aligned_rows(rows, fit))
+        return Events.concatenated([found, aligned(self._profiled.events(), fit)])
 
     def _peers(self, rank: int, world_size: int) -> dict[tuple[Endpoint, Endpoint], int]:
         """Which rank is at the other end of each connection; nothing where others do not say in time."""
