@@ -16,6 +16,7 @@ from headway.trace.readers.foreign import MAX_EVENTS, Companion, Document, Readi
 from headway.trace.readers.xplane.profile import (
     DEVICE,
     FARTHEST_NS,
+    LONGEST_NS,
     NUMBERS,
     TEXTS,
     UNUSED,
@@ -27,7 +28,7 @@ from headway.trace.readers.xplane.space import DERIVED, ON_TPU, QUEUE
 
 _PLANE = re.compile(rb'"name"\s*:\s*"/(?:host|device):')
 _PROCESS = b'"process_name"'
-_FOREIGN = (b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"', b'"cat"')
+_FOREIGN = (b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
 _HOST = re.compile(r"plugins/profile/[^/]+/([^/]+)\.trace\.json(?:\.gz)?$")
 
@@ -49,7 +50,7 @@ class _Whole(msgspec.Struct, frozen=True):
 
 
 _ENTRY = msgspec.json.Decoder(Entry)
-_BETWEEN = re.compile(rb"\}\s*,\s*\{(?=\s*\"(?:ph|args|name|pid)\")")
+_BETWEEN = re.compile(rb'\}\s*,\s*\{(?=\s*(?:"[a-z]{1,8}"\s*:|\}))')
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -92,7 +93,7 @@ def _profile(document: Document) -> Profile:
         if line < 0:
             continue
         start_ns, end_ns = _nanoseconds(entry.ts), _nanoseconds(entry.ts, entry.dur)
-        if start_ns is None or end_ns is None or end_ns < start_ns:
+        if start_ns is None or end_ns is None or not 0 <= end_ns - start_ns < LONGEST_NS:
             builder.refuse(f"an event at {entry.ts} that takes {entry.dur}", "times that can be")
             continue
         for key, value in arguments.items():
@@ -161,10 +162,10 @@ def _entries(document: Document, builder: Builder) -> list[Entry]:
 def _salvaged(data: bytes, builder: Builder) -> list[Entry]:
     """The events that can be read one by one."""
     begin = data.find(b"[", max(data.find(b'"traceEvents"'), 0)) + 1
-    end = data.rfind(b"]")
-    pieces = _BETWEEN.split(
-        data[begin : end if end > begin else len(data)].strip().removeprefix(b"{").removesuffix(b"}")
-    )
+    rest = data[begin:].strip()
+    closed = rest.removesuffix(b"}").rstrip()
+    pieces = _BETWEEN.split(closed[:-1].rstrip() if closed.endswith(b"]") else rest)
+    pieces[0], pieces[-1] = pieces[0].removeprefix(b"{"), pieces[-1].removesuffix(b"}")
     entries = []
     for piece in pieces:
         try:

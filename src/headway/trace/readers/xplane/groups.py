@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 MAX_DEVICES = 100_000
+MAX_AXES = 10
 MAX_LISTED = 5_000_000  # devices in all lists of a profile
 _Groups = tuple[tuple[int, ...], ...]
 
@@ -102,12 +103,8 @@ def _listed(instruction: Any) -> _Groups:
 def _of_iota(listed: Any) -> _Groups:
     """Devices counted from 0, laid out as a box, turned, and cut into equal groups."""
     dimensions, order = list(listed.dimensions), list(listed.order)
-    count = math.prod(dimensions)
-    if (
-        not 0 < count <= MAX_DEVICES
-        or listed.groups * listed.devices_a_group != count
-        or len(dimensions) > 32
-    ):
+    count = _devices(dimensions)
+    if not count or listed.groups <= 0 or listed.groups * listed.devices_a_group != count:
         return ()
     if sorted(order) != list(range(len(dimensions))):
         order = list(range(len(dimensions)))
@@ -118,8 +115,8 @@ def _of_iota(listed: Any) -> _Groups:
 def _of_mesh(listed: Any) -> _Groups:
     """Devices of a mesh that differ along some of its axes only, or along parts of axes."""
     sizes = [axis.size for axis in listed.mesh.axes]
-    count = math.prod(sizes)
-    if not 0 < count <= MAX_DEVICES or len(sizes) > 10:
+    count = _devices(sizes)
+    if not count:
         return ()
     devices = np.array(listed.mesh.device_ids if len(listed.mesh.device_ids) == count else range(count))
     dimensions: list[int] = []
@@ -138,6 +135,14 @@ def _of_mesh(listed: Any) -> _Groups:
     across = [place for place in range(len(dimensions)) if place not in along]
     members = math.prod(dimensions[place] for place in along)
     return _rows(devices.reshape(dimensions).transpose([*across, *along]).reshape(-1, members))
+
+
+def _devices(sizes: Sequence[int]) -> int:
+    """How many devices a box of these sizes has; 0 where there is no such box."""
+    if not 0 < len(sizes) <= MAX_AXES or min(sizes) <= 0:
+        return 0
+    count = math.prod(sizes)
+    return count if count <= MAX_DEVICES else 0
 
 
 def _rows(devices: Any) -> _Groups:

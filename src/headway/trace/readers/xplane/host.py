@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import numpy as np
 
@@ -27,12 +28,13 @@ def is_tensorflow(profile: Profile) -> bool:
 def worker_of(profile: Profile) -> int | None:
     """The worker's number, by the devices that it calls its own."""
     device, known = profile.value("device")
-    tasks = [
-        int(found[1])
-        for name in device[known].tolist()
-        if (found := _WORKER.search(profile.strings[name])) is not None
-    ]
-    return max(set(tasks), key=tasks.count) if tasks else None
+    tasks: Counter[int] = Counter()
+    for name, count in zip(
+        *(column.tolist() for column in np.unique(device[known], return_counts=True)), strict=True
+    ):
+        if found := _WORKER.search(profile.strings[name]):
+            tasks[int(found[1])] += count
+    return tasks.most_common(1)[0][0] if tasks else None
 
 
 def clock_of(profile: Profile) -> str:

@@ -37,7 +37,9 @@ class Operations:
         self._profile = profile
         self._marks = marks
         parts = [split(text) for text in profile.strings]
-        self._place, self._kind = texts([place for place, _ in parts]), texts([kind for _, kind in parts])
+        self._place = [place for place, _ in parts]
+        self._input = np.array([kind in INPUT for _, kind in parts], dtype=bool)
+        self._no_work = self._input | np.array([kind in CALLS for _, kind in parts], dtype=bool)
         self._collective = texts([collective_of(kind) for _, kind in parts])
         self._runs = self._runs_of_steps()
         typed = np.array([bool(kind) for _, kind in parts], dtype=bool)
@@ -81,10 +83,7 @@ class Operations:
         """What was computed."""
         profile = self._profile
         name = profile.name[self.row]
-        kind = self._kind[name]
-        keep = (
-            (self._collective[name] == "") & ~np.isin(kind.astype(str), [*CALLS, *INPUT]) & (self.step >= 0)
-        )
+        keep = (self._collective[name] == "") & ~self._no_work[name] & (self.step >= 0)
         rows, names = self.row[keep], name[keep]
         unique, inverse = np.unique(names, return_inverse=True)
         phase = texts([phase_of(profile.strings[one]) or Kind.FORWARD for one in unique.tolist()])
@@ -131,14 +130,12 @@ class Operations:
             key = int(run[event]), profile.strings[int(named[event])]
             asks.setdefault(key, []).append(int(profile.start_ns[event]))
         found = []
-        for event in rows.tolist():
-            start_ns = int(profile.start_ns[event])
-            asked = (
-                asks.get((int(run[event]), self._place[int(profile.name[event])]), []) if told[event] else []
-            )
-            found.append(
-                max((moment for moment in asked[:_MOST_ASKS] if moment <= start_ns), default=start_ns)
-            )
+        for event, start_ns, known_run in zip(
+            rows.tolist(), profile.start_ns[rows].tolist(), told[rows].tolist(), strict=True
+        ):
+            key = int(run[event]), self._place[int(profile.name[event])]
+            asked = asks.get(key, [])[:_MOST_ASKS] if known_run else []
+            found.append(max((moment for moment in asked if moment <= start_ns), default=start_ns))
         return np.array(found, dtype=np.int64)
 
     def _sizes(self, rows: Ints) -> Ints:
@@ -153,8 +150,7 @@ class Operations:
     def reading(self) -> Spans:
         """When an executor waited for the iterator to give the next element."""
         profile = self._profile
-        name = self._kind[profile.name[self.row]]
-        direct = self.row[np.isin(name.astype(str), INPUT) & (self.step >= 0)]
+        direct = self.row[self._input[profile.name[self.row]] & (self.step >= 0)]
         number, known = profile.value("id")
         reads = np.flatnonzero(profile.named(_READS) & known)
         if self._marks is not None:

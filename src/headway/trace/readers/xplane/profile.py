@@ -14,11 +14,12 @@ import numpy.typing as npt
 from headway.errors import TraceError
 from headway.trace.events import Ints
 from headway.trace.readers.foreign import MAX_EVENTS, Document, damaged
-from headway.trace.readers.xplane.programs import Programs
+from headway.trace.readers.xplane.programs import LONGEST_PATH, Programs
 
 Mask = npt.NDArray[np.bool_]
-LONGEST_TEXT = 400  # characters of a name that are kept
+LONGEST_TEXT = LONGEST_PATH  # characters of a name that are kept
 FARTHEST_NS = 2**61
+LONGEST_NS = 30 * 86_400 * 1_000_000_000  # of one event, and of a recording
 DEVICE = re.compile(r"^/device:(?:GPU|TPU|ROCM|XPU)\D*(\d{1,6})")
 INT64 = 2**63
 

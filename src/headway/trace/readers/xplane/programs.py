@@ -18,6 +18,7 @@ _ITEM_BITS = {
 }  # fmt: skip
 MAX_DIMENSIONS = 64
 LONGEST_NAME = 200
+LONGEST_PATH = 400  # characters that are kept of an instruction's path and name
 _NUMBER_IN_NAME = re.compile(r"\((\d{1,19})\)$")
 
 
@@ -93,7 +94,7 @@ class Programs:
         found: dict[str, Instruction] = {}
         for computation in module.computations:
             for one in computation.instructions:
-                opcode, path = _text(one.opcode), _text(one.metadata.op_name)
+                opcode, path = _text(one.opcode), _text(one.metadata.op_name)[:LONGEST_PATH]
                 if opcode == "async-start" and one.called_computation_ids:
                     opcode = f"{roots.get(one.called_computation_ids[0], 'async')}-start"
                 instruction = Instruction(opcode, path)
@@ -104,7 +105,7 @@ class Programs:
                     instruction = Instruction(
                         opcode, path, given, self._groups.of(one, opcode, replicas, partitions)
                     )
-                found[_text(one.name)] = instruction
+                found[_text(one.name)[:LONGEST_PATH]] = instruction
         return found
 
 

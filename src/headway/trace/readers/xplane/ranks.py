@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from headway import intervals
 from headway.errors import TraceError
+from headway.intervals import Spans
 from headway.trace.events import Kind
 from headway.trace.format import MAX_WORLD_SIZE
 from headway.trace.readers.foreign import ForeignRank
@@ -15,6 +18,7 @@ from headway.trace.readers.xplane.asked import Asked
 from headway.trace.readers.xplane.devices import Device, find_devices, main_module
 from headway.trace.readers.xplane.host import clock_of, host_rank, is_tensorflow, lacks, worker_of
 from headway.trace.readers.xplane.names import kernel_of
+from headway.trace.readers.xplane.operations import Operations
 from headway.trace.readers.xplane.profile import Profile
 from headway.trace.readers.xplane.steps import Marks, find_marks
 from headway.trace.readers.xplane.timeline import device_events
@@ -41,10 +45,11 @@ def ranks_of(profile: Profile) -> list[ForeignRank]:
     if worker is not None:
         numbers = {at: worker * profile.devices + one.number for at, one in enumerate(devices)}
     for marks in (find_marks(profile), None):
-        asked = Asked(profile, marks)
-        ranks = [
-            _rank(profile, device, asked, marks, numbers.get(at), world) for at, device in enumerate(devices)
-        ]
+        reading = Operations(profile, marks).reading() if tensorflow else intervals.EMPTY
+        process = _Process(
+            profile, marks, Asked(profile, marks), world, reading, tensorflow, _backend(profile)
+        )
+        ranks = [_rank(process, device, numbers.get(at)) for at, device in enumerate(devices)]
         busy = [rank for rank in ranks if (rank.events.kind == Kind.STEP).any()]
         if busy:
             break
@@ -53,6 +58,19 @@ def ranks_of(profile: Profile) -> list[ForeignRank]:
     if len(busy) < len(ranks):
         busy[0].notes.append(f"{len(ranks) - len(busy)} devices did nothing in the steps and were left out.")
     return busy
+
+
+@dataclass(frozen=True, eq=False)
+class _Process:
+    """What all devices of a process share."""
+
+    profile: Profile
+    marks: Marks | None
+    asked: Asked
+    world: int | None
+    reading: Spans
+    tensorflow: bool
+    backend: str
 
 
 def _nothing(profile: Profile) -> TraceError:
@@ -64,27 +82,32 @@ def _nothing(profile: Profile) -> TraceError:
     )
 
 
-def _rank(
-    profile: Profile, device: Device, asked: Asked, marks: Marks | None, rank: int | None, world: int | None
-) -> ForeignRank:
-    events, groups, notes = device_events(profile, device, asked, rank, world)
+def _rank(process: _Process, device: Device, rank: int | None) -> ForeignRank:
+    profile, marks = process.profile, process.marks
+    events, groups, notes = device_events(
+        profile, device, process.asked, rank, process.world, process.reading
+    )
     if rank is None:
         notes.append("The profile does not tell which of the job's devices this is.")
-    tensorflow = is_tensorflow(profile)
     return ForeignRank(
         source=profile.source,
-        framework="tensorflow" if tensorflow else "jax",
+        framework="tensorflow" if process.tensorflow else "jax",
         events=events,
         rank=rank,
-        world_size=world,
+        world_size=process.world,
         host=profile.host,
-        backend=_backend(profile),
+        backend=process.backend,
         version=profile.version,
         clock=clock_of(profile),
         absolute=profile.absolute,
         groups=groups,
         dropped_events=profile.dropped,
-        notes=[*profile.notes, *(marks.notes if marks else ()), *notes, *lacks(profile, tensorflow)],
+        notes=[
+            *profile.notes,
+            *(marks.notes if marks else ()),
+            *notes,
+            *lacks(profile, process.tensorflow),
+        ],
     )
 
 
@@ -97,7 +120,8 @@ def _numbers(profile: Profile, devices: Sequence[Device], module: str) -> tuple[
     """How many devices the job's program runs on, and each device's logical number, by its place in ``devices``."""
     wide, world = 1, profile.programs.worlds.get(module)
     named, says_name = profile.value("name")
-    of_module = ~says_name | np.array([text == module for text in profile.strings], dtype=bool)[named]
+    called = np.array([text == module for text in profile.strings], dtype=bool)
+    of_module = ~says_name | called[named] | (module == "")
     partitions, asks = profile.value("num_partitions")
     replicas, _ = profile.value("num_replicas")
     asked = np.flatnonzero(asks & of_module)

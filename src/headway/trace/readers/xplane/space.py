@@ -11,6 +11,7 @@ from headway.trace.readers.xplane.profile import (
     DEVICE,
     FARTHEST_NS,
     INT64,
+    LONGEST_NS,
     LONGEST_TEXT,
     NUMBERS,
     TEXTS,
@@ -137,7 +138,7 @@ class _Reader:
     def read(self, line: Any, place: int, begin_ns: int) -> None:
         """Read one line, whose times count from ``begin_ns``."""
         builder, names, beside = self._builder, self._names, self._beside
-        begin_ps, farthest_ps = begin_ns * 1000, FARTHEST_NS * 1000
+        begin_ps, farthest_ps, longest_ps = begin_ns * 1000, FARTHEST_NS * 1000, LONGEST_NS * 1000
         for event in line.events:
             key = event.metadata_id
             name = names.get(key)
@@ -145,7 +146,7 @@ class _Reader:
                 builder.refuse(f"an event whose name, number {key}, is not there")
             elif name >= 0 and not event.num_occurrences:
                 start_ps, duration_ps = begin_ps + event.offset_ps, event.duration_ps
-                if not (-farthest_ps < start_ps < farthest_ps and 0 <= duration_ps < farthest_ps):
+                if not (-farthest_ps < start_ps < farthest_ps and 0 <= duration_ps < longest_ps):
                     builder.refuse(
                         f"an event at {start_ps} ps that takes {duration_ps} ps", "times that can be"
                     )

@@ -94,10 +94,14 @@ def _most(profile: Profile, mask: Mask, *, by_time: bool) -> Ints:
     found = np.flatnonzero(mask)
     if not len(found):
         return found
-    called = np.array([_NUMBERED.sub("", profile.strings[name]) for name in profile.name[found].tolist()])
-    names, inverse = np.unique(called, return_inverse=True)
+    names, inverse = np.unique(profile.name[found], return_inverse=True)
+    called: dict[str, int] = {}
+    same = [
+        called.setdefault(_NUMBERED.sub("", profile.strings[name]), len(called)) for name in names.tolist()
+    ]
+    inverse = np.array(same)[inverse]
     weight = profile.duration_ns[found].astype(np.float64) if by_time else np.ones(len(found))
-    chosen: Ints = found[inverse == int(np.argmax(np.bincount(inverse, weight, len(names))))]
+    chosen: Ints = found[inverse == int(np.argmax(np.bincount(inverse, weight, len(called))))]
     ordered: Ints = chosen[np.argsort(profile.start_ns[chosen], kind="stable")]
     return ordered
 

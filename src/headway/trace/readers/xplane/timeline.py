@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from headway import intervals
+from headway.intervals import Spans
 from headway.trace.events import Events, Ints
 from headway.trace.readers.xplane.asked import Asked
 from headway.trace.readers.xplane.assemble import LONGEST_NAME, Collectives, Work, assemble, texts
@@ -28,9 +29,12 @@ NO_SIZES = "The profile does not tell how much collectives carry, nor which devi
 
 
 def device_events(
-    profile: Profile, device: Device, asked: Asked, rank: int | None, world: int | None
+    profile: Profile, device: Device, asked: Asked, rank: int | None, world: int | None, reading: Spans
 ) -> tuple[Events, dict[str, tuple[int, ...]], list[str]]:
-    """One device's events, the groups that it communicates in, and what has to be said of both."""
+    """One device's events, the groups that it communicates in, and what has to be said of both.
+
+    ``reading`` is when its process waited for input.
+    """
     did = executed(profile, device.events)
     did = did.where(~did.role(NOTHING))
     place = asked.of(did.event) if device.steps is None else device.steps.of(profile.start_ns[did.event])
@@ -51,7 +55,7 @@ def device_events(
             end_ns=profile.end_ns[work.event],
         ),
         collectives,
-        intervals.EMPTY,
+        reading,
     )
     notes = [] if not outside else [f"{outside} collectives outside of the steps were left out."]
     if said is None:
@@ -88,15 +92,13 @@ def _stretches(profile: Profile, did: Executed, said: Steps | None, place: Ints)
 def _groups(did: Executed, rank: int | None, world: int | None) -> list[tuple[str, tuple[int, ...]]]:
     """The group that each kind of event communicates in: its name and members, where they are known."""
     everybody = tuple(range(world or 0))
-    found = []
+    found: dict[int, tuple[str, tuple[int, ...]]] = {}  # by the list of groups, of which there are few
     for what in did.kinds:
-        members = everybody
-        if what.known is None or what.role != COMMUNICATES:
-            members = ()
-        elif what.known.groups:
-            members = _members(what.known.groups, rank)
-        found.append((group_name(members, len(everybody)) if members else "", members))
-    return found
+        if what.known is not None and what.role == COMMUNICATES and id(what.known.groups) not in found:
+            members = _members(what.known.groups, rank) if what.known.groups else everybody
+            name = group_name(members, len(everybody)) if members else ""
+            found[id(what.known.groups)] = name, members
+    return [found.get(id(what.known.groups), ("", ())) if what.known else ("", ()) for what in did.kinds]
 
 
 def _collectives(
@@ -132,7 +134,7 @@ def _members(groups: Sequence[tuple[int, ...]], rank: int | None) -> tuple[int, 
 
 def _end_with_their_ends(did: Executed, rows: Ints, end: Ints) -> None:
     """Collectives that one instruction begins last until another one ends: the first with the first."""
-    waiting: dict[str, list[int]] = {}
+    waiting: dict[str, deque[int]] = {}
     ends = did.role(ENDS)
     if not ends.any():
         return
@@ -141,7 +143,7 @@ def _end_with_their_ends(did: Executed, rows: Ints, end: Ints) -> None:
     for row in np.flatnonzero(began | ends).tolist():
         name = did.kinds[int(did.what[row])].name
         if began[row]:
-            waiting.setdefault(name, []).append(row)
+            waiting.setdefault(name, deque()).append(row)
         elif waiting.get(name):
-            first = waiting[name].pop(0)
+            first = waiting[name].popleft()
             end[first] = max(int(end[first]), int(end[row]))
