@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.trace.clocks.aligning import aligned_ns
-from headway.trace.events import Events, Ints
+from headway.trace.events import Events, Ints, Kind
 from headway.trace.format import ClockFit
 
 OFFSET_MS = 50.0
@@ -17,14 +18,15 @@ DRIFT_PPM = 50.0
 
 @dataclass(frozen=True)
 class Clock:
-    """A clock that reads ``epoch + (t - offset) / (1 + drift)`` at the true time ``t``."""
+    """A clock that at the true time ``t`` reads ``t - offset``, and since ``since_ns`` gains or loses ``drift``."""
 
-    epoch_ns: int = 0
     offset_ns: float = 0.0
     drift: float = 0.0
+    since_ns: int = 0
 
     def read_ns(self, true_ns: Ints) -> Ints:
-        own: Ints = self.epoch_ns + np.rint((true_ns - self.offset_ns) / (1 + self.drift)).astype(np.int64)
+        passed_ns = (true_ns - self.since_ns) / (1 + self.drift) - self.offset_ns
+        own: Ints = self.since_ns + np.rint(passed_ns).astype(np.int64)
         return own
 
     def error_ns(self, true_ns: Ints, fit: ClockFit) -> float:
@@ -43,30 +45,75 @@ class Clock:
         )
 
 
-def random_clocks(names: list[str], generator: np.random.Generator) -> dict[str, Clock]:
-    """Offsets within ±50 ms and drifts within ±50 ppm; the first clock is true."""
+def random_clocks(names: list[str], since_ns: int, generator: np.random.Generator) -> dict[str, Clock]:
+    """Clocks whose offsets are within ±50 ms and whose drifts are within ±50 ppm; the first one is right."""
     clocks = {names[0]: Clock()}
     for name in names[1:]:
         clocks[name] = Clock(
             offset_ns=generator.uniform(-OFFSET_MS, OFFSET_MS) * 1e6,
             drift=generator.uniform(-DRIFT_PPM, DRIFT_PPM) * 1e-6,
+            since_ns=since_ns,
         )
     return clocks
 
 
+def round_trips(clock: Clock, ends_ns: Ints, generator: np.random.Generator) -> ClockFit:
+    """What a round trip of 100 to 600 us before and one after the job would say, each way of any share of it."""
+    own_ns = clock.read_ns(ends_ns)
+    trips_ns = generator.uniform(100e3, 600e3, 2)
+    offsets_ns = (ends_ns - own_ns) + trips_ns * generator.uniform(-0.5, 0.5, 2)
+    drift = (offsets_ns[1] - offsets_ns[0]) / (own_ns[1] - own_ns[0])
+    return ClockFit(
+        offset_ns=float(offsets_ns[0]),
+        drift_ppm=float(drift) * 1e6,
+        reference_ns=int(own_ns[0]),
+        uncertainty_ns=float(trips_ns.max()) / 2,
+    )
+
+
 def averaged(events: Mapping[int, Events], clock_of_rank: Mapping[int, str]) -> dict[str, ClockFit]:
-    """What aligning by averages gives: each host's mean difference of the ends of collectives, and no drift."""
-    ends: dict[str, dict[tuple[str, str, int], int]] = {}
-    for rank in sorted(events):
-        of_clock = ends.setdefault(clock_of_rank[rank], {})
-        own = events[rank].of_kind("collective")
-        keys = zip(own.group.tolist(), own.name.tolist(), own.sequence.tolist(), strict=True)
-        for key, end_ns in zip(keys, own.end_ns.tolist(), strict=True):
-            of_clock.setdefault(key, end_ns)
-    names = list(ends)
+    """Each host's mean difference of the ends of collectives, and no drift; nothing where there are no collectives."""
+    ends = {rank: _ends(own) for rank, own in events.items()}
+    first = ends[min(ends)]
     fits = {}
-    for name in names:
-        both = ends[names[0]].keys() & ends[name].keys()
-        ahead_ns = [ends[names[0]][key] - ends[name][key] for key in both]
-        fits[name] = ClockFit(offset_ns=sum(ahead_ns) / len(ahead_ns) if ahead_ns else 0.0)
+    for rank in sorted(ends):
+        both = first.keys() & ends[rank].keys()
+        if both and clock_of_rank[rank] not in fits:
+            fits[clock_of_rank[rank]] = ClockFit(
+                offset_ns=sum(first[key] - ends[rank][key] for key in both) / len(both)
+            )
     return fits
+
+
+def between_ends_us(events: Mapping[int, Events]) -> float:
+    """The median of how long after the first member the last one ends; of messages, how long they are under way."""
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    for own in events.values():
+        for key, end_ns in _ends(own).items():
+            first[key] = min(first.get(key, end_ns), end_ns)
+            last[key] = max(last.get(key, end_ns), end_ns)
+    if first:
+        return float(np.median([last[key] - first[key] for key in first])) / 1e3
+    sent_ns, come_ns = (_moments(events, kind) for kind in (Kind.SEND, Kind.RECEIVE))
+    return float(np.median([come_ns[key] - sent_ns[key] for key in sent_ns])) / 1e3
+
+
+def _ends(events: Events) -> dict[tuple[str, int], int]:
+    own = events.of_kind(Kind.COLLECTIVE)
+    keys = zip(own.name.tolist(), own.sequence.tolist(), strict=True)
+    return dict(zip(keys, own.end_ns.tolist(), strict=True))
+
+
+def _moments(events: Mapping[int, Events], kind: str) -> dict[tuple[int, int, int], int]:
+    """When each message was sent (or had come), by both ends and number."""
+    found = {}
+    for rank, own in events.items():
+        picked = own.of_kind(kind)
+        count: Counter[int] = Counter()
+        times_ns = picked.start_ns if kind == Kind.SEND else picked.end_ns
+        for peer, time_ns in zip(picked.peer.tolist(), times_ns.tolist(), strict=True):
+            ends = (rank, peer) if kind == Kind.SEND else (peer, rank)
+            found[*ends, count[peer]] = time_ns
+            count[peer] += 1
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,10 @@ def diagnose(
     as_json: bool,
 ) -> int:
     """Say where the time of the recorded job in DIR went, and who is to blame."""
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --markdown exclude each other.")
+    if not math.isfinite(threshold):
+        raise click.BadParameter("a number of percent is expected.", param_hint="--threshold")
     from headway.cluster import Cluster
     from headway.diagnose import diagnose as diagnose_trace
     from headway.diagnose.comparison import compare

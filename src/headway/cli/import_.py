@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -34,8 +35,11 @@ def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json
     """Turn what other tools recorded (a file, a folder or an archive SOURCE) into a trace."""
     from headway.trace.readers.importing import import_trace
 
+    workers = os.cpu_count() or 1
     with output_of.progress("Importing") as show:
-        done = import_trace(source, output, format_name=format_name, lenient=lenient, progress=show)
+        done = import_trace(
+            source, output, format_name=format_name, lenient=lenient, workers=workers, progress=show
+        )
     manifest = done.manifest
     if as_json:
         output_of.print_document(

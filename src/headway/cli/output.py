@@ -36,9 +36,13 @@ def print_document(kind: str, fields: dict[str, Any]) -> None:
 @contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Any]:
     """A progress bar on stderr, on terminals only. Yields a function to call with (done, total)."""
+    console = error_console()
+    if not console.is_terminal:  # there, a bar that is taken away again would leave an empty line
+        yield lambda done, of: None
+        return
     bar = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(),
-        console=error_console(), transient=True,
+        console=console, transient=True,
     )  # fmt: skip
     with bar:
         task = bar.add_task(description, total=total)

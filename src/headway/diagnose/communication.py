@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Event, Kind
+from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
 
+Flags = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Texts = npt.NDArray[np.object_]
 
@@ -20,13 +22,15 @@ class Communications:
 
     Rows of one ``instance`` are the members' views of one collective (or of one message). ``arrival_ns`` is when
     its last member asked for it, at most this row's end; ``last_rank`` is that member. A rank that did
-    not record the collective cannot be waited for. A send never waits for its receiver.
+    not record the collective cannot be waited for. A send never waits for its receiver. ``inner`` marks the messages
+    that a recorded collective of their rank consists of.
     """
 
     rank: Ints
     kind: Texts
     name: Texts
     group: Texts
+    sequence: Ints
     step: Ints
     bucket: Ints
     size_bytes: Ints
@@ -37,11 +41,12 @@ class Communications:
     instance: Ints
     arrival_ns: Ints
     last_rank: Ints
+    inner: Flags
 
     def __len__(self) -> int:
         return len(self.rank)
 
-    def where(self, mask: npt.NDArray[np.bool_] | Ints) -> Communications:
+    def where(self, mask: Flags | Ints) -> Communications:
         """The rows that ``mask`` (or an array of indices) picks."""
         return Communications(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
@@ -50,12 +55,26 @@ class Communications:
         return self.where(self.rank == rank)
 
 
-def match(trace: Trace) -> Communications:
-    """Match communication events across ranks: collectives by group, name and sequence; messages by order."""
+def match(trace: Trace, *, messages: bool = False) -> Communications:
+    """Match communication events across ranks: collectives by group, name and sequence; messages by order.
+
+    Pushes to parameter servers that have a sequence are matched like collectives: a server that waits for all workers
+    answers them together.
+
+    A collective is one thing, whoever carries it out: the messages that it consists of are left out, or else whoever
+    waits for its last member would seem to wait for its messages, and its bytes would count twice. With ``messages``
+    they are there, ``inner`` of their collective.
+    """
     rows: list[tuple[int, Event]] = []
+    parts: list[bool] = []
     for member, events in sorted(trace.events.items()):
-        rows.extend((member, event) for event in events.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE))
-    instance = _instances(rows)
+        inner = inner_messages(events)
+        wanted = np.isin(events.kind, [Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE, Kind.PUSH, Kind.PULL])
+        if not messages:
+            wanted &= ~inner
+        rows.extend((member, event) for event in events.where(wanted))
+        parts.extend(inner[wanted].tolist())
+    instance = _instances(rows, parts)
     rank = _ints([one for one, _ in rows])
     start = _ints([event.start_ns for _, event in rows])
     end = _ints([event.end_ns for _, event in rows])
@@ -71,6 +90,7 @@ def match(trace: Trace) -> Communications:
         kind=kind,
         name=_texts([event.name for _, event in rows]),
         group=_texts([event.group for _, event in rows]),
+        sequence=_ints([event.sequence for _, event in rows]),
         step=_ints([event.step for _, event in rows]),
         bucket=_ints([event.bucket for _, event in rows]),
         size_bytes=np.maximum(_ints([event.size_bytes for _, event in rows]), 0),
@@ -81,21 +101,39 @@ def match(trace: Trace) -> Communications:
         instance=instance,
         arrival_ns=np.where(sends, enqueue, np.minimum(enqueue[last][instance], end)),
         last_rank=np.where(sends, rank, rank[last][instance]),
+        inner=np.array(parts, dtype=bool),
     )
 
 
-def _instances(rows: list[tuple[int, Event]]) -> Ints:
+def inner_messages(events: Events) -> Flags:
+    """Which of one rank's events are messages of a collective that it recorded: of its group, name and sequence."""
+    inner = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE]) & (events.sequence >= 0)
+    if inner.any():
+        collectives = set(_keys(events, np.flatnonzero(events.kind == Kind.COLLECTIVE)))
+        found = np.flatnonzero(inner)
+        inner[found] = [key in collectives for key in _keys(events, found)]
+    return inner
+
+
+def _keys(events: Events, rows: npt.NDArray[np.intp]) -> Iterator[tuple[str, str, int]]:
+    columns = events.group[rows], events.name[rows], events.sequence[rows]
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:
     """Number the instances from 0. The how-manieth of equal keys on one rank tells repeats apart."""
     numbers: dict[tuple[object, ...], int] = {}
     seen: dict[tuple[object, ...], int] = {}
     found = np.zeros(len(rows), dtype=np.int64)
-    for row, (rank, event) in enumerate(rows):
+    for row, ((rank, event), inner) in enumerate(zip(rows, parts, strict=True)):
         key: tuple[object, ...]
-        if event.kind != Kind.COLLECTIVE:
+        if event.kind in (Kind.SEND, Kind.RECEIVE):
             ends = (rank, event.peer) if event.kind == Kind.SEND else (event.peer, rank)
-            key = ("message", event.group, *ends)
+            # Collectives that go on at the same time ask for their messages in an order of each rank's own.
+            whose = (event.name, event.sequence) if inner else ("", -1)
+            key = ("message", event.group, *whose, *ends)
         elif event.sequence >= 0:
-            key = (event.group, event.name, event.sequence)
+            key = (event.group, event.kind, event.name, event.sequence)
         else:
             key = ("alone", row)
         repeat = seen.get((rank, event.kind, key), 0)

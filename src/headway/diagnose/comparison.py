@@ -28,12 +28,14 @@ class Comparison:
     """A diagnosis held against a baseline's. Differences are new minus old, of mean steps in ms.
 
     ``noise_ms`` is how much two recordings of the same job may differ by chance: two standard errors of their steps.
+    ``steps`` is how many the shorter of both recordings has.
     """
 
     baseline_step_ms: float
     step_ms: float
     noise_ms: float
     threshold: float
+    steps: int
     parts_ms: dict[str, float]
     new_causes: tuple[str, ...]
     gone_causes: tuple[str, ...]
@@ -53,6 +55,8 @@ class Comparison:
         """The comparison in one sentence."""
         steps = f"{milliseconds(self.baseline_step_ms)} to {milliseconds(self.step_ms)}"
         difference_ms = self.step_ms - self.baseline_step_ms
+        if self.steps < 2:
+            return f"One step tells nothing of noise: the step went from {steps}; record more of them to compare."
         if abs(difference_ms) <= self.noise_ms:
             return f"No change that exceeds noise: the step went from {steps} (noise {milliseconds(self.noise_ms)})."
         part = max(self.parts_ms, key=lambda one: self.parts_ms[one] * difference_ms)
@@ -92,6 +96,7 @@ def compare(new: Diagnosis, baseline: Diagnosis, threshold: float = DEFAULT_THRE
         step_ms=new.step_ms,
         noise_ms=SURE * math.hypot(_error(new.step_times_ms), _error(baseline.step_times_ms)),
         threshold=threshold,
+        steps=min(len(new.steps), len(baseline.steps)),
         parts_ms={part: getattr(now, part) - getattr(then, part) for part in PARTS},
         new_causes=tuple(cause for cause in causes if cause not in earlier),
         gone_causes=tuple(cause for cause in earlier if cause not in causes),

@@ -10,19 +10,14 @@ import numpy as np
 from headway import files
 from headway.cluster import Cluster
 from headway.diagnose.breakdown import NS_A_MS, Breakdown, breakdown, mean_breakdown, overlap_percent
+from headway.diagnose.causes import find_causes
 from headway.diagnose.communication import Communications, match
 from headway.diagnose.critical_path import PathPiece, critical_path, typical_step
-from headway.diagnose.devices import idle_finding
-from headway.diagnose.findings import Finding, replaced
-from headway.diagnose.gradients import communication_shape
-from headway.diagnose.launches import find_late_launch, launch_finding
+from headway.diagnose.findings import Finding
 from headway.diagnose.links import Link, find_links
-from headway.diagnose.network import find_slow_link, link_finding
-from headway.diagnose.skew import find_skew, skew_finding
-from headway.diagnose.stalls import find_stalls, stall_finding
-from headway.diagnose.stragglers import Straggler, blames, find_stragglers, moves
+from headway.diagnose.stragglers import Straggler, blames, find_stragglers
 from headway.diagnose.timeline import RankTime, rank_time
-from headway.diagnose.verdict import usual_findings, verdict
+from headway.diagnose.verdict import verdict
 from headway.errors import TraceError
 from headway.trace.events import Kind
 from headway.trace.format import Trace
@@ -117,7 +112,7 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     path = critical_path(trace, times, rows)
     index, rank = typical_step(times)
     length_ns = int(times[rank].step_end_ns[index] - times[rank].step_start_ns[index])
-    findings = _findings(trace, times, rows, mean, stragglers, moves(found, times), steps)
+    findings = find_causes(trace, times, rows, mean, stragglers, found, steps)
     return Diagnosis(
         verdict=verdict(mean, findings, world_size=len(times)),
         findings=tuple(findings),
@@ -139,37 +134,6 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
 def _step_times_ms(times: dict[int, RankTime]) -> tuple[float, ...]:
     lengths = np.stack([time.step_end_ns - time.step_start_ns for time in times.values()])
     return tuple((lengths.mean(axis=0) / NS_A_MS).tolist())
-
-
-def _findings(
-    trace: Trace,
-    times: dict[int, RankTime],
-    rows: Communications,
-    mean: Breakdown,
-    stragglers: tuple[Straggler, ...],
-    moving: bool,
-    steps: tuple[int, ...],
-) -> list[Finding]:
-    """Every finding, those that stand out first, the costliest before the others."""
-    step_ms = mean.total_ms
-    if step_ms <= 0:
-        return []
-    shape = communication_shape(times, rows, trace.events)
-    found = usual_findings(mean, stragglers, shape, moving=moving, world_size=len(times))
-    if (stalls := find_stalls(times, trace.events, steps)) is not None:
-        found = replaced(
-            found, stall_finding(stalls, step_ms, len(times)), "straggler", "moving_imbalance", "rest"
-        )
-    if (idle := idle_finding(times, trace.events, step_ms)) is not None:
-        found = replaced(found, idle, "rest")
-    if (late := find_late_launch(trace, times, rows)) is not None:
-        finding = launch_finding(late, step_ms)
-        found = replaced(found, finding, "communication", explains_ms=late.waited_ms)
-    if (link := find_slow_link(trace, times, steps)) is not None:
-        found = replaced(found, link_finding(link, step_ms), "communication")
-    if (skewed := find_skew(trace, step_ms)) is not None:
-        found.append(skew_finding(*skewed))
-    return sorted(found, key=lambda one: (not one.stands_out, -one.cost_ms))
 
 
 def _common_steps(trace: Trace) -> tuple[int, ...]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from headway.errors import one_line
+
+HALF = 0.5  # of a coarser finding's cost
+MOST_CHARACTERS = 1000  # of a sentence: names in traces may be of any length
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,34 @@ def replaced(
 
     ``explains_ms`` is how much of a step it explains, where that is not its cost.
     """
-    explained_ms = max(explains_ms, finer.cost_ms)
-    kept = [
+    return [*unexplained(found, finer, *coarser, explained_ms=max(explains_ms, finer.cost_ms)), finer]
+
+
+def unexplained(
+    found: Sequence[Finding], finer: Finding, *coarser: str, explained_ms: float
+) -> list[Finding]:
+    """``found`` without those of the coarser findings half of whose cost or more is in what ``finer`` explains."""
+    return [
         one
         for one in found
-        if one.cause not in coarser or not finer.stands_out or explained_ms < 0.5 * one.cost_ms
+        if one.cause not in coarser or not finer.stands_out or explained_ms < HALF * one.cost_ms
     ]
-    return [*kept, finer]
+
+
+def told(found: Sequence[Finding], step_ms: float) -> list[Finding]:
+    """Findings in the order in which they are told: those that stand out first, the costliest before the others.
+
+    None costs more than the step, and what a sentence quotes of the trace can break no line.
+    """
+    within = [
+        replace(
+            one,
+            cost_ms=min(max(one.cost_ms, 0.0), step_ms),
+            sentence=one_line(one.sentence, limit=MOST_CHARACTERS),
+        )
+        for one in found
+    ]
+    return sorted(within, key=lambda one: (not one.stands_out, -one.cost_ms))
 
 
 def percent(share: float) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from headway import intervals
 from headway.diagnose.communication import Communications
-from headway.diagnose.findings import Finding, of_each_step
+from headway.diagnose.findings import Finding, milliseconds, of_each_step
 from headway.diagnose.timeline import RankTime
 from headway.trace.events import Kind
 from headway.trace.format import Trace
@@ -25,7 +25,7 @@ class LateLaunch:
 
     collectives: float
     size_bytes: float
-    ready_ms: float
+    ready_ms: float | None  # where that is recorded
     waited_ms: float  # a step, until they had arrived
     cost_ms: float  # what of that backward could have hidden
 
@@ -57,7 +57,8 @@ def find_late_launch(trace: Trace, times: dict[int, RankTime], rows: Communicati
             moments = ready.start_ns[(ready.start_ns >= start) & (ready.start_ns <= end)]
             counts.append(int(here.sum()))
             sizes.append(int(own.size_bytes[here].sum()))
-            ready_ns.append(float(own.enqueue_ns[here].mean() - moments.mean()) if len(moments) else 0.0)
+            if len(moments):
+                ready_ns.append(float(own.enqueue_ns[here].mean() - moments.mean()))
             waited_ns.append(waited)
             hideable_ns.append(min(waited, backward_ns))
     steps = sum(len(time.step_start_ns) for time in times.values())
@@ -66,7 +67,7 @@ def find_late_launch(trace: Trace, times: dict[int, RankTime], rows: Communicati
     return LateLaunch(
         collectives=float(np.mean(counts)),
         size_bytes=float(np.mean(sizes)),
-        ready_ms=float(np.mean(ready_ns)) / 1e6,
+        ready_ms=float(np.mean(ready_ns)) / 1e6 if ready_ns else None,
         waited_ms=float(np.sum(waited_ns)) / steps / 1e6,
         cost_ms=float(np.sum(hideable_ns)) / steps / 1e6,
     )
@@ -75,9 +76,10 @@ def find_late_launch(trace: Trace, times: dict[int, RankTime], rows: Communicati
 def launch_finding(late: LateLaunch, step_ms: float) -> Finding:
     """A late launch in words."""
     many = f"{late.collectives:.0f} collectives" if late.collectives > 1.5 else "one collective"
+    ready = "" if late.ready_ms is None else f" {milliseconds(late.ready_ms)} after they were ready,"
     sentence = (
-        f"Gradients are launched late: {format_bytes(late.size_bytes)} in {many} set out only when backward is over, "
-        f"{late.ready_ms:.3g} ms after they were ready, which costs {of_each_step(late.cost_ms, step_ms)}; start each "
+        f"Gradients are launched late: {format_bytes(late.size_bytes)} in {many} set out only when backward is over,"
+        f"{ready} which costs {of_each_step(late.cost_ms, step_ms)}; start each "
         "as soon as it is ready, as DistributedDataParallel does."
     )
     return Finding("late_launch", late.cost_ms, sentence, (), late.cost_ms >= STANDS_OUT * step_ms)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.diagnose.breakdown import NS_A_MS
+from headway.diagnose.communication import Communications
 from headway.diagnose.findings import Finding, of_each_step, percent
 from headway.diagnose.timeline import RankTime
 from headway.trace.events import Kind
@@ -41,31 +42,36 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Columns, a row a connection and step: what it carried, for how long it was busy, what arrived a second."""
+    """Columns, a row a connection and step: which link it uses, what it carried, for how long it was busy, its rate.
 
+    A link is the place of its two hosts in ``links``.
+    """
+
+    links: tuple[tuple[str, str], ...]
+    link: npt.NDArray[np.int64]
     source: npt.NDArray[np.int64]
     target: npt.NDArray[np.int64]
-    step: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]  # the step's place in the recording
     size_bytes: Floats
     busy_ns: Floats
-    rate: Floats
+    rate: Floats  # bytes a second that arrive
 
 
-def find_slow_link(trace: Trace, times: dict[int, RankTime], steps: tuple[int, ...]) -> SlowLink | None:
+def find_slow_link(
+    trace: Trace, times: dict[int, RankTime], rows: Communications, steps: tuple[int, ...]
+) -> SlowLink | None:
     """The link that holds communication up most, where one does. Traces without such counts have none."""
-    samples = _samples(trace)
-    carrying = samples.size_bytes >= LEAST_BYTES
-    if not carrying.any():
+    samples = _samples(trace, steps)
+    if not len(samples.links):
         return None
-    usual_rate = float(np.median(samples.rate[carrying]))
-    pairs = sorted(
-        set(zip(samples.source[carrying].tolist(), samples.target[carrying].tolist(), strict=True))
+    # Links count alike, however many connections of the job go through each.
+    rates = [np.median(samples.rate[samples.link == link]) for link in range(len(samples.links))]
+    slow = samples.rate < SLOW * float(np.median(rates))
+    waits = _waits(times, rows)
+    found = [_judged(samples, link, slow, waits) for link in range(len(samples.links))]
+    return max(
+        (one for one in found if one is not None), key=lambda one: (one.cost_ms, -one.gbps), default=None
     )
-    of_pair = {pair: carrying & (samples.source == pair[0]) & (samples.target == pair[1]) for pair in pairs}
-    exposed_ms = _exposed_ms(times)
-    found = [_judged(trace, samples, pair, of_pair, usual_rate, exposed_ms, steps) for pair in pairs]
-    slow = [one for one in found if one is not None]
-    return max(slow, key=lambda one: (one.cost_ms, -one.gbps), default=None)
 
 
 def link_finding(link: SlowLink, step_ms: float) -> Finding:
@@ -88,76 +94,96 @@ def link_finding(link: SlowLink, step_ms: float) -> Finding:
     return Finding(cause, link.cost_ms, sentence, link.ranks, link.cost_ms >= STANDS_OUT * step_ms)
 
 
-def _judged(
-    trace: Trace,
-    samples: _Samples,
-    pair: tuple[int, int],
-    of_pair: dict[tuple[int, int], Flags],
-    usual_rate: float,
-    exposed_ms: Floats,
-    steps: tuple[int, ...],
-) -> SlowLink | None:
-    """This pair's link, where it is slow in enough of the steps.
+def _judged(samples: _Samples, link: int, slow: Flags, waits: _Waits) -> SlowLink | None:
+    """This link, where it is slow in enough of the steps.
 
     The kernel's rate of delivery tells: a connection that is only busy because acknowledgements come late has a high
-    one.
+    one. What was delivered in the time that the connection was busy has to agree.
     """
-    own = of_pair[pair]
-    slow = own & (samples.rate < SLOW * usual_rate)
-    share = float(slow.sum() / max(own.sum(), 1))
-    if share < SOMETIMES or trace.hosts[pair[0]] == trace.hosts[pair[1]]:
+    own = samples.link == link
+    slow = own & slow
+    share = float(slow.sum() / own.sum())
+    if share < SOMETIMES:
         return None
-    gbps = _gbps(samples, slow)
-    if share < ALWAYS:
-        usual_gbps = _gbps(samples, own & ~slow)
-    else:
-        others = [_gbps(samples, mask) for other, mask in of_pair.items() if other != pair]
+    spared = own & ~slow
+    hit = np.unique(samples.step[slow])
+    at_times = share < ALWAYS and len(hit) < len(waits.exposed_ms)
+    if at_times and _gbps(samples, slow) <= SLOW * _gbps(samples, spared):
+        usual_gbps = _gbps(samples, spared)
+        cost_ms = waits.beyond_others(hit)
+    else:  # its other steps are no better, whatever the kernel made of them
+        slow, share = own, 1.0
+        others = [_gbps(samples, samples.link == one) for one in range(len(samples.links)) if one != link]
         usual_gbps = float(np.median(others)) if others else 0.0
-    if gbps > SLOW * usual_gbps:
-        return None
-    index = {step: number for number, step in enumerate(steps)}
-    hit = np.unique([index[step] for step in samples.step[slow].tolist() if step in index]).astype(np.intp)
-    spared = np.setdiff1d(np.arange(len(steps)), hit)
-    # What is exposed without it: as in the steps that it spares, or else what a link as quick as others would leave.
-    least_ms = float(exposed_ms[spared].mean()) if len(spared) else 0.0
-    kept_ms = np.maximum(exposed_ms[hit] * gbps / usual_gbps, least_ms)
-    cost_ms = float(np.maximum(exposed_ms[hit] - kept_ms, 0.0).sum()) / len(steps)
-    hosts = trace.hosts[pair[0]], trace.hosts[pair[1]]
-    return SlowLink(*hosts, pair, gbps, usual_gbps, share, cost_ms)
+        if _gbps(samples, slow) > SLOW * usual_gbps:
+            return None
+        cost_ms = waits.spared_by(_gbps(samples, slow) / usual_gbps)
+    worst = np.flatnonzero(slow)[np.argmin(samples.rate[slow])]
+    ranks = int(samples.source[worst]), int(samples.target[worst])
+    return SlowLink(*samples.links[link], ranks, _gbps(samples, slow), usual_gbps, share, cost_ms)
 
 
 def _gbps(samples: _Samples, picked: Flags) -> float:
     return float(8 * samples.size_bytes[picked].sum() / max(samples.busy_ns[picked].sum(), 1.0))
 
 
-def _exposed_ms(times: dict[int, RankTime]) -> Floats:
-    """What each step waited for communication, averaged over ranks."""
-    each = [time.per_step(time.exposed) / NS_A_MS for time in times.values()]
-    mean: Floats = np.mean(each, axis=0)
-    return mean
+@dataclass(frozen=True)
+class _Waits:
+    """What communication took of each step in ms, averaged over ranks; ``one_ms`` is how long a large one takes."""
+
+    exposed_ms: Floats
+    busy_ms: Floats
+    one_ms: float
+
+    def beyond_others(self, hit: npt.NDArray[np.int64]) -> float:
+        """By how much a mean step would be shorter if these steps exposed no more than the others, which exist."""
+        others_ms = np.delete(self.exposed_ms, hit).mean()
+        return float(np.maximum(self.exposed_ms[hit] - others_ms, 0.0).sum()) / len(self.exposed_ms)
+
+    def spared_by(self, share: float) -> float:
+        """By how much a mean step would be shorter if communication took this share of the time.
+
+        It would hide as much as it does, but for the last of it, which nothing hides.
+        """
+        left_ms = np.maximum(self.exposed_ms - (1 - share) * self.busy_ms, share * self.one_ms)
+        return float(np.maximum(self.exposed_ms - left_ms, 0.0).mean())
 
 
-def _samples(trace: Trace) -> _Samples:
-    columns: list[list[npt.NDArray[np.generic]]] = [[] for _ in range(6)]
+def _waits(times: dict[int, RankTime], rows: Communications) -> _Waits:
+    exposed = np.mean([time.per_step(time.exposed) for time in times.values()], axis=0)
+    busy = np.mean([time.per_step(time.communicating) for time in times.values()], axis=0)
+    each = (rows.end_ns - rows.arrival_ns)[rows.kind == Kind.COLLECTIVE].astype(np.float64)
+    one = float((each**2).sum() / each.sum()) if each.any() else 0.0
+    return _Waits(exposed / NS_A_MS, busy / NS_A_MS, one / NS_A_MS)
+
+
+def _samples(trace: Trace, steps: tuple[int, ...]) -> _Samples:
+    """What the connections between hosts carried in the recorded steps, where the kernel knew at which rate."""
+    place = {step: number for number, step in enumerate(steps)}
+    links: dict[tuple[str, str], int] = {}
+    rows: list[tuple[int, int, int, int, int, int, int]] = []
     for rank, events in trace.events.items():
         carried, rates = events.of_kind(Kind.LINK), events.of_kind(Kind.DELIVERY_RATE)
-        rate_of: dict[tuple[int, int], float] = {}
+        rates_of: dict[tuple[int, int], list[int]] = {}
+        uses_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for peer, step, rate in zip(
             rates.peer.tolist(), rates.step.tolist(), rates.size_bytes.tolist(), strict=True
         ):
-            rate_of[peer, step] = min(rate, rate_of.get((peer, step), rate))
-        keys = list(zip(carried.peer.tolist(), carried.step.tolist(), strict=True))
-        known = np.array([key in rate_of for key in keys], dtype=bool)
-        values = (
-            np.full(len(keys), rank),
-            carried.peer,
-            carried.step,
-            carried.size_bytes.astype(np.float64),
-            carried.duration_ns.astype(np.float64),
-            np.array([rate_of.get(key, 0.0) for key in keys], dtype=np.float64),
-        )
-        for column, value in zip(columns, values, strict=True):
-            column.append(value[known])
-    joined = [np.concatenate(column) if column else np.zeros(0) for column in columns]
-    source, target, step = (column.astype(np.int64) for column in joined[:3])
-    return _Samples(source, target, step, *joined[3:])
+            rates_of.setdefault((peer, step), []).append(rate)
+        columns = (carried.peer, carried.step, carried.size_bytes, carried.duration_ns)
+        for peer, step, size_bytes, busy_ns in zip(*(column.tolist() for column in columns), strict=True):
+            uses_of.setdefault((peer, step), []).append((size_bytes, busy_ns))
+        for (peer, step), uses in uses_of.items():
+            hosts = trace.hosts.get(rank, ""), trace.hosts.get(peer, "")
+            known = rates_of.get((peer, step), [])
+            if step not in place or not known or not all(hosts) or hosts[0] == hosts[1]:
+                continue
+            # Of several connections to one peer, the one that carries most tells what the link delivers.
+            size_bytes, busy_ns = max(uses)
+            rate = known[uses.index((size_bytes, busy_ns))] if len(known) == len(uses) else max(known)
+            if size_bytes >= LEAST_BYTES and busy_ns > 0 and rate > 0:
+                link = links.setdefault(hosts, len(links))
+                rows.append((link, rank, peer, place[step], size_bytes, busy_ns, rate))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 7).T
+    link, source, target, step = table[:4]
+    return _Samples(tuple(links), link, source, target, step, *table[4:].astype(np.float64))

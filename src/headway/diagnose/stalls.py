@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
+from headway.diagnose.breakdown import NS_A_MS
 from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step
 from headway.diagnose.timeline import REST, RankTime
 from headway.trace.events import Events, Kind
@@ -17,7 +18,6 @@ LEAST_SHARE = 0.15  # of a typical step: how much longer a stalled one takes
 MOST_OFTEN = 0.35  # of the steps: what happens in more of them is no stall
 SPREADS = 6.0  # median deviations above the median
 _PARTS = ("forward", "backward", "input", "optimizer", REST)
-_WORDS = {REST: "outside of its passes"}
 _ADVICE = {
     "garbage collection": "collect at chosen moments (gc.freeze, gc.disable, gc.collect every so many steps)",
     "torch.save": "save checkpoints asynchronously, or less often",
@@ -32,7 +32,8 @@ Floats = npt.NDArray[np.float64]
 class Stalls:
     """What ranks did longer than usual in some steps.
 
-    ``excess_ms`` is the mean over those steps. ``every`` is how many steps lie between them, 0 where irregular.
+    ``excess_ms`` is by how much longer those steps took. ``every`` is by how many steps they follow one another, 0
+    where irregular. ``disturbed`` are they and the steps after them, by their places in the recording.
     """
 
     ranks: tuple[int, ...]
@@ -41,6 +42,7 @@ class Stalls:
     excess_ms: float
     cost_ms: float  # a step, over all recorded steps
     where: str
+    disturbed: frozenset[int]
 
 
 def find_stalls(
@@ -60,44 +62,62 @@ def find_stalls(
     if not len(hit) or len(hit) > MOST_OFTEN * len(steps):
         return None
     blamed = np.where(stalled, excess, 0.0)
-    cost = blamed.max(axis=0)
+    disturbed = np.unique([*hit, *(hit[hit < len(steps) - 1] + 1)])
+    total_ms = min(float(blamed.max(axis=0).sum()), _grown_ms(times, disturbed))
     of_rank = blamed.sum(axis=1)
     to_blame = np.flatnonzero(of_rank > 0.25 * of_rank.max())
     chief = int(np.argmax(of_rank))
     numbers = tuple(steps[index] for index in hit.tolist())
-    chief_steps = np.flatnonzero(stalled[chief])
     return Stalls(
         ranks=tuple(ranks[index] for index in to_blame.tolist()),
         steps=numbers,
         every=_period(numbers),
-        excess_ms=float(cost[hit].mean()),
-        cost_ms=float(cost.sum()) / len(steps),
-        where=_where(times[ranks[chief]], events[ranks[chief]], chief_steps, of_rank[chief]),
+        excess_ms=total_ms / len(hit),
+        cost_ms=total_ms / len(steps),
+        where=_where(times[ranks[chief]], events[ranks[chief]], stalled[chief], of_rank[chief]),
+        disturbed=frozenset(disturbed.tolist()),
     )
+
+
+def _grown_ms(times: dict[int, RankTime], disturbed: npt.NDArray[np.intp]) -> float:
+    """By how much longer these steps took than the others, on the rank where that is most.
+
+    A stall costs nothing while others are waited for, and one behind a step's last collective makes the others'
+    next step longer.
+    """
+    grown = [0.0]
+    for time in times.values():
+        length_ms = (time.step_end_ns - time.step_start_ns) / NS_A_MS
+        others_ms = np.delete(length_ms, disturbed)
+        usual_ms = np.median(others_ms if len(others_ms) else length_ms)
+        grown.append(float((length_ms[disturbed] - usual_ms).sum()))
+    return max(grown)
 
 
 def stall_finding(stalls: Stalls, step_ms: float, world_size: int) -> Finding:
     """Stalls in words."""
-    how_often = (
-        f"Every {_ordinal(stalls.every)} step"
-        if stalls.every
-        else f"{len(stalls.steps)} of the recorded steps"
+    several = len(stalls.ranks) > 1
+    everywhere = len(stalls.ranks) == world_size > 1
+    if stalls.every:
+        how_often = f"Every {_ordinal(stalls.every)} step takes"
+    else:
+        how_often = f"{len(stalls.steps)} of the recorded steps take{'s' if len(stalls.steps) == 1 else ''}"
+    who = "every rank stalls" if everywhere else f"{listed(stalls.ranks)} stall{'' if several else 's'}"
+    waits = (
+        "" if world_size == len(stalls.ranks) else f", and the others wait for {'them' if several else 'it'}"
     )
-    who = "every rank" if len(stalls.ranks) == world_size > 1 else listed(stalls.ranks)
-    waits = "" if world_size == 1 or len(stalls.ranks) == world_size else ", and the others wait for it"
-    take = "takes" if stalls.every else "take"
     sentence = (
-        f"{how_often} {take} {milliseconds(stalls.excess_ms)} longer because {who} stalls "
-        f"{_in_words(stalls.where)}{waits}: "
+        f"{how_often} {milliseconds(stalls.excess_ms)} longer because {who} "
+        f"{_in_words(stalls.where, 'its' if everywhere or not several else 'their')}{waits}: "
         f"{of_each_step(stalls.cost_ms, step_ms)} on average; {_ADVICE.get(stalls.where, _OTHER_ADVICE)}."
     )
     return Finding("stalls", stalls.cost_ms, sentence, stalls.ranks, stalls.cost_ms >= STANDS_OUT * step_ms)
 
 
-def _in_words(where: str) -> str:
-    if where in ("garbage collection", "torch.save"):
-        return f"in {where}"
-    return _WORDS.get(where, f"in its {where}")
+def _in_words(where: str, whose: str) -> str:
+    if where == REST:
+        return f"outside of {whose} passes"
+    return f"in {whose} {where}" if where in _PARTS else f"in {where}"
 
 
 def _ordinal(number: int) -> str:
@@ -107,7 +127,7 @@ def _ordinal(number: int) -> str:
 
 def _own_ms(time: RankTime) -> Floats:
     """How long each step took without its waits, in ms."""
-    whole: Floats = (time.step_end_ns - time.step_start_ns - time.per_step(time.wait)) / 1e6
+    whole: Floats = (time.step_end_ns - time.step_start_ns - time.per_step(time.wait)) / NS_A_MS
     return whole
 
 
@@ -117,18 +137,19 @@ def _period(numbers: tuple[int, ...]) -> int:
     return int(gaps[0]) if len(gaps) >= 2 and (gaps == gaps[0]).all() else 0
 
 
-def _where(time: RankTime, events: Events, stalled: npt.NDArray[np.intp], excess_ms: float) -> str:
+def _where(time: RankTime, events: Events, stalled: npt.NDArray[np.bool_], excess_ms: float) -> str:
     """The pause, or else the part of the step, that grew most in the stalled steps."""
-    starts, ends = time.step_start_ns[stalled], time.step_end_ns[stalled]
+
+    def grown_ms(spent_ns: npt.NDArray[np.int64]) -> float:
+        return float((spent_ns[stalled] - np.median(spent_ns)).sum()) / NS_A_MS
+
     pauses = events.of_kind(Kind.PAUSE)
     for name in dict.fromkeys(pauses.name.tolist()):
         own = pauses.where(pauses.name == name)
-        spans = intervals.union(own.start_ns, own.end_ns)
-        if intervals.length_within(spans, starts, ends).sum() / 1e6 > 0.5 * excess_ms:
+        if grown_ms(time.per_step(intervals.union(own.start_ns, own.end_ns))) > 0.5 * excess_ms:
             return str(name)
     parts = [
         time.per_step(spans) for spans in (time.forward, time.backward, time.input, time.optimizer, time.wait)
     ]
     parts[-1] = time.step_end_ns - time.step_start_ns - sum(parts)
-    grown = [float((part[stalled] - np.median(part)).sum()) for part in parts]
-    return _PARTS[int(np.argmax(grown))]
+    return _PARTS[int(np.argmax([grown_ms(part) for part in parts]))]

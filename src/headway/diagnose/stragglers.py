@@ -23,8 +23,6 @@ from headway.trace.events import Kind
 
 FLOOR_SHARE = 0.02  # of the step
 FLOOR_MS = 0.5
-MOST_STEPS = 0.6  # a rank that is the one waited for in this share of the steps is a straggler
-LEAST_STEPS = 4  # with fewer, nothing can be said of that
 MAX_EXPLAINED = 200  # late arrivals, the costliest first, that are looked at to find the cause
 
 CAUSES = ("forward", "backward", "input", "optimizer", REST)
@@ -145,26 +143,6 @@ def find_stragglers(
         if blame_ms > floor_ms:
             result.append(_explained(rank, blame_ms, costs, times, communications))
     return tuple(sorted(result, key=lambda straggler: -straggler.blame_ms))
-
-
-def moves(found: list[Blame], times: dict[int, RankTime]) -> bool:
-    """Whether it is another rank each time that is waited for: none of them in most of the steps with blame."""
-    starts = np.min([time.step_start_ns for time in times.values()], axis=0)
-    costs: dict[int, dict[int, int]] = {}
-    for blame in found:
-        step = max(int(np.searchsorted(starts, blame.start_ns, side="right")) - 1, 0)
-        of_step = costs.setdefault(step, {})
-        of_step[blame.blamed] = of_step.get(blame.blamed, 0) + blame.end_ns - blame.start_ns
-    if len(costs) < LEAST_STEPS or len(times) < 3:
-        return False
-    floor = 0.25 * float(np.median([max(of_step.values()) for of_step in costs.values()]))
-    chief = [
-        max(of_step, key=lambda rank: of_step[rank])
-        for of_step in costs.values()
-        if max(of_step.values()) > floor
-    ]
-    most = max(chief.count(rank) for rank in set(chief))
-    return most < MOST_STEPS * len(chief)
 
 
 def _explained(

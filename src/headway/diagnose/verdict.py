@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.diagnose.breakdown import Breakdown
-from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step, percent
+from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step, percent, unexplained
 from headway.diagnose.gradients import CommunicationShape
 from headway.diagnose.stragglers import UNKNOWN, Straggler
 from headway.units import format_bytes
@@ -46,9 +46,15 @@ def usual_findings(
     shape: CommunicationShape,
     *,
     moving: bool,
+    moving_ms: float,
+    communication_ms: float,
     world_size: int,
 ) -> list[Finding]:
-    """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left."""
+    """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left.
+
+    ``moving`` says whether ranks are late in turns, and ``moving_ms`` what the mean rank waits for others if so;
+    ``communication_ms`` is what communication costs of a step.
+    """
     step_ms = mean.total_ms
     found = []
     if stragglers and not moving:
@@ -60,7 +66,7 @@ def usual_findings(
         found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
     else:
         others = max(world_size - 1, 1)
-        cost_ms = mean.straggler_wait * world_size / others  # who is late does not wait
+        cost_ms = moving_ms * world_size / others  # who is late does not wait
         sentence = (
             f"Ranks wait for one another for {of_each_step(cost_ms, step_ms)}, for a different one each time; look for "
             "uneven inputs or noisy machines, as no single rank is to blame."
@@ -70,10 +76,10 @@ def usual_findings(
     found.append(
         Finding(
             "communication",
-            mean.exposed_communication,
+            communication_ms,
             f"Communication is the bottleneck: {of_step} waits for {_why_exposed(mean, shape)}.",
             (),
-            mean.exposed_communication >= STANDS_OUT * step_ms,
+            communication_ms >= STANDS_OUT * step_ms,
         )
     )
     of_step = f"{percent(mean.input / step_ms)} of each {milliseconds(step_ms)} step"
@@ -99,6 +105,9 @@ def usual_findings(
             mean.rest >= REST_STANDS_OUT * step_ms,
         )
     )
+    if stragglers and not moving:  # a part that is long on the straggler above all is not the job's
+        of_mean_rank_ms = (stragglers[0].own_ms - stragglers[0].others_ms) / world_size
+        found = unexplained(found, found[0], stragglers[0].cause, explained_ms=of_mean_rank_ms)
     return found
 
 

@@ -56,7 +56,7 @@ def draw(
     choice = choosing.choose(trace, diagnosis, max_boxes)
     bounds = _bounds(trace, choice)
     window = Window(min(start for start, _ in bounds.values()), max(end for _, end in bounds.values()))
-    boxes = _boxes(trace, diagnosis, choice, window, match(trace) if rows is None else rows)
+    boxes = _boxes(trace, diagnosis, choice, window, match(trace, messages=True) if rows is None else rows)
     whole = len(boxes)
     cut = choosing.described(choice, trace, diagnosis)
     if whole > max_boxes:

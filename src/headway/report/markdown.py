@@ -8,15 +8,20 @@ from collections.abc import Iterable, Sequence
 from headway.diagnose import Diagnosis
 from headway.diagnose.breakdown import PARTS
 from headway.diagnose.comparison import Comparison
+from headway.errors import one_line
 from headway.report.palette import PART_LABELS
 
 MAX_RANKS = 16
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~<>&@$-])")
+MOST_CHARACTERS = 2000  # of a sentence or a note
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~<>&@$-]|(?<=\d)\.(?=\s))")
+# GitHub looks for mentions, references, addresses and emoji in what is left when backslashes have been read.
+_REFERRING = re.compile(r"([@#]|:(?=\S)|\bwww(?=\.)|\bGH(?=-))", re.IGNORECASE)
+_GAP = "\u200b"  # no character of the text itself: it is not printable
 
 
 def markdown(diagnosis: Diagnosis, comparison: Comparison | None = None) -> str:
     """The summary. What came from the trace is escaped: it cannot become a link, an image, a mention or a tag."""
-    lines = ["## Headway diagnosis", ""]
+    lines = []
     if comparison is not None:
         lines += [f"**{'❌' if comparison.regressed else '✅'} {_escaped(comparison.sentence)}**", ""]
     lines += [f"**{_escaped(diagnosis.verdict)}**", ""]
@@ -44,7 +49,11 @@ def _breakdown(diagnosis: Diagnosis, comparison: Comparison | None) -> list[str]
         changes = (f"{comparison.parts_ms[part]:+.2f}" for part in PARTS)
         whole = f"{comparison.step_ms - comparison.baseline_step_ms:+.2f}"
         rows.append(("change", *changes, whole))
-    lines = [f"Mean step of {len(diagnosis.steps)} recorded, in ms:", "", *_table(header, rows)]
+    lines = [
+        f"Headway diagnosis: mean step of {len(diagnosis.steps)} recorded, in ms",
+        "",
+        *_table(header, rows),
+    ]
     if len(diagnosis.breakdown) > len(ranks):
         lines.append(
             f"\nThe {len(ranks)} of {len(diagnosis.breakdown)} ranks that compute longest are listed."
@@ -70,5 +79,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Plain text: what Markdown or HTML would read as its own is escaped, line breaks are spaces."""
-    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+    """Plain text on one line: what Markdown, HTML or GitHub would read as its own is escaped or broken up."""
+    broken = _REFERRING.sub(rf"\1{_GAP}", one_line(text, limit=MOST_CHARACTERS))
+    return _SPECIAL.sub(r"\\\1", broken).replace(_GAP, "&#8203;")

@@ -63,9 +63,9 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
         undefined=StrictUndefined,
         finalize=_showable,
     )
-    rows = match(trace)
+    rows = match(trace, messages=True)
     drawing = draw(trace, diagnosis, rows=rows)
-    past = history(rank_times(trace, diagnosis.steps, rows), diagnosis.steps)
+    past = history(rank_times(trace, diagnosis.steps, rows.where(~rows.inner)), diagnosis.steps)
     blamed = blamed_ranks(diagnosis)
     on_path = tuple({piece.rank for piece in diagnosis.critical_path})
     views = rank_views(drawing.ranks, trace.hosts, blamed, on_path, of_ranks=len(trace.events))

@@ -32,7 +32,9 @@ class Kind:
     SEND = "send"
     RECEIVE = "receive"
     LINK = "link"  # what a connection to ``peer`` carried in a step; it was busy for duration_ns
-    DELIVERY_RATE = "delivery_rate"  # an instant: size_bytes a second arrive at ``peer``, as the kernel estimates
+    DELIVERY_RATE = (
+        "delivery_rate"  # an instant: size_bytes a second arrive at ``peer``, as the kernel estimates
+    )
     OPERATOR = "operator"  # one operator or kernel; lies inside the passes, where those are known
     PUSH = "push"  # a worker hands a gradient to a parameter server; name is the key
     SUM = "sum"  # on a server: the workers' gradients of one key are added up

@@ -17,7 +17,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from tests.trace.export.perfetto_file import PerfettoFile, Slice, read
 
 from headway.diagnose.communication import match
-from headway.diagnose.links import _volumes
+from headway.diagnose.links import sent_volumes
 from headway.errors import UserError
 from headway.model import ModelSpec
 from headway.trace.events import Event, Events, Kind, Stream
@@ -90,7 +90,7 @@ def _expected(event: Event, origin_ns: int) -> tuple[object, ...]:
 
 
 def _check_arrows(trace: Trace, found: PerfettoFile) -> None:
-    rows = match(trace)
+    rows = match(trace, messages=True)
     spans = [
         (event.start_ns, event.end_ns)
         for _, events in sorted(trace.events.items())
@@ -152,7 +152,7 @@ def test_a_job_is_in_the_file_as_it_is_in_the_trace(job: SyntheticJob, tmp_path:
     apart = len(set(hosts.values())) > 1
     targets = [(rank + 1) % job.world_size for rank in rows.rank.tolist()]
     expected: defaultdict[str, float] = defaultdict(float)
-    for rank, target, volume in zip(rows.rank.tolist(), targets, _volumes(rows).tolist(), strict=True):
+    for rank, target, volume in zip(rows.rank.tolist(), targets, sent_volumes(rows).tolist(), strict=True):
         if volume and hosts[rank] != hosts[target]:
             expected[f"{hosts[rank]} to {hosts[target]}"] += volume
         elif volume and not apart:

@@ -25,11 +25,18 @@ def off_by_us(rows: Rows, values: Floats) -> Floats:
     return off
 
 
+def apart_us(rows: Rows, values: Floats) -> Floats:
+    """How far each end is from others of its meeting: of two clocks each is off their middle by half of that."""
+    two = np.bincount(rows.meeting)[rows.meeting] == 2
+    apart: Floats = np.abs(off_by_us(rows, values)) * np.where(two, 2.0, 1.0)
+    return apart
+
+
 def spreads_us(rows: Rows, values: Floats) -> Floats:
     """For each row by how much the ends of meetings that took about as long are usually apart, as a deviation."""
     kind = np.log2(rows.took_us + FINEST_US).astype(np.intp) + 64 * rows.form
     off_us = medians(np.abs(off_by_us(rows, values)), kind, np.ones(len(rows)), 192)
-    # Of two clocks each is off by half of what they are apart.
+    # Twice, for two clocks' sake, of which each is off by half of what they are apart.
     spread: Floats = 2 * 1.4826 * off_us[kind] + FINEST_US
     return spread
 

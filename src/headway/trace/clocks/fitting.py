@@ -95,7 +95,7 @@ def _prior(number: int, fit: ClockFit, base_ns: int, middle_ns: int, half_us: fl
 def _ends(
     meetings: Meetings, circle: Circle, met: set[int], middle_ns: int, half_us: float
 ) -> tuple[float, float]:
-    """When the first and the last was recorded on clocks of a circle that met; -1 and 1 are the ends of the meetings."""
+    """When the first and the last was recorded on clocks that met; -1 and 1 are the ends of their meetings."""
     first, last = -1.0, 1.0
     for number in met:
         clock, base_ns = circle.clocks[number], circle.base_ns[number]

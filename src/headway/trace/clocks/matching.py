@@ -78,14 +78,16 @@ def parts_of(events: Events, rank: int, codes: Codes) -> Parts:
     """The parts of ``rank``. Collectives are known by group, name and sequence, messages by group, both ends and order.
 
     Where a sequence is missing or stands twice, the order within its step counts, provided that all took as many parts
-    in that step: otherwise it is not known whose is whose. A root is known where ``peer`` names it.
+    in that step: otherwise it is not known whose is whose. A root is known where ``peer`` names it. Numbered pushes to
+    a parameter server are answered when all workers' have come, as an all-reduce is done then.
     """
-    collective = events.kind == Kind.COLLECTIVE
+    pushed = (events.kind == Kind.PUSH) & (events.sequence >= 0)
+    collective = (events.kind == Kind.COLLECTIVE) | pushed
     sent = events.kind == Kind.SEND
     picked = np.flatnonzero(collective | sent | (events.kind == Kind.RECEIVE))
-    collective, sent, peer = collective[picked], sent[picked], events.peer[picked]
+    collective, sent, pushed, peer = collective[picked], sent[picked], pushed[picked], events.peer[picked]
     name, sequence = codes.of(events.name[picked]), events.sequence[picked]
-    together = codes.among(name, _TOGETHER)
+    together = codes.among(name, _TOGETHER) | pushed
     # A message of a collective carries its name and number; others are counted by each end as it likes.
     stated = collective | (together & (sequence >= 0))
     name, sequence = np.where(stated, name, codes.one(_MESSAGE)), np.where(stated, sequence, -1)

@@ -1,9 +1,9 @@
 """The linear programme: values for unknowns at which what should be nought is off by the least.
 
 Every term is linear in the unknowns and costs so much a unit above nought and so much a unit below. That is regression
-in the sense of least absolute deviations: a few terms that are far off move it little. Where one side costs much it is a
-bound. What is solved is the dual, which has a bounded variable for each term and an equation for each unknown: that takes
-a tenth of the time.
+in the sense of least absolute deviations: a few terms that are far off move it little. Where one side costs much it is
+a bound. What is solved is the dual, which has a bounded variable for each term and an equation for each unknown: that
+takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import UserError
+
+FARTHEST = 1e9  # off nought: what is farther off is far enough off
+LEAST_COST, COST_UNIT = 1e-7, 1e4
+LIMIT_S = 30.0
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -47,7 +51,10 @@ class Programme:
         self._entries += [(unknown, term, factor) for unknown, factor in factors]
 
     def solve(self, without: tuple[int, ...] = ()) -> Floats:
-        """The value of each unknown; those of ``without`` are 0. Raises UserError where scipy is missing."""
+        """The value of each unknown; those of ``without`` are 0.
+
+        All are 0 where no solution is found in time. Raises UserError where scipy is missing.
+        """
         try:
             from scipy.optimize import linprog  # type: ignore[import-untyped]
             from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
@@ -58,20 +65,31 @@ class Programme:
         values = np.zeros(self.unknowns)
         if not self._terms or not self._entries:
             return values
-        above, below = np.concatenate(self._above), np.concatenate(self._below)
-        scale = float(np.median(np.maximum(above, below)[np.isfinite(above + below)])) or 1.0
+        constants = np.clip(np.concatenate(self._constants), -FARTHEST, FARTHEST)
+        above, below = _in_bounds(np.concatenate(self._above), np.concatenate(self._below))
         row, column, factor = (np.concatenate([entry[i] for entry in self._entries]) for i in range(3))
         free = ~np.isin(row, without)
-        row, column, factor = row[free], column[free], factor[free]
-        used, row = np.unique(row, return_inverse=True)
-        factors = coo_matrix((factor, (row, column)), shape=(len(used), self._terms)).tocsr()
+        used, row = np.unique(row[free], return_inverse=True)
+        factors = coo_matrix((factor[free], (row, column[free])), shape=(len(used), self._terms)).tocsr()
         for method in ("highs-ipm", "highs-ds"):  # the quick one first
             found = linprog(
-                -np.concatenate(self._constants), A_eq=factors, b_eq=np.zeros(len(used)),
-                bounds=np.column_stack([-below, above]) / scale, method=method,
-            )  # fmt: skip
+                -constants,
+                A_eq=factors,
+                b_eq=np.zeros(len(used)),
+                bounds=np.column_stack([-below, above]),
+                method=method,
+                options={"time_limit": LIMIT_S},
+            )
             if found.status == 0:
+                values[used] = found.eqlin.marginals
                 break
-        assert found.status == 0, found.message  # it has a solution whatever the terms: nought is one
-        values[used] = found.eqlin.marginals
         return values
+
+
+def _in_bounds(above: Floats, below: Floats) -> tuple[Floats, Floats]:
+    """Costs of a size that solvers like, the least of them raised to a small part of the largest."""
+    dearest = max(float(cost[np.isfinite(cost)].max(initial=0.0)) for cost in (above, below)) or 1.0
+    scaled = [
+        np.where(cost > 0, np.maximum(cost / dearest, LEAST_COST), 0.0) * COST_UNIT for cost in (above, below)
+    ]
+    return scaled[0], scaled[1]

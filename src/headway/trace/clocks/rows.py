@@ -99,14 +99,16 @@ def rows_of(meetings: Meetings, circle: Circle) -> tuple[Rows, int]:
     arrival_ns, end_ns = meetings.arrival_ns[own] + base_ns, meetings.end_ns[own] + base_ns
     middle_ns = int(end_ns.min()) + (int(end_ns.max()) - int(end_ns.min())) // 2 if len(own) else 0
     end_us = (end_ns - middle_ns) / 1e3
+    half_us = max(float(np.abs(end_us).max(initial=0.0)), 1.0)
     _, meeting = np.unique(meetings.meeting[own], return_inverse=True)
     rows = Rows(
         clocks=len(circle.clocks),
-        half_us=max(float(np.abs(end_us).max(initial=0.0)), 1.0),
+        half_us=half_us,
         meeting=meeting,
         clock=clock,
         company=meetings.company[own],
-        arrival_us=(arrival_ns - middle_ns) / 1e3,
+        # Who came long before anything ended bounds nothing, however long before.
+        arrival_us=np.clip((arrival_ns - middle_ns) / 1e3, -2 * half_us, 2 * half_us),
         end_us=end_us,
         holds=meetings.holds[own],
         waits=meetings.waits[own],

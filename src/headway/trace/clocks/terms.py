@@ -19,7 +19,11 @@ from headway.trace.clocks.programme import Factors, Programme
 from headway.trace.clocks.rows import STRETCHES, Rows
 
 MAX_DRIFT_PPM = 500.0
+UNUSUAL_DRIFT_PPM = 100.0
 USUAL_DRIFT_PPM = 50.0  # what quartz keeps to
+UNUSUAL = (
+    0.25  # what a drift beyond the usual costs, against all else: less than half, which a true one outweighs
+)
 USUAL_US = 20.0  # what comparisons are off by at least
 LOOSENESS = 10.0  # how much less an end counts where members end when they like
 MESSAGE_US = 10_000.0  # a message counts as little as an end that may be off by this
@@ -60,13 +64,10 @@ class Terms:
         """The members of a meeting end together."""
         rows, ends = self._rows, self._ends
         common = (2 * rows.clocks + rows.meeting[ends], np.full(len(ends), -1.0))
-        self._programme.add(
-            rows.end_us[ends],
-            *_moment(rows, ends, rows.end_us),
-            common,
-            above=self._weight,
-            below=self._weight,
-        )
+        # The common end is counted from one of the ends, for the sake of small numbers.
+        since_us = rows.end_us[ends] - rows.end_us[rows.first][rows.meeting[ends]]
+        moments = _moment(rows, ends, rows.end_us)
+        self._programme.add(since_us, *moments, common, above=self._weight, below=self._weight)
 
     def put_messages(self, bounds: Bounds) -> None:
         """Messages come soon after they are sent, and never before: enough to see which cannot be true."""
@@ -118,12 +119,16 @@ class Terms:
             self._programme.add(-known_us + surely_us, *moment, below=much)
 
     def put_drifts(self) -> None:
-        """Drifts cost a little, so that they are not made of noise, and cannot be what no clock's is."""
+        """Drifts cost a little, so that they are not made of noise; unusual ones much; and some no clock has."""
         rows = self._rows
         drift = rows.clocks + np.arange(1, rows.clocks)
         factor = (drift, np.ones(len(drift)))
         little = 1 / (USUAL_DRIFT_PPM * 1e-6 * rows.half_us + FINEST_US)
         self._programme.add(np.zeros(len(drift)), factor, above=little, below=little)
+        unusual_us = np.full(len(drift), UNUSUAL_DRIFT_PPM * 1e-6 * rows.half_us)
+        much = UNUSUAL * self._pull[1:]
+        self._programme.add(-unusual_us, factor, above=much)
+        self._programme.add(unusual_us, factor, below=much)
         limit_us = np.full(len(drift), MAX_DRIFT_PPM * 1e-6 * rows.half_us)
         self._programme.add(-limit_us, factor, above=np.inf)
         self._programme.add(limit_us, factor, below=np.inf)

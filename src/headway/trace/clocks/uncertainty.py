@@ -20,6 +20,7 @@ from headway.trace.clocks.weighing import medians
 LATENCY_US = 200.0  # what waking up may take after a message has come
 SPREADS = 2.0  # how many times their spread ends may be off all alike, which nothing would show
 FEW = 5  # ends or bounds that contradict nothing yet
+MUCH = 0.25  # the share of bounds that are not broken by chance
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -35,6 +36,7 @@ def uncertainties_us(estimate: Estimate, priors: Sequence[Prior], ends: tuple[fl
     errors = errors_us(limits, nodes, ends, rows.half_us)[: rows.clocks]
     for clock, broken_us in (known.broken(), agreed.broken(), _broken_bounds(rows, values)):
         np.maximum.at(errors, clock, broken_us)
+    errors = np.maximum(errors, estimate.doubt_us)
     errors[0] = 0.0
     return errors
 
@@ -48,15 +50,14 @@ def _bounds(rows: Rows, values: Floats) -> Limits:
 
 
 def _broken_bounds(rows: Rows, values: Floats) -> tuple[Indices, Floats]:
-    """Clocks by which most of what came after something came before it, and by how much."""
+    """Clocks by which, for a while, much that came after something came before it; and by how much."""
     every = waited(rows, values)
-    pair = rows.clock[every.waiter] * rows.clocks + rows.clock[every.holder]
-    pairs, number, met = np.unique(pair, return_inverse=True, return_counts=True)
-    slack_us = medians(every.slack_us, number, np.ones(len(number)), len(pairs))
+    cell = rows.clock[every.holder] * rows.clocks * STRETCHES + rows.cell[every.waiter]
+    cells, cell, met = np.unique(cell, return_inverse=True, return_counts=True)
+    slack_us = medians(every.slack_us, cell, np.ones(len(cell)), len(cells), share=MUCH)
     broken = np.flatnonzero((slack_us < 0) & (met >= FEW))
-    return np.concatenate([pairs[broken] // rows.clocks, pairs[broken] % rows.clocks]), np.tile(
-        -slack_us[broken], 2
-    )
+    holder, waiter = cells[broken] // STRETCHES // rows.clocks, cells[broken] // STRETCHES % rows.clocks
+    return np.concatenate([holder, waiter]), np.tile(-slack_us[broken], 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,14 +115,16 @@ class _Agreed:
         # In a ring the last message reaches members one after another; none can have waited longer than it all took.
         apart_us = np.minimum(rows.took_us, LATENCY_US + rows.took_us / np.maximum(members - 1, 1))
         each_us = SPREADS * medians(spread_us, cell, weight, len(cells))
+        each_us += medians(apart_us, cell, weight, len(cells)) / 2
+        off_us = medians(off_by_us(rows, estimate.values), cell, weight, len(cells))
         _, company = np.unique(cells // STRETCHES // rows.clocks, return_inverse=True)
         return cls(
             clock=cells // STRETCHES % rows.clocks,
             company=company,
             count=count,
             place=np.bincount(cell, rows.end_us / rows.half_us) / count,
-            off_us=medians(off_by_us(rows, estimate.values), cell, weight, len(cells)),
-            each_us=each_us + medians(apart_us, cell, weight, len(cells)) / 2,
+            off_us=off_us,
+            each_us=each_us + _unsteady_us(off_us, cells // STRETCHES),
         )
 
     def limits(self, clocks: int) -> Limits:
@@ -137,3 +140,13 @@ class _Agreed:
         some = self.count >= FEW
         # Of two clocks each is off by half of what they are apart.
         return self.clock[some], 2 * (np.abs(self.off_us) - self.each_us)[some]
+
+
+def _unsteady_us(off_us: Floats, groups: Indices) -> Floats:
+    """For each cell by how much ends are off at one time more than they usually are: so much may pass unseen at any."""
+    names, group = np.unique(groups, return_inverse=True)
+    usual_us = medians(off_us, group, np.ones(len(group)), len(names))
+    most_us = np.zeros(len(names))
+    np.maximum.at(most_us, group, np.abs(off_us - usual_us[group]))
+    unsteady: Floats = most_us[group]
+    return unsteady

@@ -1,4 +1,4 @@
-"""Medians of many groups at once."""
+"""Medians and other quantiles of many groups at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 
-def medians(values: Floats, groups: Indices, weights: Floats, count: int) -> Floats:
-    """The weighted median of the values of each of ``count`` groups; nan where a group has none."""
+def medians(values: Floats, groups: Indices, weights: Floats, count: int, *, share: float = 0.5) -> Floats:
+    """The weighted median, or what ``share`` of values is below, of each of ``count`` groups; nan where it has none."""
     order = np.lexsort((values, groups))
     values, groups, weights = values[order], groups[order], weights[order]
     reached = np.cumsum(weights)
@@ -19,7 +19,7 @@ def medians(values: Floats, groups: Indices, weights: Floats, count: int) -> Flo
     before = np.where(first > 0, reached[first - 1], 0.0) if len(values) else np.zeros(count)
     found = np.full(count, np.nan)
     some = last > first
-    half = (before[some] + reached[last[some] - 1]) / 2
-    place = np.clip(np.searchsorted(reached, half), first[some], last[some] - 1)
+    wanted = before[some] * (1 - share) + reached[last[some] - 1] * share
+    place = np.clip(np.searchsorted(reached, wanted), first[some], last[some] - 1)
     found[some] = values[place]
     return found

@@ -34,7 +34,7 @@ class Arrows:
 
 def find_arrows(trace: Trace) -> Arrows:
     """Match communication across ranks and find what set what off."""
-    rows = match(trace)
+    rows = match(trace, messages=True)
     event, start, end = [], [], []
     for _, events in sorted(trace.events.items()):  # in the order of the rows
         own = np.flatnonzero(np.logical_or.reduce([events.kind == kind for kind in MATCHED]))

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.diagnose.communication import Communications
-from headway.diagnose.links import BITS_A_NS_IN_GBPS, _ring_targets, _volumes
+from headway.diagnose.links import BITS_A_NS_IN_GBPS, ring_targets, sent_volumes
 from headway.intervals import Ints
 from headway.trace.format import Trace
 
@@ -16,13 +16,14 @@ Rates = tuple[Ints, npt.NDArray[np.float64]]
 def link_rates(trace: Trace, rows: Communications) -> dict[tuple[str, str], Rates]:
     """The goodput from host to host as steps: times in ns, and the Gbit/s from each on.
 
-    As in the diagnosis, each rank sends to its ring neighbour, evenly while a collective with all its members is under
-    way; traffic within a host is left out where there is any between hosts.
+    Each rank sends to its ring neighbour, evenly while a collective with all its members is under way; traffic within a
+    host is left out where there is any between hosts.
     """
+    rows = rows.where(~rows.inner)
     hosts = trace.hosts
-    targets = _ring_targets(rows)
+    targets = ring_targets(rows)
     lengths = rows.end_ns - rows.arrival_ns
-    gbps = BITS_A_NS_IN_GBPS * _volumes(rows) / np.maximum(lengths, 1)
+    gbps = BITS_A_NS_IN_GBPS * sent_volumes(rows) / np.maximum(lengths, 1)
     sending = np.flatnonzero((gbps > 0) & (targets >= 0) & (lengths > 0))
     crossing: dict[tuple[str, str], list[int]] = {}
     for row, rank, target in zip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
@@ -17,14 +17,14 @@ from headway.trace.events import Events, Kind
 from headway.trace.folder import write_trace
 from headway.trace.format import ClockFit, Manifest, RankInfo
 from headway.trace.readers import execution_trace, flight_recorder
-from headway.trace.readers.document import Found, Sources, head_of, read_document
+from headway.trace.readers.document import Found, Sources, head_of
 from headway.trace.readers.foreign import Companion, ForeignRank
 from headway.trace.readers.formats import FORMATS, Format
 from headway.trace.readers.numbering import number_collectives
 from headway.trace.readers.ranks import Job, settle
+from headway.trace.readers.reading import read_all
 
 AUTO = "auto"
-_COMPANIONS = ("flight-recorder", "execution-trace")  # formats that only add to what another one says
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,23 @@ def import_trace(
     *,
     format_name: str = AUTO,
     lenient: bool = False,
+    workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Imported:
     """Read what ``source`` (a file, a folder, an archive) holds of a job and write it to ``out``, a folder, as a trace.
 
     ``format_name`` is one of FORMATS, or AUTO. ``lenient`` keeps what can be kept of damaged input; the trace's notes
-    say what was dropped. Raises TraceError where nothing can be imported, input is damaged, or ``out`` exists.
+    say what was dropped. ``workers`` processes read at a time; more than one needs a main module that can be imported
+    (as ``multiprocessing`` does). Raises TraceError where nothing can be imported, input is damaged, or ``out`` exists.
     """
     files.check_absent(out, TraceError)
     with Sources(source, lenient=lenient) as sources:
-        documents, left_out = _sort_out(sources.find(), format_name)
-        ranks, refused = _read(documents, lenient, progress)
-        notes = [*sources.left_out, *refused]
-    job = settle(ranks, lenient=lenient)
+        documents, left_out = sort_out(sources.find(), format_name, sources.left_out if lenient else None)
+        read = read_all(documents, lenient=lenient, workers=workers, progress=progress)
+        notes = [*sources.left_out, *read.refused]
+    if not read.ranks:
+        raise _nothing_timed(read.companions, read.refused)
+    job = settle(read.ranks, lenient=lenient)
     notes += number_collectives({rank: one.events for rank, one in sorted(job.workers.items())})
     clocks, clock_notes = _align(job)
     manifest = _manifest(job, clocks, [*notes, *clock_notes])
@@ -69,15 +73,30 @@ def import_trace(
     return Imported(manifest, dict(Counter(chosen.name for _, chosen in documents)), tuple(left_out))
 
 
-def _sort_out(found: Sequence[Found], format_name: str) -> tuple[list[tuple[Found, Format]], list[str]]:
-    """Which format each document is of, companions first; and what is of none."""
+def sort_out(
+    found: Sequence[Found], format_name: str, unreadable: list[str] | None = None
+) -> tuple[list[tuple[Found, Format]], list[str]]:
+    """Which format each document is of; and what is of none.
+
+    What cannot be read is said in ``unreadable``. Raises TraceError where there is no such list, or no document.
+    """
     if format_name != AUTO:
-        chosen = next(one for one in FORMATS if one.name == format_name)
+        chosen = next((one for one in FORMATS if one.name == format_name), None)
+        if chosen is None:
+            raise TraceError(
+                "no such format", got=format_name, expected=", ".join([AUTO, *(one.name for one in FORMATS)])
+            )
         return [(one, chosen) for one in found], []
     known: list[tuple[Found, Format]] = []
     left_out = []
     for one in found:
-        head = head_of(one)
+        try:
+            head = head_of(one)
+        except TraceError as failure:
+            if unreadable is None:
+                raise
+            unreadable.append(f"Left out: {failure}")
+            continue
         recognised = next((each for each in FORMATS if each.recognises(one.name, head)), None)
         if recognised is None:
             left_out.append(one.name)
@@ -90,31 +109,17 @@ def _sort_out(found: Sequence[Found], format_name: str) -> tuple[list[tuple[Foun
             expected=", ".join(one.title for one in FORMATS),
             fix="Say which it is with --format, if it is one of these.",
         )
-    return sorted(known, key=lambda pair: pair[1].name not in _COMPANIONS), left_out
+    return _once(known), left_out
 
 
-def _read(
-    documents: Sequence[tuple[Found, Format]], lenient: bool, progress: Callable[[int, int], None]
-) -> tuple[list[ForeignRank], list[str]]:
-    """Read the documents one by one; and what of them had to be left out."""
-    ranks: list[ForeignRank] = []
-    beside: list[Companion] = []
-    refused = []
-    for number, (found, chosen) in enumerate(documents):
-        progress(number, len(documents))
-        try:
-            reading = chosen.read(read_document(found, lenient=lenient), beside)
-        except TraceError as failure:
-            if not lenient or len(documents) == 1:
-                raise
-            refused.append(f"Left out: {failure}")
-            continue
-        ranks += reading.ranks
-        beside += reading.companions
-    if not ranks:
-        raise _nothing_timed(beside, refused)
-    progress(len(documents), len(documents))
-    return ranks, refused
+def _once(known: list[tuple[Found, Format]]) -> list[tuple[Found, Format]]:
+    """JAX and TensorFlow write one recording in several forms side by side: the XSpace says most."""
+    whole = {str(PurePath(found.name).parent) for found, chosen in known if chosen.name == "xplane"}
+    return [
+        (found, chosen)
+        for found, chosen in known
+        if chosen.name != "jax" or str(PurePath(found.name).parent) not in whole
+    ]
 
 
 def _nothing_timed(beside: Sequence[Companion], refused: Sequence[str]) -> TraceError:

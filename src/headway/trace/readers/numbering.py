@@ -1,59 +1,75 @@
-"""Numbering collectives whose recordings do not number them, so that ranks' views of the same one are known to be.
-
-Order alone would do if all ranks recorded the same collectives, which they do not: they begin at different ones, and
-profilers lose some. But members of a collective end together. Of all distances between two ranks' clocks, the one
-at which most of their collectives end together is right, however far the clocks are apart.
-"""
+"""Numbering collectives whose recordings do not number them, so that ranks' views of the same one are known to be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.trace.events import Events, Ints, Kind
+from headway.trace.readers.pairing import Ended, paired, same_order
 
-MOST_APART = 32  # collectives of one kind that one rank may have recorded before another's first
-TOGETHER_NS = 2_000_000  # how far ends may be apart, drift of clocks over a recording included
-LEAST_PAIRS, LEAST_SHARE = 3, 0.3  # of ends that have to agree
 _OWN_SIZES = ("all_to_all", "all_gather", "send_receive", "broadcast")  # ranks may well state different sizes
-_UNMATCHED = 1 << 40
 
-Indices = npt.NDArray[np.intp]
-
-
-@dataclass(frozen=True, eq=False)
-class _View:
-    """One rank's unnumbered collectives, in the order in which they were asked for. ``key`` tells kinds apart."""
-
-    rows: Indices
-    key: Ints
-    end_ns: Ints
-    step: Ints
+Keys = dict[tuple[str, str, int], int]
+"""Numbers for kinds of collectives: by group, name and size."""
 
 
 def number_collectives(events: Mapping[int, Events]) -> list[str]:
     """Give the collectives of ``events`` that have no sequence one, in place. Returns what has to be said of it."""
-    keys: dict[tuple[object, ...], int] = {}
-    views = {rank: _view(own, keys) for rank, own in events.items()}
-    first = max(views, key=lambda rank: len(views[rank].rows))
-    if not len(views[first].rows):
-        return []
-    events[first].sequence[views[first].rows] = np.arange(len(views[first].rows))
+    notes = _take_over(events)
+    keys: Keys = {}
+    views = {rank: _view(own, keys, _unnumbered(own)) for rank, own in events.items()}
+    first = max(views, key=lambda rank: len(views[rank]))
+    if not len(views[first]):
+        return notes
+    stated = max(int(own.sequence.max(initial=-1)) for own in events.values()) + 1
+    # What is known of the job: what the first rank recorded, and what only others did, on the first one's clock.
+    known = views[first].numbered(np.argsort(np.argsort(views[first].asked_ns, kind="stable")))
+    of_first, count = known, len(known)
+    events[first].sequence[views[first].number] = stated + of_first.number
     unsure, lost = [], 0
     for rank, view in views.items():
-        if rank == first or not len(view.rows):
+        if rank == first or not len(view):
             continue
-        match, sure = _matched(views[first], view)
-        if not sure:
+        numbers, moved_ns = paired(known, view)
+        if moved_ns is None:
             unsure.append(rank)
-        lost += int((match < 0).sum())
-        alone = _UNMATCHED + rank * _UNMATCHED + np.arange(len(match))
-        events[rank].sequence[view.rows] = np.where(match >= 0, match, alone)
-    if len(events) == 1:
+            numbers = same_order(of_first, view)
+        alone = numbers < 0
+        lost += int((alone | (numbers >= len(of_first))).sum())
+        numbers[alone] = count + np.arange(int(alone.sum()))
+        count += int(alone.sum())
+        if moved_ns is not None:
+            known = known.extended(view.numbered(numbers).where(alone), moved_ns[alone])
+        events[rank].sequence[view.number] = stated + numbers
+    return [*notes, *(_notes(first, unsure, lost) if len(events) > 1 and not notes else [])]
+
+
+def _take_over(events: Mapping[int, Events]) -> list[str]:
+    """Have ranks that number no collective take numbers and groups from the rank that numbers most, if one does."""
+    numbered = {rank: (own.kind == Kind.COLLECTIVE) & (own.sequence >= 0) for rank, own in events.items()}
+    first = max(events, key=lambda rank: int(numbered[rank].sum()))
+    bare = [rank for rank, own in events.items() if not numbered[rank].any() and _unnumbered(own).any()]
+    if not bare or not numbered[first].any():
         return []
+    keys: Keys = {}
+    known = _view(events[first], keys, numbered[first], grouped=False)
+    for rank in bare:
+        own = events[rank]
+        view = _view(own, keys, _unnumbered(own), grouped=False)
+        rows, _ = paired(known, view)
+        found = rows >= 0
+        own.sequence[view.number[found]] = events[first].sequence[rows[found]]
+        own.group[view.number[found]] = events[first].group[rows[found]]
+    shown = ", ".join(map(str, bare[:4])) + (" and more" if len(bare) > 4 else "")
+    return [
+        f"The collectives of rank {shown} are not numbered: those that end with rank {first}'s are taken for the same."
+    ]
+
+
+def _notes(first: int, unsure: list[int], lost: int) -> list[str]:
     notes = [
         "Collectives have no sequence numbers: those of different ranks were matched by where they end together."
     ]
@@ -68,80 +84,21 @@ def number_collectives(events: Mapping[int, Events]) -> list[str]:
     return notes
 
 
-def _view(own: Events, keys: dict[tuple[object, ...], int]) -> _View:
-    rows = np.flatnonzero((own.kind == Kind.COLLECTIVE) & (own.sequence < 0))
-    asked_ns = np.where(own.enqueue_ns[rows] >= 0, own.enqueue_ns[rows], own.start_ns[rows])
-    rows = rows[np.argsort(asked_ns, kind="stable")]
+def _unnumbered(own: Events) -> npt.NDArray[np.bool_]:
+    unnumbered: npt.NDArray[np.bool_] = (own.kind == Kind.COLLECTIVE) & (own.sequence < 0)
+    return unnumbered
+
+
+def _view(own: Events, keys: Keys, picked: npt.NDArray[np.bool_], *, grouped: bool = True) -> Ended:
+    """The collectives of one rank that ``picked`` picks. What numbers them here are their rows."""
+    rows: Ints = np.flatnonzero(picked).astype(np.int64)
+    rows = rows[np.argsort(own.end_ns[rows], kind="stable")]
     described = zip(
         own.group[rows].tolist(), own.name[rows].tolist(), own.size_bytes[rows].tolist(), strict=True
     )
     key = [
-        keys.setdefault((group, name, -1 if name in _OWN_SIZES else size_bytes), len(keys))
+        keys.setdefault((group if grouped else "", name, -1 if name in _OWN_SIZES else size_bytes), len(keys))
         for group, name, size_bytes in described
     ]
-    return _View(rows, np.array(key, dtype=np.int64), own.end_ns[rows], own.step[rows])
-
-
-def _matched(first: _View, own: _View) -> tuple[Ints, bool]:
-    """For each of ``own``'s collectives the one of ``first`` that it is a view of, or -1; and whether ends agreed."""
-    here, there = _candidates(first, own)
-    apart_ns = own.end_ns[here] - first.end_ns[there]
-    distance_ns, pairs = _commonest(apart_ns, own.step[here] == first.step[there])
-    fewest = min(len(first.rows), len(own.rows))
-    if pairs < max(min(LEAST_PAIRS, fewest), LEAST_SHARE * fewest):
-        return _in_order(first, own), False
-    match = np.full(len(own.rows), -1, dtype=np.int64)
-    taken = np.zeros(len(first.rows), dtype=bool)
-    off_ns = np.abs(apart_ns - distance_ns)
-    for pair in np.argsort(off_ns, kind="stable").tolist():
-        if off_ns[pair] > TOGETHER_NS:
-            break
-        if match[here[pair]] < 0 and not taken[there[pair]]:
-            match[here[pair]] = there[pair]
-            taken[there[pair]] = True
-    return match, True
-
-
-def _candidates(first: _View, own: _View) -> tuple[Indices, Indices]:
-    """Pairs of one kind that may be the same collective: about as manieth of their kind, in about the same step."""
-    heres, theres = [], []
-    for key in np.intersect1d(first.key, own.key).tolist():
-        mine, others = np.flatnonzero(own.key == key), np.flatnonzero(first.key == key)
-        for shift in range(-MOST_APART, MOST_APART + 1):
-            index = np.arange(max(-shift, 0), min(len(mine), len(others) - shift))
-            heres.append(mine[index])
-            theres.append(others[index + shift])
-    here, there = (
-        np.concatenate(parts) if parts else np.zeros(0, dtype=np.intp) for parts in (heres, theres)
-    )
-    near = np.abs(own.step[here] - first.step[there]) <= 1
-    return here[near], there[near]
-
-
-def _commonest(apart_ns: Ints, same_step: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """The distance that most pairs have, to within TOGETHER_NS; and how many. Pairs of one step count for more."""
-    if not len(apart_ns):
-        return 0, 0
-    order = np.argsort(apart_ns)
-    ordered = apart_ns[order]
-    weight = np.concatenate([[0], np.cumsum(np.where(same_step[order], 3, 2))])
-    reach = np.searchsorted(ordered, ordered + TOGETHER_NS, side="right")
-    begin = int(np.argmax(weight[reach] - weight[:-1]))
-    within = ordered[begin : reach[begin]]
-    return int(np.median(within)), len(within)
-
-
-def _in_order(first: _View, own: _View) -> Ints:
-    """The same as manieth of its kind in its step."""
-    place = {one: number for number, one in enumerate(_places(first))}
-    return np.array([place.get(one, -1) for one in _places(own)], dtype=np.int64)
-
-
-def _places(view: _View) -> list[tuple[int, int, int]]:
-    counted: dict[tuple[int, int], int] = {}
-    places = []
-    for key, step in zip(view.key.tolist(), view.step.tolist(), strict=True):
-        number = counted.get((key, step), 0)
-        counted[key, step] = number + 1
-        places.append((key, step, number))
-    return places
+    asked_ns = np.where(own.enqueue_ns[rows] >= 0, own.enqueue_ns[rows], own.start_ns[rows])
+    return Ended(rows, np.array(key, dtype=np.int64), own.end_ns[rows], asked_ns, own.step[rows])

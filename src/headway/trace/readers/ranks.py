@@ -49,7 +49,7 @@ def settle(found: Sequence[ForeignRank], *, lenient: bool = False) -> Job:
         raise TraceError(
             "no worker's recording was found", got=f"{len(kept)} of servers", expected="at least one worker"
         )
-    stated = max((one.world_size or 0 for one in job.workers.values()), default=0)
+    stated = max(map(_world_size, job.workers.values()))
     job.world_size = max(stated, max(job.workers) + 1)
     if job.world_size > MAX_WORLD_SIZE:
         raise TraceError(
@@ -71,9 +71,10 @@ def rank_in_name(name: str) -> int | None:
 
 def _one_job(found: list[ForeignRank], job: Job, lenient: bool) -> list[ForeignRank]:
     """What belongs to one job: of one framework and world, recorded at one time."""
-    jobs: dict[tuple[object, ...], list[ForeignRank]] = defaultdict(list)
-    for one in found:
-        jobs[one.framework, (one.world_size or 0) if one.role == "worker" else 0].append(one)
+    jobs: dict[tuple[str, int], list[ForeignRank]] = defaultdict(list)
+    stated = {one.framework: _world_size(one) for one in found if _world_size(one)}
+    for one in found:  # who does not state how many they were may be of any job
+        jobs[one.framework, _world_size(one) or stated.get(one.framework, 0)].append(one)
     groups = [group for key in jobs for group in _at_one_time(jobs[key])]
     workers = [group for group in groups if any(one.role == "worker" for one in group)]
     if len(workers) <= 1:
@@ -91,6 +92,12 @@ def _one_job(found: list[ForeignRank], job: Job, lenient: bool) -> list[ForeignR
         f"Recordings of several jobs were mixed ({words}); those of {_words(largest)} were kept."
     )
     return largest
+
+
+def _world_size(one: ForeignRank) -> int:
+    """How many workers its job has; 0 where it does not say. Groups tell it as well."""
+    members = [rank + 1 for ranks in one.groups.values() for rank in ranks]
+    return one.world_size or max(members, default=0) if one.role == "worker" else 0
 
 
 def _words(group: list[ForeignRank]) -> str:

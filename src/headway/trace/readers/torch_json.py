@@ -29,6 +29,7 @@ _SAME = {
     "alltoall": "all_to_all", "all_to_allv": "all_to_all", "alltoallv": "all_to_all", "all_to_all_v": "all_to_all",
     "all_gather_v": "all_gather", "reduce_scatter_v": "reduce_scatter", "monitored_barrier": "barrier",
     "all_reduce_barrier": "barrier", "recv": "receive", "recv_any_source": "receive", "recvanysource": "receive",
+    "send_recv": "send_receive",
 }  # fmt: skip
 _FORMS = re.compile(r"_(base|coalesced|single|oop|sparse|into_tensor|tensor|out)$")
 

@@ -1,17 +1,20 @@
 """What the kernel knows of this process's TCP connections: how much each carried, and for how long it was busy.
 
 Native collectives say when they begin and end, not what they send to whom. The kernel counts it for every connection,
-whoever opened it, and asking costs a microsecond. ``linux/tcp.h`` describes the structure that is read.
+whoever opened it, and asking costs some microseconds. ``linux/tcp.h`` describes the structure that is read.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import os
 import socket
+import stat
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ _INFO_BYTES = 232
 _ACKED, _RATES = struct.Struct("=Q").unpack_from, struct.Struct("=QQQ").unpack_from
 _ACKED_AT = 120  # tcpi_bytes_acked
 _RATES_AT = 160  # tcpi_delivery_rate in bytes a second; tcpi_busy_time and tcpi_rwnd_limited in microseconds
+_LEAST_INFO_BYTES = 184
 _DESCRIPTORS = Path("/proc/self/fd")
 MAX_CONNECTIONS = 4096
 LEAST_BYTES = 65_536  # a connection that carries less in a whole recording is no link of the job
@@ -29,11 +33,13 @@ Endpoint = tuple[str, int]
 
 @dataclass(slots=True)
 class _Connection:
-    """One connection: a descriptor of our own for it, and what it had carried when it was last looked at."""
+    """One connection: where the process has it open, and what it had carried when it was last looked at."""
 
-    socket: socket.socket
+    descriptor: int
+    inode: int  # the socket's: once it is closed, another one may get its descriptor
     local: Endpoint
     remote: Endpoint
+    is_open: bool = True
     acked_bytes: int = 0
     busy_us: int = 0
 
@@ -58,62 +64,91 @@ class Use:
 
 @dataclass
 class ConnectionWatch:
-    """Samples every connection of this process at the ends of steps. Does nothing where the kernel does not tell."""
+    """Samples every connection of this process at the ends of steps. Does nothing where the kernel does not tell.
+
+    It keeps no connection open: what the process closes is closed, and the peer learns of it. What such a
+    connection carried since the last look is not counted.
+    """
 
     uses: list[Use] = field(default_factory=list)
-    _connections: dict[str, _Connection] = field(default_factory=dict)
+    _connections: list[_Connection] = field(default_factory=list)
+    _seen: set[str] = field(default_factory=set)  # descriptors that were looked at
     _since_ns: int = 0
 
     def begin(self, now_ns: int) -> None:
         """Count from now on."""
         self._find()
-        for one in self._connections.values():
-            one.acked_bytes, one.busy_us, _ = _read(one.socket)
+        for one in self._connections:
+            self._look(one)
         self._since_ns = now_ns
 
     def end_step(self, step: int, now_ns: int) -> None:
-        """Note what was sent since the last look."""
+        """Note what was sent since the last look, also by connections that were opened meanwhile."""
         if not self._since_ns:
             return
-        for one in self._connections.values():
-            acked_bytes, busy_us, delivered = _read(one.socket)
-            if acked_bytes > one.acked_bytes:
+        self._find()
+        for one in self._connections:
+            acked_bytes, busy_us = one.acked_bytes, one.busy_us
+            delivered = self._look(one)
+            if one.acked_bytes > acked_bytes:
                 self.uses.append(
                     Use(
                         one.local, one.remote, step, self._since_ns, now_ns,
-                        acked_bytes - one.acked_bytes, max(busy_us - one.busy_us, 1) * 1000, delivered,
+                        one.acked_bytes - acked_bytes, max(one.busy_us - busy_us, 1) * 1000, delivered,
                     )
                 )  # fmt: skip
-            one.acked_bytes, one.busy_us = acked_bytes, busy_us
         self._since_ns = now_ns
 
     def close(self) -> None:
-        """Let go of the connections."""
-        for one in self._connections.values():
-            one.socket.close()
+        """Forget the connections."""
         self._connections.clear()
+        self._seen.clear()
         self._since_ns = 0
 
     def pairs(self) -> str:
         """Both ends of every connection, for other ranks to recognise theirs among."""
-        return json.dumps([[one.local, one.remote] for one in self._connections.values()])
+        return json.dumps([[one.local, one.remote] for one in self._connections])
 
     def _find(self) -> None:
+        """Take up connections whose descriptors are new."""
         if sys.platform != "linux":
             return
         try:
-            names = os.listdir(_DESCRIPTORS)
+            names = set(os.listdir(_DESCRIPTORS))
         except OSError:
             return
-        for name in names:
+        self._seen &= names
+        known = {one.inode for one in self._connections if one.is_open}
+        for name in names - self._seen:
             try:
-                target = os.readlink(_DESCRIPTORS / name)
-                if target.startswith("socket:") and target not in self._connections:
-                    found = _opened(int(name))
-                    if found is not None and len(self._connections) < MAX_CONNECTIONS:
-                        self._connections[target] = found
-            except (OSError, ValueError):
+                found = os.fstat(int(name))
+            except OSError:  # closed meanwhile, as the one that the listing took
                 continue
+            self._seen.add(name)
+            if stat.S_ISSOCK(found.st_mode) and found.st_ino not in known and self._has_room:
+                connection = _opened(int(name), found.st_ino)
+                if connection is not None:
+                    self._connections.append(connection)
+                    known.add(found.st_ino)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._connections) < MAX_CONNECTIONS
+
+    def _look(self, one: _Connection) -> int:
+        """Bring a connection up to date; the rate of delivery, 0 where it is closed."""
+        if not one.is_open:
+            return 0
+        try:
+            told = _told(one.descriptor) if os.fstat(one.descriptor).st_ino == one.inode else None
+        except OSError:
+            told = None
+        if told is None:
+            one.is_open = False
+            self._seen.discard(str(one.descriptor))
+            return 0
+        one.acked_bytes, one.busy_us, delivered = told
+        return delivered
 
 
 def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpoint, Endpoint], int]:
@@ -132,18 +167,29 @@ def peers_of(uses: Iterable[Use], published: dict[int, str]) -> dict[tuple[Endpo
     }
 
 
-def _opened(descriptor: int) -> _Connection | None:
-    """A TCP connection behind ``descriptor``, through a descriptor of our own; None for any other socket."""
-    own = socket.socket(fileno=os.dup(descriptor))
+def _opened(descriptor: int, inode: int) -> _Connection | None:
+    """The TCP connection behind ``descriptor``; None for any other socket."""
+    family = int.from_bytes(_option(descriptor, socket.SOL_SOCKET, socket.SO_DOMAIN, 4), sys.byteorder)
+    if family not in (socket.AF_INET, socket.AF_INET6) or _told(descriptor) is None:
+        return None
     try:
-        if own.type == socket.SOCK_STREAM and own.family in (socket.AF_INET, socket.AF_INET6):
-            connection = _Connection(own, _endpoint(own.getsockname()), _endpoint(own.getpeername()))
-            _read(own)
-            return connection
-    except (OSError, struct.error):
-        pass
-    own.close()
-    return None
+        copied = os.dup(descriptor)  # a socket object closes what it is given
+    except OSError:
+        return None
+    try:
+        # Said not to block, or else a default timeout of the process would be set on the job's own connection.
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+        copy = socket.socket(family, kind, socket.IPPROTO_TCP, copied)
+    except OSError:
+        os.close(copied)
+        return None
+    with copy:
+        try:
+            return _Connection(
+                descriptor, inode, _endpoint(copy.getsockname()), _endpoint(copy.getpeername())
+            )
+        except OSError:  # not connected
+            return None
 
 
 def _endpoint(address: Any) -> Endpoint:
@@ -151,11 +197,28 @@ def _endpoint(address: Any) -> Endpoint:
     return host.removeprefix("::ffff:").partition("%")[0], int(address[1])
 
 
-def _read(connection: socket.socket) -> tuple[int, int, int]:
-    """Bytes that arrived, microseconds in which some were under way and there was room, and a rate of arrival."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        delivered, busy_us, full_us = _RATES(info, _RATES_AT)
-        return _ACKED(info, _ACKED_AT)[0], max(busy_us - full_us, 0), delivered
-    except (OSError, struct.error):  # closed meanwhile, or a kernel that tells less
-        return 0, 0, 0
+def _told(descriptor: int) -> tuple[int, int, int] | None:
+    """Bytes that arrived, microseconds in which some were under way and there was room, and a rate of arrival.
+
+    None for what is no TCP socket, or where the kernel tells less.
+    """
+    info = _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _LEAST_INFO_BYTES:
+        return None
+    delivered, busy_us, full_us = _RATES(info, _RATES_AT)
+    return _ACKED(info, _ACKED_AT)[0], max(busy_us - full_us, 0), delivered
+
+
+def _option(descriptor: int, level: int, name: int, size_bytes: int) -> bytes:
+    """A socket's option by its descriptor alone, without a socket object; nothing where there is none."""
+    room, size = ctypes.create_string_buffer(size_bytes), ctypes.c_uint32(size_bytes)
+    status = _getsockopt()(descriptor, level, name, ctypes.addressof(room), ctypes.addressof(size))
+    return room.raw[: size.value] if status == 0 else b""
+
+
+@functools.cache
+def _getsockopt() -> Callable[[int, int, int, int, int], int]:
+    function = ctypes.CDLL(None).getsockopt
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    typed: Callable[[int, int, int, int, int], int] = function
+    return typed

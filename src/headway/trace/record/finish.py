@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from headway import files
-from headway.errors import LaunchError, TraceError
+from headway.errors import LaunchError, TraceError, UserError
 from headway.trace.clocks import aligned, fit_clocks, meetings_of
+from headway.trace.events import Events
 from headway.trace.folder import assemble, load_trace, write_trace
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import UNKNOWN_NS
@@ -48,32 +49,49 @@ def finish_recording(
 
 
 def _compare_clocks(folder: Path) -> None:
-    """Tell the clocks that could not be compared by round trips from what their ranks did together."""
+    """Tell the clocks that could not be compared by round trips from what their ranks did together.
+
+    Ranks of one host read one clock: what is known of it on one of them is known on all.
+    """
     trace = load_trace(folder)
-    infos = trace.manifest.ranks
-    if len({info.host for info in infos}) == 1 or all(
-        info.clock.uncertainty_ns < UNKNOWN_NS for info in infos
-    ):
+    known: dict[str, ClockFit] = {}
+    unknown = []
+    for info in sorted(trace.manifest.ranks, key=lambda info: info.clock.uncertainty_ns):
+        if info.clock.uncertainty_ns < UNKNOWN_NS:
+            known.setdefault(info.host, info.clock)
+        else:
+            unknown.append(info)
+    if not unknown:
         return
-    # Their events are on rank 0's clock by now.
-    prior = {
-        info.host: ClockFit(uncertainty_ns=info.clock.uncertainty_ns)
-        for info in infos
-        if info.clock.uncertainty_ns < UNKNOWN_NS
-    }
-    fits = fit_clocks(
-        meetings_of(trace.events, trace.hosts), list(dict.fromkeys(trace.hosts.values())), prior=prior
+    fits = {info.rank: known[info.host] for info in unknown if info.host in known}
+    events = _brought_on(trace.events, fits)
+    notes = trace.manifest.notes
+    if len(fits) < len(unknown):
+        # Events of the known ones are on rank 0's clock by now.
+        prior = {host: ClockFit(uncertainty_ns=fit.uncertainty_ns) for host, fit in known.items()}
+        try:
+            found = fit_clocks(
+                meetings_of(events, trace.hosts), list(dict.fromkeys(trace.hosts.values())), prior=prior
+            )
+        except UserError as missing:
+            notes = (*notes, f"Clocks were not compared: {missing}")
+        else:
+            told = {
+                info.rank: found[info.host].model_copy(update={"by": "causality"})
+                for info in unknown
+                if info.host not in known
+            }
+            events = _brought_on(events, told)
+            fits |= told
+    ranks = tuple(
+        info.model_copy(update={"clock": fits.get(info.rank, info.clock)}) for info in trace.manifest.ranks
     )
-    told = {
-        info.rank: fits[info.host].model_copy(update={"by": "causality"})
-        for info in infos
-        if info.host not in prior
-    }
-    events = {
-        rank: aligned(rows, told[rank]) if rank in told else rows for rank, rows in trace.events.items()
-    }
-    ranks = tuple(info.model_copy(update={"clock": told.get(info.rank, info.clock)}) for info in infos)
-    write_trace(folder, trace.manifest.model_copy(update={"ranks": ranks}), trace.model, events)
+    manifest = trace.manifest.model_copy(update={"ranks": ranks, "notes": notes})
+    write_trace(folder, manifest, trace.model, events)
+
+
+def _brought_on(events: dict[int, Events], fits: dict[int, ClockFit]) -> dict[int, Events]:
+    return {rank: aligned(rows, fits[rank]) if rank in fits else rows for rank, rows in events.items()}
 
 
 def _present(staging: Path) -> tuple[list[Path], list[dict[str, object]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -43,17 +44,25 @@ class PauseWatch:
 
     def _time(self, owner: Any, name: str, kind: str, what: str) -> None:
         original = getattr(owner, name)
-        watch = self
+        watching = True
 
+        @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
             start_ns = time.monotonic_ns()
             try:
                 return original(*args, **kwargs)
             finally:
-                watch._ended(kind, what, start_ns)
+                if watching:
+                    self._ended(kind, what, start_ns)
+
+        def undo() -> None:
+            nonlocal watching
+            watching = False  # where others have laid theirs over it, it stays, and passes calls on
+            if getattr(owner, name) is timed:
+                setattr(owner, name, original)
 
         setattr(owner, name, timed)
-        self._undo.append(lambda: setattr(owner, name, original) if getattr(owner, name) is timed else None)
+        self._undo.append(undo)
 
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":

@@ -77,7 +77,7 @@ class ProfiledSteps:
             found, _ = device_events(document, steps, Known([], []))
         else:
             own = document.of_category("cpu_op")
-            own = own[document.thread[own] == steps.main_thread]
+            own = own[document.threads(own) == steps.main_thread]
             index = steps.of(document.start_ns[own])
             own, index = own[index >= 0], index[index >= 0]
             found = Events.from_columns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headway import files, torch_private
-from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
+from headway.errors import HeadwayWarning, UnsupportedError
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.decoupled.kinds import name_of
 from headway.strategies.data_parallel.decoupled.policy import options_of
@@ -274,7 +275,7 @@ class Recorder:
                 self._write()
             else:
                 self._write_status()
-        except (OSError, HeadwayError) as failure:  # training must not end for want of a place to write
+        except Exception as failure:  # training must not end because its recording does
             print(
                 f"headway: rank {dist_place()[0]} could not write its recording: {failure}", file=sys.stderr
             )
@@ -288,6 +289,7 @@ class Recorder:
 
     def _stop(self) -> None:
         self.finished = True
+        self._publish_connections()
         if self._profiled is not None:
             self._profiled.end()
         self.detach()
@@ -341,14 +343,22 @@ class Recorder:
         if world_size == 1 or not dist.is_initialized():
             return {}
         store = torch_private.default_store()
-        keys = [f"{LINKS_KEY}/{self._number}/{other}" for other in range(world_size)]
+        keys = [self._links_key(other) for other in range(world_size)]
         try:
-            store.set(keys[rank], self._connections.pairs())
             store.wait(keys, LINKS_TIMEOUT)
             published = {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank}
         except RuntimeError:  # a rank that is gone publishes nothing
             return {}
         return peers_of(self._connections.uses, published)
+
+    def _publish_connections(self) -> None:
+        """Tell others of this rank's connections, first of all and in every case: they wait for it."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+                torch_private.default_store().set(self._links_key(dist.get_rank()), self._connections.pairs())
+
+    def _links_key(self, rank: int) -> str:
+        return f"{LINKS_KEY}/{self._number}/{rank}"
 
     def _write_status(self) -> None:
         rank, world_size = dist_place()

@@ -16,6 +16,7 @@ from headway.trace.readers.kineto import phases
 from headway.trace.readers.kineto.companions import Known, Row
 from headway.trace.readers.kineto.document import Arguments, KinetoDocument, texts
 from headway.trace.readers.kineto.steps import Steps
+from headway.trace.readers.torch_json import item_bytes, plain_name
 
 Indices = npt.NDArray[np.intp]
 _KERNEL = re.compile(r"\b(nccl|rccl|msccl)", re.IGNORECASE)
@@ -24,16 +25,6 @@ _ANNOTATION = re.compile(r"^(nccl|gloo|mpi|ucc|xccl):_?(\w+)$")
 _IN_KERNEL_NAME = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
     "Broadcast": "broadcast", "Reduce": "reduce", "SendRecv": "send_receive",
-}  # fmt: skip
-_NAMES = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "allgather_into": "all_gather",
-    "reducescatter": "reduce_scatter", "alltoall": "all_to_all", "alltoallv": "all_to_all",
-    "all_to_allv": "all_to_all", "recv": "receive", "send_recv": "send_receive", "recv_any_source": "receive",
-}  # fmt: skip
-_ENDINGS = ("_coalesced", "_base", "_out", "_into_tensor", "_tensor", "_sparse")
-_ITEM_BYTES = {
-    "float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "short": 2, "byte": 1, "char": 1,
-    "bool": 1, "unsigned char": 1, "signed char": 1, "long int": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 _MAX_SEQUENCE = 1 << 40
 _CALLED_WITHIN = 8  # Gloo's annotation has a record-function id at most this much after its call's
@@ -120,7 +111,7 @@ def host_collectives(document: KinetoDocument, known: Known) -> Collectives:
         if at >= 0 and own.record_function - ids[at] <= _CALLED_WITHIN:
             position = numbered[at][1]
             caller = int(calls[position])
-            row = _of_call(document.name[caller], call_arguments[position]).filled_from(row)
+            row = _of_call(document.name[caller], call_arguments[position], _item_bytes(own)).filled_from(row)
             row = row.filled_from(known.of_call(ids[at]))
         rows.append(row)
         asked.append(caller)
@@ -168,14 +159,6 @@ def collective_events(
     )
 
 
-def plain_name(name: str) -> str:
-    """``name`` as ``torch.distributed`` calls the operation."""
-    plain = name.strip("_").lower()
-    for ending in _ENDINGS:
-        plain = plain.removesuffix(ending)
-    return _NAMES.get(plain, plain)
-
-
 def _described(own: Arguments) -> Row | None:
     if not isinstance(own.collective, str):
         return None
@@ -183,8 +166,8 @@ def _described(own: Arguments) -> Row | None:
     numels = [
         value for value in (own.in_numel, own.out_numel) if isinstance(value, int) and 0 <= value < 2**48
     ]
-    item_bytes = _ITEM_BYTES.get(str(own.dtype).lower())
-    size_bytes = max(numels) * item_bytes if numels and item_bytes else -1
+    size = item_bytes(own.dtype)
+    size_bytes = max(numels) * size if numels and size > 0 else -1
     peer = own.target if name == "send" else own.source if name == "receive" else -1
     return Row(
         name[:60], _text(own.group), _small(own.sequence, _MAX_SEQUENCE), size_bytes, _small(peer, 2**31)
@@ -192,31 +175,41 @@ def _described(own: Arguments) -> Row | None:
 
 
 def _of_annotation(name: str, own: Arguments) -> Row:
+    """What a backend annotates: it knows the inputs, which are one member's share where a group gathers."""
     found = _ANNOTATION.match(name)
-    return Row(plain_name(found[2] if found else name)[:60], size_bytes=_largest_bytes(own))
+    plain = plain_name(found[2] if found else name)[:60]
+    return Row(plain, size_bytes=-1 if plain in ("all_gather", "gather") else _largest_bytes(own))
 
 
-def _of_call(name: str, own: Arguments) -> Row:
-    """A ``c10d::`` operator: the whole tensor is the largest of its arguments."""
+def _of_call(name: str, own: Arguments, element_bytes: int) -> Row:
+    """A ``c10d::`` operator: the whole tensor is its largest argument. ``element_bytes`` is for lists of tensors."""
     plain = plain_name(name.removeprefix("c10d::"))[:60]
     peer = -1
     if plain in ("send", "receive") and isinstance(own.concrete, list) and len(own.concrete) > 2:
         peer = _small(own.concrete[2], 2**31)
-    return Row(plain, size_bytes=_largest_bytes(own), peer=peer)
+    return Row(plain, size_bytes=_largest_bytes(own, element_bytes or 4), peer=peer)
 
 
-def _largest_bytes(own: Arguments) -> int:
-    """The size of the largest tensor, or list of tensors, among the inputs; -1 where shapes are not recorded."""
+def _item_bytes(own: Arguments) -> int:
+    """The size of an element of the first input whose type is one of elements; 0 where there is none."""
+    kinds = own.types if isinstance(own.types, list) else []
+    plain = (str(kind).lower().removeprefix("c10::") for kind in kinds)
+    return next((size for size in map(item_bytes, plain) if size > 0), 0)
+
+
+def _largest_bytes(own: Arguments, in_lists_bytes: int = 4) -> int:
+    """The size of the largest tensor, or list of tensors, among the inputs; -1 where shapes are not recorded.
+
+    Of tensors in lists the type is not told: their elements take ``in_lists_bytes``.
+    """
     if not isinstance(own.dims, list) or not isinstance(own.types, list):
         return -1
-    kinds = [str(kind).lower().removeprefix("c10::") for kind in own.types]
-    known = [_ITEM_BYTES[kind] for kind in kinds if kind in _ITEM_BYTES]
-    item_bytes = known[0] if known else 4 if "tensorlist" in kinds else 0
+    item_bytes = _item_bytes(own) or (in_lists_bytes if "TensorList" in own.types else 0)
     try:
         numel = max((_numel(dims) for dims in own.dims), default=0)
-    except (TypeError, RecursionError):
+    except (TypeError, LookupError, ArithmeticError, RecursionError):
         return -1
-    return numel * item_bytes if numel and item_bytes and numel < 2**48 else -1
+    return int(numel) * item_bytes if item_bytes and 0 < numel < 2**48 else -1
 
 
 def _numel(dims: Any) -> int:
@@ -249,12 +242,12 @@ class _Enclosing:
     def __init__(self, document: KinetoDocument, indices: Indices) -> None:
         self._document = document
         self._of_thread: dict[int, Indices] = {}
-        threads = document.thread[indices]
+        threads = document.threads(indices)
         for thread in np.unique(threads).tolist():
             self._of_thread[thread] = indices[threads == thread]
 
     def _index(self, event: int) -> int:
-        indices = self._of_thread.get(int(self._document.thread[event]))
+        indices = self._of_thread.get(int(self._document.threads(np.array([event]))[0]))
         if indices is None:
             return -1
         start_ns = self._document.start_ns

@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -117,6 +116,7 @@ class KinetoDocument:
     entries: Sequence[Entry]
     dropped: int
     notes: tuple[str, ...]
+    _numbers: dict[Any, int] = field(default_factory=dict)
 
     @property
     def end_ns(self) -> Ints:
@@ -127,15 +127,17 @@ class KinetoDocument:
     def __len__(self) -> int:
         return len(self.start_ns)
 
-    @cached_property
-    def thread(self) -> Ints:
-        """A number for each event's process and thread."""
-        places: list[Any] = list(map(_PLACE, self.entries))
+    def threads(self, indices: npt.NDArray[np.intp]) -> Ints:
+        """A number for the process and thread of each of some events, the same whenever it is asked."""
+        places: list[Any] = list(map(_PLACE, map(self.entries.__getitem__, indices.tolist())))
+        numbers = self._numbers
         try:
-            numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+            for place in dict.fromkeys(places):
+                numbers.setdefault(place, len(numbers))
         except TypeError:  # a thread that is a list
             places = [str(place) for place in places]
-            numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+            for place in dict.fromkeys(places):
+                numbers.setdefault(place, len(numbers))
         return np.fromiter(map(numbers.__getitem__, places), np.int64, len(places))
 
     def of_category(self, *categories: str) -> npt.NDArray[np.intp]:
@@ -195,12 +197,18 @@ def parse(document: Document) -> KinetoDocument:
                 got=f"{len(entries)} events",
                 expected=f"at most {MAX_EVENTS}",
             )
-        used = [
+        return _columns(document, head, _used(entries), dropped, notes)
+
+
+def _used(entries: Sequence[Entry]) -> list[Entry]:
+    try:
+        return [entry for entry in entries if entry.cat in _CODES and entry.ph == "X"]
+    except TypeError:  # a category that is a list
+        return [
             entry
             for entry in entries
-            if entry.cat.__class__ is str and entry.cat in _CODES and entry.ph == "X"
+            if isinstance(entry.cat, str) and entry.cat in _CODES and entry.ph == "X"
         ]
-        return _columns(document, head, used, dropped, notes)
 
 
 def _decode(data: bytes) -> tuple[Head, Sequence[Entry]]:

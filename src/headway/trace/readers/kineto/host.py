@@ -18,15 +18,14 @@ Indices = npt.NDArray[np.intp]
 
 def host_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:
     """The events of a rank without a device; and what has to be said of them."""
-    mine = document.thread == steps.main_thread
     operators = document.of_category("cpu_op", "Operator")
-    operators = operators[mine[operators]]
+    operators = operators[document.threads(operators) == steps.main_thread]
     operators = operators[
         ~phases.picked(document.name[operators], lambda name: name.startswith(("c10d::", "gloo:", "record_")))
     ]
     computing = _outermost(document, operators)
     backward, optimizer, reading = (
-        own[mine[own]]
+        own[document.threads(own) == steps.main_thread]
         for own in (
             phases.named(document, name) for name in (phases.BACKWARD, phases.OPTIMIZER, phases.INPUT)
         )

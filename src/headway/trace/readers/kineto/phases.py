@@ -33,13 +33,13 @@ def of_moments(document: KinetoDocument, launches: Indices) -> Texts:
     """FORWARD, BACKWARD or OPTIMIZER for each launch, by what encloses it on its thread; -1 is FORWARD."""
     found = np.full(len(launches), Kind.FORWARD, dtype=object)
     known = launches >= 0
-    threads = document.thread[launches]
+    threads = document.threads(launches)
     starts_ns = document.start_ns[launches]
     for kind, spans in (
         (Kind.BACKWARD, named(document, BACKWARD)),
         (Kind.OPTIMIZER, named(document, OPTIMIZER)),
     ):
-        span_threads = document.thread[spans]
+        span_threads = document.threads(spans)
         for thread in np.unique(span_threads).tolist():
             own = spans[span_threads == thread]
             covered = intervals.union(document.start_ns[own], document.end_ns[own])

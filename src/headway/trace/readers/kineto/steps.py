@@ -58,7 +58,7 @@ def steps_of(document: KinetoDocument) -> Steps:
         number=np.array([number_of[index] for index in picked.tolist()], dtype=np.int64),
         start_ns=document.start_ns[picked],
         end_ns=document.end_ns[picked],
-        main_thread=int(document.thread[picked[0]]),
+        main_thread=int(document.threads(picked[:1])[0]),
         stated=True,
     )
 
@@ -66,5 +66,5 @@ def steps_of(document: KinetoDocument) -> Steps:
 def _busiest(document: KinetoDocument) -> int:
     """The thread with the most operators."""
     operators = document.of_category("cpu_op", "Operator")
-    threads, counts = np.unique(document.thread[operators], return_counts=True)
+    threads, counts = np.unique(document.threads(operators), return_counts=True)
     return int(threads[np.argmax(counts)]) if len(threads) else -1

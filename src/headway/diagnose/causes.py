@@ -1,0 +1,93 @@
+"""The causes of long steps: every one that was looked for and found, in the order of what they cost."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from headway.diagnose.breakdown import NS_A_MS, Breakdown
+from headway.diagnose.communication import Communications
+from headway.diagnose.devices import idle_finding
+from headway.diagnose.exposure import communication_cost_ms
+from headway.diagnose.findings import HALF, Finding, replaced, told, unexplained
+from headway.diagnose.gradients import communication_shape
+from headway.diagnose.imbalance import moves
+from headway.diagnose.launches import find_late_launch, launch_finding
+from headway.diagnose.network import find_slow_link, link_finding
+from headway.diagnose.servers import server_finding
+from headway.diagnose.skew import find_skew, skew_finding
+from headway.diagnose.stalls import Stalls, find_stalls, stall_finding
+from headway.diagnose.stragglers import CAUSES, Blame, Straggler
+from headway.diagnose.timeline import REST, RankTime
+from headway.diagnose.verdict import usual_findings
+from headway.trace.format import Trace
+
+
+def find_causes(
+    trace: Trace,
+    times: dict[int, RankTime],
+    rows: Communications,
+    mean: Breakdown,
+    stragglers: tuple[Straggler, ...],
+    blamed: list[Blame],
+    steps: tuple[int, ...],
+) -> list[Finding]:
+    """Every finding, those that stand out first, the costliest before the others."""
+    step_ms = mean.total_ms
+    if step_ms <= 0:
+        return []
+    found = _of_mean_step(trace, times, rows, mean, stragglers, blamed, steps)
+    if (idle := idle_finding(times, trace.events, step_ms)) is not None:
+        found = replaced(found, idle, "rest")
+    if (late := find_late_launch(trace, times, rows)) is not None:
+        finding = launch_finding(late, step_ms)
+        found = replaced(found, finding, "communication", explains_ms=late.waited_ms)
+    if (link := find_slow_link(trace, times, rows, steps)) is not None:
+        found = replaced(found, link_finding(link, step_ms), "communication")
+    if (served := server_finding(trace, times, rows, step_ms)) is not None:
+        found = replaced(found, served, "communication", "rest")
+    if (skewed := find_skew(trace, step_ms)) is not None:
+        slow = any(one.cause == "straggler" and skewed.rank in one.ranks for one in found)
+        found.append(skew_finding(skewed, slow=slow))
+    return told(found, step_ms)
+
+
+def _of_mean_step(
+    trace: Trace,
+    times: dict[int, RankTime],
+    rows: Communications,
+    mean: Breakdown,
+    stragglers: tuple[Straggler, ...],
+    blamed: list[Blame],
+    steps: tuple[int, ...],
+) -> list[Finding]:
+    """What the parts of the mean step say, and what of it are stalls in single steps."""
+    shape = communication_shape(times, rows, trace.events)
+    late_ms = np.mean([time.per_step(time.straggling) for time in times.values()], axis=0) / NS_A_MS
+    usual = partial(
+        usual_findings,
+        mean,
+        shape=shape,
+        communication_ms=communication_cost_ms(times, rows),
+        world_size=len(times),
+    )
+    stalls = find_stalls(times, trace.events, steps)
+    if stalls is None:
+        return usual(stragglers, moving=moves(blamed, times), moving_ms=float(late_ms.mean()))
+    finding = stall_finding(stalls, mean.total_ms, len(times))
+    steady = tuple(one for one in stragglers if not (finding.stands_out and _only_stalls(one, stalls)))
+    calm_ms = np.delete(late_ms, sorted(stalls.disturbed))
+    found = usual(
+        steady,
+        moving=moves(blamed, times, stalls.disturbed),
+        moving_ms=float(calm_ms.mean()) if len(calm_ms) else 0.0,
+    )
+    part = stalls.where if stalls.where in CAUSES else REST
+    of_mean_rank_ms = stalls.cost_ms * len(stalls.ranks) / len(times)
+    return [*unexplained(found, finding, part, explained_ms=of_mean_rank_ms), finding]
+
+
+def _only_stalls(straggler: Straggler, stalls: Stalls) -> bool:
+    """Whether a rank is late for little else than its stalls."""
+    return straggler.rank in stalls.ranks and stalls.cost_ms >= HALF * straggler.blame_ms

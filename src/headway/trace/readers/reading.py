@@ -1,0 +1,103 @@
+"""Reading many documents: companions first, then the others, side by side where there is much to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+from headway.errors import TraceError
+from headway.trace.readers.document import Found, on_disk, read_document
+from headway.trace.readers.foreign import Companion, ForeignRank, Reading
+from headway.trace.readers.formats import FORMATS, Format
+
+COMPANIONS = ("flight-recorder", "execution-trace")  # formats that only add to what another one says
+WORTH_BYTES = 512 * 2**20  # of unpacked documents: starting processes for less takes longer than reading
+USUAL_RATIO = 13  # of what a packed document unpacks to
+MOST_WORKERS = 8
+
+Documents = Sequence[tuple[Found, Format]]
+
+
+@dataclass
+class Read:
+    """What all documents held. ``refused`` says why some were left out, leniently."""
+
+    ranks: list[ForeignRank] = field(default_factory=list)
+    companions: list[Companion] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def read_all(
+    documents: Documents, *, lenient: bool, workers: int, progress: Callable[[int, int], None]
+) -> Read:
+    """Read ``documents``, up to ``workers`` of them at a time, each in a process of its own.
+
+    Raises TraceError for the first that cannot be read, unless ``lenient`` and there are others.
+    """
+    done = Read()
+    first = [(found, chosen) for found, chosen in documents if chosen.name in COMPANIONS]
+    others = [(found, chosen) for found, chosen in documents if chosen.name not in COMPANIONS]
+    tolerant = lenient and len(documents) > 1
+    count = 0
+    for outcome in _outcomes(first, [], lenient, 1):
+        _take(done, outcome, tolerant)
+        progress(count := count + 1, len(documents))
+    for outcome in _outcomes(others, done.companions, lenient, workers):
+        _take(done, outcome, tolerant)
+        progress(count := count + 1, len(documents))
+    return done
+
+
+def _take(done: Read, outcome: Reading | TraceError, tolerant: bool) -> None:
+    if isinstance(outcome, TraceError):
+        if not tolerant:
+            raise outcome
+        done.refused.append(f"Left out: {outcome}")
+        return
+    done.ranks += outcome.ranks
+    done.companions += outcome.companions
+
+
+def _outcomes(
+    documents: Documents, beside: Sequence[Companion], lenient: bool, workers: int
+) -> Iterator[Reading | TraceError]:
+    """What came of each document, in their order."""
+    apart = [(found.path, chosen.name) for found, chosen in documents if found.path is not None]
+    much = sum(_unpacked_bytes(found) for found, _ in documents) >= WORTH_BYTES
+    if min(workers, len(documents)) < 2 or len(apart) < len(documents) or not much:
+        for found, chosen in documents:
+            yield _outcome(found, chosen, beside, lenient)
+        return
+    workers = min(workers, len(documents), MOST_WORKERS)
+    # Not forked: this process may have threads, which a fork would leave behind with their locks held.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(_read_apart, path, name, tuple(beside), lenient) for path, name in apart]
+        try:
+            for one in waiting:
+                yield one.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _unpacked_bytes(found: Found) -> int:
+    return found.size_bytes * (USUAL_RATIO if found.name.endswith(".gz") else 1)
+
+
+def _outcome(
+    found: Found, chosen: Format, beside: Sequence[Companion], lenient: bool
+) -> Reading | TraceError:
+    try:
+        return chosen.read(read_document(found, lenient=lenient), beside)
+    except TraceError as failure:
+        return failure
+
+
+def _read_apart(
+    path: Path, format_name: str, beside: Sequence[Companion], lenient: bool
+) -> Reading | TraceError:
+    """Read one document in a process of its own."""
+    chosen = next(one for one in FORMATS if one.name == format_name)
+    return _outcome(on_disk(path), chosen, beside, lenient)

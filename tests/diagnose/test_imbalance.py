@@ -1,0 +1,79 @@
+"""A rank that is late each time is to blame; where it is another one each time, nobody is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.diagnose.truth import JOB, found_in, only_finding, planted_ms, standing
+from tests.synthetic import Extra, SyntheticJob
+
+SIZES = [2, 3, 4, 8]
+
+
+def uneven(world_size: int, *, steps: int = 20, seed: int = 0) -> SyntheticJob:
+    """Every rank's work varies a lot from step to step."""
+    return SyntheticJob(world_size=world_size, steps=steps, jitter=1.5, seed=seed)
+
+
+def in_turns(world_size: int) -> SyntheticJob:
+    extras = tuple(Extra(rank, "forward", 20.0, range(rank, 24, world_size)) for rank in range(world_size))
+    return replace(JOB, world_size=world_size, steps=24, extras=extras)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_ranks_that_are_late_in_turns(world_size: int) -> None:
+    job = in_turns(world_size)
+    finding = only_finding(found_in(job), "moving_imbalance")
+    assert finding.ranks == ()
+    assert "for a different one each time" in finding.sentence
+    assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.35)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("steps", [6, 10, 30])
+def test_chance_makes_no_straggler(steps: int, world_size: int) -> None:
+    told = [standing(found_in(uneven(world_size, steps=steps, seed=seed))) for seed in range(10)]
+    assert sum("straggler" in causes for causes in told) <= 1
+    assert sum("moving_imbalance" in causes for causes in told) >= 7
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("steps", [1, 2, 4, 10, 30])
+def test_a_fixed_straggler_is_told_from_it(steps: int, world_size: int) -> None:
+    slow = world_size - 1
+    for seed in range(3):
+        job = replace(
+            JOB, world_size=world_size, steps=steps, jitter=0.4, seed=seed, slow={(slow, "forward"): 15.0}
+        )
+        found = found_in(job)
+        assert standing(found) == ["straggler"]
+        assert only_finding(found, "straggler").ranks == (slow,)
+
+
+def test_two_fixed_stragglers_of_many_ranks_do_not_move() -> None:
+    slow = {(1, "forward"): 15.0, (6, "forward"): 15.0}
+    finding = only_finding(found_in(replace(JOB, world_size=8, slow=slow)), "straggler")
+    assert finding.ranks in ((1,), (6,))
+    assert f"; rank {7 - finding.ranks[0]} to a lesser degree" in finding.sentence
+
+
+def test_a_rank_that_is_late_in_half_of_the_steps_is_a_straggler() -> None:
+    job = replace(JOB, extras=(Extra(2, "forward", 50.0, frozenset({*range(1, 14), 20})),))
+    finding = only_finding(found_in(job), "straggler")
+    assert finding.ranks == (2,)
+    assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.15)
+
+
+def test_a_stall_beside_it_makes_no_straggler() -> None:
+    job = replace(uneven(4, steps=30), extras=(Extra(1, "rest", 900.0, (11,)),))
+    found = found_in(job)
+    assert standing(found) == ["stalls", "moving_imbalance"]
+    assert found.findings[0].ranks == (1,)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_nothing_is_missing_from_the_straggler_s_cost(world_size: int) -> None:
+    job = replace(JOB, world_size=world_size, slow={(0, "input"): 18.0})
+    finding = only_finding(found_in(job), "straggler")
+    assert finding.cost_ms == pytest.approx(planted_ms(job, slow={}), rel=0.1)
