@@ -139,15 +139,15 @@ def _run(
     means = averaged(shown, clock_of_rank)
 
     def errors_us(found: Mapping[str, ClockFit]) -> list[float]:
-        return [clocks[name].error_ns(ends_ns, found[name]) / 1e3 for name in list(clocks)[1:]]
+        return [round(clocks[name].error_ns(ends_ns, found[name]) / 1e3, 1) for name in list(clocks)[1:]]
 
     row = {
         "clocks": len(clocks),
         "ranks": len(events),
-        "seconds": float(ends_ns[1] - ends_ns[0]) / 1e9,
-        "ends_apart_us": between_ends_us(events),
+        "seconds": round(float(ends_ns[1] - ends_ns[0]) / 1e9, 3),
+        "ends_apart_us": round(between_ends_us(events), 1),
         "error_us": errors_us(fits),
-        "uncertainty_us": [fits[name].uncertainty_ns / 1e3 for name in list(clocks)[1:]],
+        "uncertainty_us": [round(fits[name].uncertainty_ns / 1e3, 1) for name in list(clocks)[1:]],
         "unaligned_us": errors_us(dict.fromkeys(clocks, ClockFit())),
         "averages_us": errors_us(means) if means else [],
     }
@@ -162,8 +162,8 @@ INTRODUCTION = (
     "within it. `averages`: each host's mean difference of ends and no drift, as dPRO's release aligns. `unaligned`: "
     "as recorded. Synthetic jobs last 2 to 60 s on 2 to 16 hosts, with 150 us all-reduces of a loss and 2 and 6 ms "
     "ones of gradients; ends are late by a lognormal time, of 5 to 200 us in the median where nothing else is said, "
-    "and 1 % of them by ten to a hundred times as much. Recordings are of one machine with fewer cores than they need: "
-    "there ends are apart by what ranks wait for a core."
+    "and 1 % of them by ten to a hundred times as much. Recordings, one a case, are of one machine with fewer cores "
+    "than they need: there ends are apart by what ranks wait for a core."
 )
 
 

@@ -30,15 +30,13 @@ class Bounds:
 
 
 def waited(rows: Rows, values: Floats) -> Bounds:
-    """Every row that waits with the last that it waits for."""
+    """Every row that waits, with the last that it waits for."""
     arrival_us = rows.arrival_us + rows.shift_us(values, rows.arrival_us)
     end_us = rows.end_us + rows.shift_us(values, rows.end_us)
     order = np.lexsort((-arrival_us, ~rows.holds, rows.meeting))
-    last = order[rows.first][rows.meeting]
-    second = np.minimum(order[np.minimum(rows.first + 1, len(rows) - 1)][rows.meeting], len(rows) - 1)
+    last, second = order[rows.first][rows.meeting], order[rows.first + 1][rows.meeting]
     holder = np.where(last == np.arange(len(rows)), second, last)
-    same = (rows.meeting[holder] == rows.meeting) & rows.holds[holder] & rows.waits
-    waiter = np.flatnonzero(same & (holder != np.arange(len(rows))))
+    waiter = np.flatnonzero(rows.waits & rows.holds[holder])
     holder = holder[waiter]
     return Bounds(waiter, holder, end_us[waiter] - arrival_us[holder])
 

@@ -1,4 +1,4 @@
-"""By how much fitted clocks may be wrong: what causality leaves open, and what the ends that were seen make likely."""
+"""How far errors of clocks reach that are limited against each other, directly or through others."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from headway.errors import UserError
 
 FARTHEST = 1e9  # off nought: what is farther off is far enough off
 LEAST_COST, COST_UNIT = 1e-7, 1e4
-LIMIT_S = 30.0
+LIMIT_S = 15.0  # for numbers that no recording has, solvers may run in circles
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]

@@ -21,15 +21,14 @@ from headway.trace.clocks.rows import STRETCHES, Rows
 MAX_DRIFT_PPM = 500.0
 UNUSUAL_DRIFT_PPM = 100.0
 USUAL_DRIFT_PPM = 50.0  # what quartz keeps to
-UNUSUAL = (
-    0.25  # what a drift beyond the usual costs, against all else: less than half, which a true one outweighs
-)
+UNUSUAL = 0.25  # what an unusual drift costs, against all else, of which half speaks for a true one
 USUAL_US = 20.0  # what comparisons are off by at least
 LOOSENESS = 10.0  # how much less an end counts where members end when they like
 MESSAGE_US = 10_000.0  # a message counts as little as an end that may be off by this
-BOUND = 3.0  # what a broken bound costs, against all else that says something of its clock in that stretch of time
-CENTRE = 2.0  # ends count less than the middle between bounds that are no farther apart than so many times their spread
-PRIOR = 0.75  # what a prior broken at one end costs, against all else: at both ends more than ends, less than bounds
+# Costs against all else that is said of a clock: a bound outweighs a prior (which has two ends), and that ends.
+BOUND = 3.0
+PRIOR = 0.75
+CENTRE = 2.0  # where bounds are no farther apart than so many spreads of ends, their middle outweighs ends
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -53,7 +52,7 @@ class Terms:
         self._programme = Programme(2 * rows.clocks + rows.meetings)
         self._ends = np.flatnonzero(rows.form != MESSAGE)
         self._weight = (1 / (trusted_us * np.where(rows.form == LOOSE, LOOSENESS, 1.0)))[self._ends]
-        self._pull = np.bincount(rows.clock[self._ends], self._weight, minlength=rows.clocks)
+        self._pull = np.bincount(rows.clock[self._ends], self._weight, rows.clocks).astype(np.float64)
 
     def solve(self) -> Floats:
         """Offsets, then drifts, of all clocks; the first one keeps its time."""
@@ -126,7 +125,7 @@ class Terms:
         little = 1 / (USUAL_DRIFT_PPM * 1e-6 * rows.half_us + FINEST_US)
         self._programme.add(np.zeros(len(drift)), factor, above=little, below=little)
         unusual_us = np.full(len(drift), UNUSUAL_DRIFT_PPM * 1e-6 * rows.half_us)
-        much = UNUSUAL * self._pull[1:]
+        much: Floats = UNUSUAL * self._pull[1:]
         self._programme.add(-unusual_us, factor, above=much)
         self._programme.add(unusual_us, factor, below=much)
         limit_us = np.full(len(drift), MAX_DRIFT_PPM * 1e-6 * rows.half_us)

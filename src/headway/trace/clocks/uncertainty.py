@@ -1,4 +1,8 @@
-"""What limits how wrong an estimate may be: bounds, ends, and what was known before; and where these contradict it."""
+"""How wrong an estimate may be: what bounds, ends and priors leave open, and where they contradict it.
+
+Bounds are certain, but leave open as much as messages take. Ends are no more than likely: all of one host's may be late
+by as much as the quickest meetings took, which nothing would show, and by twice their spread. The narrower one counts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def uncertainties_us(estimate: Estimate, priors: Sequence[Prior], ends: tuple[fl
     known = _Known.of(rows, values, priors)
     agreed = _Agreed.of(estimate)
     limits = Limits.concatenated([_bounds(rows, values), known.limits(), agreed.limits(rows.clocks)])
-    nodes = rows.clocks + len(agreed.clock)
+    nodes = rows.clocks + int(agreed.company.max(initial=-1)) + 1
     errors = errors_us(limits, nodes, ends, rows.half_us)[: rows.clocks]
     for clock, broken_us in (known.broken(), agreed.broken(), _broken_bounds(rows, values)):
         np.maximum.at(errors, clock, broken_us)
