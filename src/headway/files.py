@@ -92,7 +92,13 @@ def remove_folder(path: Path) -> None:
 
 def check_absent(path: Path, error: type[UserError] = UserError) -> None:
     """Refuse to write where something stands already: an earlier recording is worth keeping."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    try:
+        taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    except OSError as failure:
+        raise error(
+            f"{path} cannot be written", got=failure.strerror, fix="Check the folder and its rights."
+        ) from None
+    if taken:
         raise error(
             "the output exists already", got=path, expected="a new name", fix="Choose another, or remove it."
         )

@@ -72,6 +72,13 @@ def test_without_a_model_nobody_knows_what_the_gradients_are() -> None:
     assert "on the spot" in found.verdict
 
 
+def test_what_is_reduced_after_backward_may_be_too_little_for_gradients() -> None:
+    trace = synthetic_trace(replace(LARGE, by_hand=True))
+    larger = tuple(one.model_copy(update={"shape": (3 * one.shape[0],)}) for one in trace.model.parameters)
+    model = trace.model.model_copy(update={"parameters": larger})
+    assert standing(diagnose(replace(trace, model=model))) == ["communication"]
+
+
 def test_gradients_that_overlap_and_small_ones_by_hand_are_not_late() -> None:
     for job in (
         LARGE,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 import pytest
 from tests.diagnose.truth import JOB, found_in, only_finding, planted_ms, standing
-from tests.synthetic import Extra, SyntheticJob
+from tests.synthetic import MS, Extra, SyntheticJob, synthetic_trace
+
+from headway.diagnose.communication import match
+from headway.diagnose.imbalance import moves
+from headway.diagnose.stragglers import Blame
+from headway.diagnose.timeline import rank_time
 
 SIZES = [2, 3, 4, 8]
 
@@ -65,11 +71,30 @@ def test_a_rank_that_is_late_in_half_of_the_steps_is_a_straggler() -> None:
     assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.15)
 
 
-def test_a_stall_beside_it_makes_no_straggler() -> None:
-    job = replace(uneven(4, steps=30), extras=(Extra(1, "rest", 900.0, (11,)),))
+@pytest.mark.parametrize(("ms", "steps"), [(900.0, (11,)), (300.0, range(2, 30, 6))])
+def test_a_stall_beside_it_makes_no_straggler(ms: float, steps: Container[int]) -> None:
+    job = replace(uneven(4, steps=30), extras=(Extra(1, "rest", ms, steps),))
     found = found_in(job)
     assert standing(found) == ["stalls", "moving_imbalance"]
     assert found.findings[0].ranks == (1,)
+
+
+def test_steps_that_are_set_apart_do_not_count() -> None:
+    trace = synthetic_trace(SyntheticJob(world_size=2, steps=12))
+    rows = match(trace)
+    times = {
+        rank: rank_time(rank, events, trace.steps, rows.of_rank(rank))
+        for rank, events in trace.events.items()
+    }
+    late = {
+        step: 1 if step % 3 == 0 else step % 2 for step in range(12)
+    }  # every third time it is rank 1's stall
+    starts = times[0].step_start_ns.tolist()
+    found = [Blame(1 - rank, rank, step, starts[step], starts[step] + MS) for step, rank in late.items()]
+    assert moves(found, times, frozenset(range(0, 12, 3)))
+    only_one = [blame for blame in found if blame.blamed == 1]
+    assert not moves(only_one, times)
+    assert not moves(only_one, times, frozenset(range(12)))
 
 
 @pytest.mark.parametrize("world_size", SIZES)

@@ -101,7 +101,7 @@ def test_peers_that_the_trace_lacks_are_passed_over() -> None:
 
 
 def test_an_idle_connection_beside_does_not_speak_for_the_link() -> None:
-    trace = synthetic_trace(linked())
+    trace = synthetic_trace(linked(replace(LARGE, rest_ms=30.0), held_up={(1, 2): 30.0}))
     slow = [
         Event(kind, "", Stream.COMMUNICATION, step, start, length, size_bytes=size, peer=2)
         for step, start, end in steps_of(trace, 1)

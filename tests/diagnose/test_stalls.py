@@ -41,10 +41,13 @@ def test_every_nth_step(part: str, says: str, world_size: int) -> None:
     assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.1)
 
 
-def test_irregular_ones_are_counted() -> None:
-    job = stalled(Extra(2, "rest", 60.0, (3, 4, 17, 28)))
+@pytest.mark.parametrize(
+    "steps", [(3, 4, 17, 28), (11, 12, 13), (1, 6, 11), (19, 24, 29), (0, 15), (2, 7, 12, 18, 22, 27)]
+)
+def test_irregular_ones_are_counted(steps: tuple[int, ...]) -> None:
+    job = stalled(Extra(2, "forward", 60.0, steps))
     finding = only_finding(found_in(job), "stalls")
-    assert finding.sentence.startswith("4 of the recorded steps take ")
+    assert finding.sentence.startswith(f"{len(steps)} of the recorded steps take ")
     assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from headway.cli import output as output_of
-from headway.errors import one_line
+from headway.errors import UserError, one_line
 from headway.trace.readers.formats import FORMATS
 
 MAX_SHOWN = 20
@@ -33,6 +33,7 @@ MAX_SHOWN = 20
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json: bool) -> None:
     """Turn what other tools recorded (a file, a folder or an archive SOURCE) into a trace."""
+    _require_readers()
     from headway.trace.readers.importing import import_trace
 
     workers = os.cpu_count() or 1
@@ -64,6 +65,19 @@ def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json
     console.print(f"Imported {steps} of {ranks} into {output}; next: headway diagnose {output}")
     for note in manifest.notes[:MAX_SHOWN]:
         console.print(f"Note: {note}", style="yellow")
+    if len(manifest.notes) > MAX_SHOWN:
+        console.print(f"and {len(manifest.notes) - MAX_SHOWN} more notes (--json lists all)")
     if done.left_out:
         shown = ", ".join(done.left_out[:3])
         console.print(f"Left out, of no known format: {len(done.left_out)} files ({one_line(shown)})")
+
+
+def _require_readers() -> None:
+    """Raise UserError where the library that documents are decoded with is not installed."""
+    try:
+        import msgspec  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "reading other tools' traces needs msgspec, which is not installed",
+            fix="Run: pip install 'headway[traces]'.",
+        ) from None

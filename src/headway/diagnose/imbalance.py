@@ -12,14 +12,15 @@ from headway.diagnose.timeline import RankTime
 
 MOST_STEPS = 0.6  # ranks that are the one waited for in this share of the steps are stragglers
 LEAST_COST = 0.25  # of the mean: steps that cost less do not count
+MOST_COST = 0.9  # of all waiting: a rank that causes so much of it is to blame, in however few steps
 CHANCE = 0.05  # how likely it may be at most that a rank is waited for so often by chance alone
 
 
 def moves(found: list[Blame], times: dict[int, RankTime], apart: frozenset[int] = frozenset()) -> bool:
     """Whether it is another rank each time that is waited for.
 
-    It is not where ranks that are the one waited for more often than by chance are so in most of the steps. Steps in
-    ``apart``, which holds their places in the recording, do not count.
+    It is not where ranks that are the one waited for more often than by chance are so in most of the steps, nor where
+    one rank causes nearly all the waiting. Steps in ``apart``, which holds their places in the recording, do not count.
     """
     starts = np.min([time.step_start_ns for time in times.values()], axis=0)
     costs: dict[int, dict[int, int]] = {}
@@ -32,6 +33,11 @@ def moves(found: list[Blame], times: dict[int, RankTime], apart: frozenset[int] 
     floor = LEAST_COST * float(np.mean([cost for _, cost in worst])) if worst else 0.0
     chiefs = [rank for rank, cost in worst if cost > floor]
     if not chiefs or len(times) < 2:
+        return False
+    total: Counter[int] = Counter()
+    for of_step in costs.values():
+        total.update(of_step)
+    if max(total.values()) >= MOST_COST * total.total():
         return False
     enough = _often(len(chiefs), len(times))
     explained = sum(often for often in Counter(chiefs).values() if often >= enough)

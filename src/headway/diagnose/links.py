@@ -13,7 +13,7 @@ from headway.cluster import Cluster
 from headway.diagnose.communication import Communications, inner_messages
 from headway.diagnose.timeline import RankTime
 from headway.errors import ClusterError
-from headway.trace.events import Kind
+from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
 BITS_A_NS_IN_GBPS = 8.0  # bytes a nanosecond, in Gbit/s
@@ -57,8 +57,8 @@ def find_links(
     What a rank sent is taken from the first of these that its recording holds: what its kernel counted of each
     connection (events of the kind ``link``), the messages of its collectives, or the assumption that a collective is
     a ring through its members (``sent_volumes``). By the kernel, a link is in use while a connection is busy, where
-    several are taken to be busy independently of each other; otherwise while a collective with all its members is under
-    way.
+    several are taken to be busy independently of each other, and no shorter than delivery took; otherwise while a
+    collective with all its members is under way.
 
     Where all ranks share one host, the one entry is that host's memory. Raises ClusterError where ``cluster`` does not
     fit the trace.
@@ -72,8 +72,8 @@ def find_links(
     capacities = _capacities(cluster)
     found = []
     for (source, target), use in sorted(uses.items()):
-        if source == target and apart:
-            continue  # memory, not a link
+        if (source == target and apart) or use.active_ns <= 0:
+            continue  # memory is no link
         windows = intervals.join(*(_windows(times[rank]) for rank in sorted(use.senders)))
         whole_ns = intervals.length_ns(windows)
         gbps = BITS_A_NS_IN_GBPS * use.moved_bytes / use.active_ns
@@ -89,27 +89,43 @@ def _add_connections(
     uses: _Uses, trace: Trace, times: dict[int, RankTime], counted: list[int], hosts: dict[int, str]
 ) -> None:
     """What the kernels of the ranks ``counted`` counted in the recorded steps."""
-    idle: dict[
-        tuple[str, str, int], tuple[float, int]
-    ] = {}  # of a step: the share of idleness, and its length
+    idle: dict[tuple[str, str, int], tuple[Floats, int]] = {}  # shares of a step, and its length
     for rank in counted:
         time, rows = times[rank], trace.events[rank].of_kind(Kind.LINK)
         steps = np.searchsorted(time.step_start_ns, rows.start_ns, side="right") - 1
-        lengths = (time.step_end_ns - time.step_start_ns)[np.maximum(steps, 0)]
         within = (steps >= 0) & (rows.start_ns < time.step_end_ns[np.maximum(steps, 0)])
-        busy = np.minimum(rows.duration_ns / np.maximum(lengths, 1), 1.0)
-        for row in np.flatnonzero(within & (rows.size_bytes > 0) & (busy > 0)).tolist():
-            peer, step, length_ns = int(rows.peer[row]), int(steps[row]), int(lengths[row])
+        within &= (rows.size_bytes > 0) & (rows.duration_ns > 0)
+        rows, steps = rows.where(within), steps[within]
+        lengths = (time.step_end_ns - time.step_start_ns)[steps]
+        shares = np.minimum(np.stack([rows.duration_ns, _least_ns(trace.events[rank], rows)]) / lengths, 1.0)
+        for row, peer in enumerate(rows.peer.tolist()):
             if rank not in hosts or peer not in hosts:
                 continue
             ends = hosts[rank], hosts[peer]
             use = uses.setdefault(ends, _Use())
             use.senders.add(rank)
             use.moved_bytes += float(rows.size_bytes[row])
-            before, longest_ns = idle.get((*ends, step), (1.0, 0))
-            idle[*ends, step] = before * (1 - float(busy[row])), max(longest_ns, length_ns)
+            before, longest_ns = idle.get((*ends, int(steps[row])), (np.ones(2), 0))
+            idle[*ends, int(steps[row])] = before * (1 - shares[:, row]), max(longest_ns, int(lengths[row]))
+    active_ns: dict[tuple[str, str], Floats] = {}
     for (source, target, _), (share, length_ns) in idle.items():
-        uses[source, target].active_ns += (1 - share) * length_ns
+        active_ns[source, target] = active_ns.get((source, target), np.zeros(2)) + (1 - share) * length_ns
+    for ends, in_use_ns in active_ns.items():
+        uses[ends].active_ns += float(in_use_ns.max())
+
+
+def _least_ns(events: Events, rows: Events) -> Floats:
+    """What ``rows`` took at least, by the rate at which the kernel saw them delivered; 0 where it says nothing.
+
+    It counts the time for which a connection is busy in ticks of some milliseconds, which may all miss what is short.
+    """
+    rates = events.of_kind(Kind.DELIVERY_RATE)
+    known = zip(rates.peer.tolist(), rates.step.tolist(), rates.size_bytes.tolist(), strict=True)
+    rate_of = {(peer, step): rate for peer, step, rate in known if rate > 0}
+    keys = zip(rows.peer.tolist(), rows.step.tolist(), strict=True)
+    rate = np.array([rate_of.get(key, np.inf) for key in keys], dtype=np.float64)
+    least_ns: Floats = rows.size_bytes / rate * 1e9
+    return least_ns
 
 
 def _add_collectives(

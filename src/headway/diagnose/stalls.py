@@ -71,7 +71,7 @@ def find_stalls(
     return Stalls(
         ranks=tuple(ranks[index] for index in to_blame.tolist()),
         steps=numbers,
-        every=_period(numbers),
+        every=_period(numbers, steps),
         excess_ms=total_ms / len(hit),
         cost_ms=total_ms / len(steps),
         where=_where(times[ranks[chief]], events[ranks[chief]], stalled[chief], of_rank[chief]),
@@ -131,10 +131,13 @@ def _own_ms(time: RankTime) -> Floats:
     return whole
 
 
-def _period(numbers: tuple[int, ...]) -> int:
-    """By how many steps stalls follow each other, where that is regular."""
+def _period(numbers: tuple[int, ...], steps: tuple[int, ...]) -> int:
+    """By how many steps stalls follow each other, where that is regular from the first of ``steps`` to the last."""
     gaps = np.diff(numbers)
-    return int(gaps[0]) if len(gaps) >= 2 and (gaps == gaps[0]).all() else 0
+    regular = len(gaps) >= 2 and (gaps == gaps[0]).all()
+    if not regular or numbers[0] - gaps[0] >= steps[0] or numbers[-1] + gaps[0] <= steps[-1]:
+        return 0
+    return int(gaps[0])
 
 
 def _where(time: RankTime, events: Events, stalled: npt.NDArray[np.bool_], excess_ms: float) -> str:

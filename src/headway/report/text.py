@@ -9,6 +9,7 @@ from rich.text import Text
 from headway.diagnose import Diagnosis
 from headway.diagnose.breakdown import PARTS
 from headway.report.palette import short_label
+from headway.report.words import plain
 from headway.units import format_rate
 
 MAX_RANKS = 32
@@ -16,10 +17,10 @@ MAX_PATH = 24
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print ``diagnosis``. What came from the trace is shown as plain text, never as markup."""
-    console.print(Text(diagnosis.verdict, style="bold"), soft_wrap=True)
+    """Print ``diagnosis``. What came from the trace is shown as plain text, never as markup or control."""
+    console.print(Text(plain(diagnosis.verdict), style="bold"), soft_wrap=True)
     for note in diagnosis.notes:
-        console.print(Text(f"Note: {note}", style="yellow"), soft_wrap=True)
+        console.print(Text(plain(f"Note: {note}"), style="yellow"), soft_wrap=True)
     console.print()
     _print(console, _breakdown(diagnosis))
     hidden = len(diagnosis.breakdown) - MAX_RANKS
@@ -61,7 +62,7 @@ def _breakdown(diagnosis: Diagnosis) -> Table:
 def _stragglers(diagnosis: Diagnosis) -> Table:
     table = _table("Stragglers", ("rank", True), ("costs the others, ms a step", True), ("cause", False))
     for one in diagnosis.stragglers:
-        table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(one.cause))
+        table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(plain(one.cause)))
     return table
 
 
@@ -69,7 +70,10 @@ def _links(diagnosis: Diagnosis) -> Table:
     table = _table("Links", ("from", False), ("to", False), ("goodput", True), ("utilisation", True))
     for link in diagnosis.links[:MAX_RANKS]:
         table.add_row(
-            Text(link.source), Text(link.target), format_rate(link.gbps), f"{100 * link.utilisation:.0f} %"
+            Text(plain(link.source)),
+            Text(plain(link.target)),
+            format_rate(link.gbps),
+            f"{100 * link.utilisation:.0f} %",
         )
     return table
 
@@ -78,7 +82,7 @@ def _path(diagnosis: Diagnosis) -> Table:
     title = f"Critical path of step {diagnosis.typical_step}, in the order of time"
     table = _table(title, ("rank", True), ("what", False), ("name", False), ("ms", True))
     for piece in diagnosis.critical_path[:MAX_PATH]:
-        table.add_row(str(piece.rank), Text(piece.kind), Text(piece.name), f"{piece.ms:.2f}")
+        table.add_row(str(piece.rank), Text(piece.kind), Text(plain(piece.name)), f"{piece.ms:.2f}")
     left_out = diagnosis.critical_path[MAX_PATH:]
     if left_out:
         table.add_row("", "…", f"{len(left_out)} more pieces", f"{sum(piece.ms for piece in left_out):.2f}")

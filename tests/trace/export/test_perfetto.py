@@ -91,6 +91,7 @@ def _expected(event: Event, origin_ns: int) -> tuple[object, ...]:
 
 def _check_arrows(trace: Trace, found: PerfettoFile) -> None:
     rows = match(trace, messages=True)
+    rows = rows.where((rows.kind != Kind.PUSH) & (rows.kind != Kind.PULL))
     spans = [
         (event.start_ns, event.end_ns)
         for _, events in sorted(trace.events.items())

@@ -28,24 +28,26 @@ def plain(trace: Trace, *without: str) -> dict[int, list[Event]]:
 
 
 def with_messages(rows: dict[int, list[Event]], step: int = 1, pieces: int = 3) -> dict[int, list[Event]]:
-    """Every collective with the messages of a ring that goes ``step`` ranks on, an all-reduced tensor in halves."""
+    """Every collective with messages of a ring that goes ``step`` ranks on, which each rank asks for as it comes to it.
+
+    The messages of who comes first are under way, as it seems, for as long as others are late.
+    """
     found = {}
     for rank, events in rows.items():
         own = list(events)
         for event in events:
             if event.kind != Kind.COLLECTIVE:
                 continue
-            length_ns, size_bytes = (
-                event.duration_ns // pieces,
-                ring_bytes(event.size_bytes, len(rows)) // pieces,
-            )
+            size_bytes = ring_bytes(event.size_bytes, len(rows)) // pieces
             for piece in range(pieces):
-                for kind, away in ((Kind.RECEIVE, -step), (Kind.SEND, step)):
-                    own.append(event._replace(
-                        kind=kind, start_ns=event.start_ns + piece * length_ns, size_bytes=size_bytes, enqueue_ns=-1,
-                        duration_ns=length_ns if kind == Kind.RECEIVE else event.duration_ns - piece * length_ns,
-                        peer=(rank + away) % len(rows), algorithm="",
-                    ))  # fmt: skip
+                start_ns = event.enqueue_ns + piece
+                own += (
+                    event._replace(
+                        kind=kind, start_ns=start_ns, duration_ns=event.end_ns - start_ns, enqueue_ns=start_ns,
+                        size_bytes=size_bytes, peer=(rank + away) % len(rows), algorithm="",
+                    )
+                    for kind, away in ((Kind.RECEIVE, -step), (Kind.SEND, step))
+                )  # fmt: skip
         found[rank] = own
     return found
 
@@ -267,6 +269,19 @@ def test_connections_of_one_link_are_busy_independently_of_each_other() -> None:
     lengths = [event.duration_ns for event in rows[0] if event.kind == Kind.STEP]
     assert found["host0", "host1"].gbps == pytest.approx(8 * 4000 * len(lengths) / (0.75 * sum(lengths)))
     assert found["host1", "host0"].utilisation == pytest.approx(1.0)
+
+
+def test_a_link_is_no_quicker_than_the_kernel_saw_data_arrive() -> None:
+    rows = with_links(events_of(JOB), {(0, 2): (3_000_000, 1e-6), (1, 2): (3_000_000, 0.9)})
+    for rank, events in rows.items():
+        events += [
+            event._replace(kind=Kind.DELIVERY_RATE, start_ns=event.end_ns, duration_ns=0, size_bytes=10**9)
+            for event in events
+            if (event.kind, rank) in ((Kind.LINK, 0), (Kind.LINK, 1))
+        ]
+    found = links_of(trace_of(rows))
+    assert found["host0", "host2"].gbps == pytest.approx(8.0)
+    assert found["host1", "host2"].utilisation == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ class Arrows:
 def find_arrows(trace: Trace) -> Arrows:
     """Match communication across ranks and find what set what off."""
     rows = match(trace, messages=True)
+    rows = rows.where(np.isin(rows.kind, MATCHED))
+    rows = rows.where(np.isin(rows.kind, MATCHED))  # workers hand gradients to servers, not to each other
     event, start, end = [], [], []
     for _, events in sorted(trace.events.items()):  # in the order of the rows
         own = np.flatnonzero(np.logical_or.reduce([events.kind == kind for kind in MATCHED]))

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from headway import files
-from headway.errors import TraceError
+from headway.errors import TraceError, one_line
 from headway.model import ModelSpec
 from headway.trace.clocks import aligned, fit_clocks, meetings_of
 from headway.trace.events import Events, Kind
@@ -177,7 +177,8 @@ def _manifest(job: Job, clocks: Mapping[str, Mapping[int, ClockFit]], notes: Seq
         groups={name: members for one in job.workers.values() for name, members in one.groups.items()},
         notes=tuple(
             dict.fromkeys(
-                [
+                one_line(note, limit=1000)
+                for note in [
                     *([f"{missing} of {job.world_size} ranks are not in this trace."] if missing else []),
                     *job.notes,
                     *notes,
@@ -205,10 +206,10 @@ def _said_by_ranks(job: Job) -> list[str]:
 def _info(rank: int, one: ForeignRank, job: Job, clock: ClockFit) -> RankInfo:
     return RankInfo(
         rank=rank,
-        host=one.host or f"{one.role}{rank}",
+        host=one_line(one.host) or f"{one.role}{rank}",
         world_size=job.world_size,
-        backend=one.backend,
-        version=one.version,
+        backend=one_line(one.backend),
+        version=one_line(one.version),
         source=one.source,
         clock=clock,
         dropped_events=one.dropped_events,

@@ -48,6 +48,7 @@ class _Connection:
 class Use:
     """What a connection sent in one step, and for how long it was held up by nothing but the network.
 
+    The kernel counts that time in ticks, of which there are 100 to 1000 a second: it is right over many steps only.
     ``delivered_bytes_a_s`` is the kernel's latest estimate of the rate at which data arrive. It stays high where a
     receiver's acknowledgements are what is held up, which makes a connection busy that is not slow.
     """
