@@ -71,6 +71,12 @@ def test_a_rank_that_is_late_in_half_of_the_steps_is_a_straggler() -> None:
     assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.15)
 
 
+@pytest.mark.parametrize("world_size", SIZES)
+def test_who_causes_nearly_all_waiting_is_to_blame_in_however_few_steps(world_size: int) -> None:
+    job = replace(JOB, world_size=world_size, steps=5, jitter=0.3, extras=(Extra(1, "rest", 200.0, (2,)),))
+    assert only_finding(found_in(job), "straggler").ranks == (1,)
+
+
 @pytest.mark.parametrize(("ms", "steps"), [(900.0, (11,)), (300.0, range(2, 30, 6))])
 def test_a_stall_beside_it_makes_no_straggler(ms: float, steps: Container[int]) -> None:
     job = replace(uneven(4, steps=30), extras=(Extra(1, "rest", ms, steps),))

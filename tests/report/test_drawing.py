@@ -105,7 +105,7 @@ def test_parameter_servers_are_drawn() -> None:
     assert rows[Kind.PUSH] == rows[Kind.PULL] == COMMUNICATION
     assert rows[Kind.SUM] == COMPUTE
     push = next(box for box in drawing.boxes if box.kind == Kind.PUSH)
-    assert push.detail == "5.0 MB, rank 2 at the other end"
+    assert push.detail == "5.0 MB, to rank 2"
 
 
 def test_too_many_ranks_are_sampled_with_those_that_matter() -> None:

@@ -61,7 +61,7 @@ def communication_shape(
         busy_ms=sum(int(time.per_step(time.communicating).sum()) for time in times.values()) / steps / 1e6,
         backward_ms=sum(int(time.per_step(time.backward).sum()) for time in times.values()) / steps / 1e6,
         blocking_ms=blocking_ms,
-        blocking_name=max(set(names), key=names.count) if names else "",
+        blocking_name=max(dict.fromkeys(names), key=names.count, default=""),
         blocking_count=len(names) / steps,
     )
 

@@ -6,11 +6,28 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.trace.readers.fuzzing.cases import CRASHED, GOOD, JOBS, LARGE, SLOW, make_case, run_case
+from tests.trace.readers.fuzzing import cases
+from tests.trace.readers.fuzzing.cases import (
+    CRASHED,
+    GOOD,
+    JOBS,
+    LARGE,
+    LITTERED,
+    SLOW,
+    WORDY,
+    make_case,
+    run_case,
+)
 
+from headway.errors import TraceError
 from headway.trace.readers.formats import FORMATS
 
 
@@ -25,9 +42,40 @@ def test_harm_is_reported_and_nothing_else_escapes(job: str, seed: int) -> None:
     assert outcome.kind in GOOD, f"{outcome.kind} after {outcome.seconds:.1f} s: {outcome.said}"
 
 
-def test_bounds_are_held_against_what_happens() -> None:
-    """That what should not be would be seen: a case that takes long, much memory, or raises."""
+def _take_long(*_arguments: object, **_options: object) -> None:
+    time.sleep(0.2)
+    raise TraceError("late")
+
+
+def _take_much(*_arguments: object, **_options: object) -> None:
+    raise TraceError(f"large: {np.ones(40 * 2**20, dtype=np.int8).sum()}")
+
+
+def _raise(*_arguments: object, **_options: object) -> None:
+    raise KeyError("missing")
+
+
+def _forge(*_arguments: object, **_options: object) -> None:
+    error = TraceError("one")
+    error.args = ("one\nheadway: two",)
+    raise error
+
+
+def _litter(source: Path, out: Path, **_options: object) -> None:
+    (out.parent / ".out.half").write_text("half")
+    raise TraceError("half")
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [(_take_long, SLOW), (_take_much, LARGE), (_raise, CRASHED), (_forge, WORDY), (_litter, LITTERED)],
+)
+def test_what_should_not_be_is_seen(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[..., None], kind: str
+) -> None:
     case = make_case(random.Random(1), "horovod")
     assert run_case(case).kind in GOOD
-    for what, kind in ((_slow, SLOW), (_large, LARGE), (_crash, CRASHED)):
-        assert run_case(case, what).kind == kind
+    monkeypatch.setattr(cases, "import_trace", act)
+    monkeypatch.setattr(cases, "LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(cases, "LIMIT_S", 0.1 if kind == SLOW else 60)
+    assert run_case(case).kind == kind

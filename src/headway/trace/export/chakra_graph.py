@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from headway.diagnose.communication import inner_messages
 from headway.diagnose.timeline import REST, Segment, segments
 from headway.trace.events import Event, Events, Kind
 
@@ -81,15 +82,10 @@ def graph_of(events: Events, start_ns: int, end_ns: int) -> list[Piece]:
 
 def _communication(events: Events, start_ns: int, end_ns: int) -> Iterator[Event]:
     """Collectives, and messages that are no part of one."""
-    rows = list(events.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE))
-    collectives = {
-        (row.group, row.sequence) for row in rows if row.kind == Kind.COLLECTIVE and row.sequence >= 0
-    }
-    for row in rows:
+    whole = events.where(~inner_messages(events))
+    for row in whole.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE):
         asked_ns = row.enqueue_ns if row.enqueue_ns >= 0 else row.start_ns
-        if asked_ns >= end_ns or row.end_ns <= start_ns:
-            continue
-        if row.kind == Kind.COLLECTIVE or (row.group, row.sequence) not in collectives:
+        if asked_ns < end_ns and row.end_ns > start_ns:
             yield row
 
 

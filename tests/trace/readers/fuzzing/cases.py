@@ -49,7 +49,7 @@ JOBS: dict[str, list[str]] = {
     "horovod, unmarked": ["horovod/unmarked.json"],
 }
 LIMIT_S = 5.0
-LIMIT_BYTES = 300 * 2**20  # the libraries that a first case loads, and
+LIMIT_BYTES = 150 * 2**20  # the libraries that a first case loads, and
 LIMIT_RATIO = 150  # of what is imported, unpacked
 IMPORTED, REFUSED = GOOD = ("imported", "refused")
 CRASHED, UNDIAGNOSED = "crashed", "cannot be diagnosed"
