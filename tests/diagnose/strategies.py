@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from tests.synthetic import Connections, SyntheticJob, trace_of
 
+from headway.model import ModelSpec, ParameterSpec
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace
 
@@ -80,7 +81,10 @@ def any_traces(draw: st.DrawFn) -> Trace:
         rows[rank] += draw(st.lists(_compute_events(), max_size=15))
         rows[rank] += draw(st.lists(_communication_events(), max_size=8))
         rows[rank] += draw(st.lists(_counts(), max_size=8))
-    return trace_of(rows)
+    weight = ParameterSpec(
+        name="w", shape=(draw(st.sampled_from([0, 1, 100_000])),), dtype="float32", module=""
+    )
+    return trace_of(rows, model=ModelSpec(parameters=(weight,)))
 
 
 jobs = st.builds(

@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from headway import intervals
+from headway.diagnose.breakdown import NS_A_MS
 from headway.diagnose.communication import Communications
 from headway.diagnose.findings import Finding, milliseconds, of_each_step
 from headway.diagnose.timeline import RankTime
-from headway.trace.events import Kind
+from headway.intervals import Ints
+from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 from headway.units import format_bytes
 
 STANDS_OUT = 0.05  # of the step
 MOST_GRADIENTS = 0.5  # of the model's bytes: from here on, what is reduced after backward are the gradients
 _REDUCING = ("all_reduce", "reduce_scatter")
+_NEVER = np.iinfo(np.int64).min
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -35,42 +41,66 @@ def find_late_launch(trace: Trace, times: dict[int, RankTime], rows: Communicati
     whole = sum(parameter.size_bytes for parameter in trace.model.parameters)
     if not whole:
         return None
-    counts, sizes, ready_ns, waited_ns, hideable_ns = [], [], [], [], []
-    for rank, time in times.items():
-        events = trace.events[rank]
-        passes, ready = events.of_kind(Kind.BACKWARD_PASS), events.of_kind(Kind.GRADIENT_READY)
-        own = rows.where((rows.rank == rank) & (rows.bucket < 0) & np.isin(rows.name.astype(str), _REDUCING))
-        for start, end, backward_ns in zip(
-            time.step_start_ns.tolist(),
-            time.step_end_ns.tolist(),
-            time.per_step(time.backward).tolist(),
-            strict=True,
-        ):
-            ends = passes.end_ns[(passes.start_ns >= start) & (passes.end_ns <= end)]
-            here = (
-                (own.enqueue_ns >= start) & (own.end_ns <= end) & (own.enqueue_ns >= ends.max(initial=start))
-            )
-            if not len(ends) or own.size_bytes[here].sum() < MOST_GRADIENTS * whole:
-                continue
-            span = intervals.union(own.arrival_ns[here], own.end_ns[here])
-            waited = intervals.length_ns(intervals.intersect(time.exposed, span))
-            moments = ready.start_ns[(ready.start_ns >= start) & (ready.start_ns <= end)]
-            counts.append(int(here.sum()))
-            sizes.append(int(own.size_bytes[here].sum()))
-            if len(moments):
-                ready_ns.append(float(own.enqueue_ns[here].mean() - moments.mean()))
-            waited_ns.append(waited)
-            hideable_ns.append(min(waited, backward_ns))
-    steps = sum(len(time.step_start_ns) for time in times.values())
-    if len(counts) < 0.5 * steps:
-        return None
-    return LateLaunch(
-        collectives=float(np.mean(counts)),
-        size_bytes=float(np.mean(sizes)),
-        ready_ms=float(np.mean(ready_ns)) / 1e6 if ready_ns else None,
-        waited_ms=float(np.sum(waited_ns)) / steps / 1e6,
-        cost_ms=float(np.sum(hideable_ns)) / steps / 1e6,
+    reducing = rows.where((rows.bucket < 0) & np.isin(rows.name.astype(str), _REDUCING))
+    found = [
+        _late_steps(time, trace.events[rank], reducing.of_rank(rank), MOST_GRADIENTS * whole)
+        for rank, time in times.items()
+    ]
+    counts, sizes, ready_ns, waited_ns, hideable_ns = (
+        np.concatenate(column) for column in zip(*found, strict=True)
     )
+    steps = sum(len(time.step_start_ns) for time in times.values())
+    if not len(counts) or len(counts) < 0.5 * steps:
+        return None
+    known_ns = ready_ns[~np.isnan(ready_ns)]
+    return LateLaunch(
+        collectives=float(counts.mean()),
+        size_bytes=float(sizes.mean()),
+        ready_ms=float(known_ns.mean()) / NS_A_MS if len(known_ns) else None,
+        waited_ms=float(waited_ns.sum()) / steps / NS_A_MS,
+        cost_ms=float(hideable_ns.sum()) / steps / NS_A_MS,
+    )
+
+
+def _late_steps(
+    time: RankTime, events: Events, own: Communications, least_bytes: float
+) -> tuple[Floats, ...]:
+    """One rank's steps that reduce at least ``least_bytes`` when their backward is over.
+
+    Of each: how many collectives, their bytes, for how long the gradients had been ready (NaN where nobody knows), how
+    long they were waited for, and how much of that backward could have hidden.
+    """
+    steps = len(time.step_start_ns)
+    passes, ready = events.of_kind(Kind.BACKWARD_PASS), events.of_kind(Kind.GRADIENT_READY)
+    over = np.full(steps, _NEVER)  # when backward is over
+    of_pass, within = _steps_of(time, passes.start_ns, passes.end_ns)
+    np.maximum.at(over, of_pass[within], passes.end_ns[within])
+    of_row, within = _steps_of(time, own.enqueue_ns, own.end_ns)
+    late = within & (own.enqueue_ns >= over[of_row]) & (over[of_row] > _NEVER)
+    sizes = np.bincount(of_row[late], own.size_bytes[late], steps).astype(np.float64)
+    told = (sizes > 0) & (sizes >= least_bytes)
+    late &= told[of_row]
+    spans = intervals.union(own.arrival_ns[late], own.end_ns[late])
+    waited = time.per_step(intervals.intersect(time.exposed, spans)).astype(np.float64)
+    of_ready, within = _steps_of(time, ready.start_ns, ready.start_ns)
+    asked = _mean_since_start(time, of_row[late], own.enqueue_ns[late])
+    ready_for = asked - _mean_since_start(time, of_ready[within], ready.start_ns[within])
+    counts = np.bincount(of_row[late], minlength=steps).astype(np.float64)
+    hideable = np.minimum(waited, time.per_step(time.backward).astype(np.float64))
+    return tuple(column[told] for column in (counts, sizes, ready_for, waited, hideable))
+
+
+def _steps_of(time: RankTime, starts: Ints, ends: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """The place of the step in which each span begins, and whether it lies in it as a whole."""
+    steps = np.maximum(np.searchsorted(time.step_start_ns, starts, side="right") - 1, 0)
+    return steps, (starts >= time.step_start_ns[steps]) & (ends <= time.step_end_ns[steps])
+
+
+def _mean_since_start(time: RankTime, steps: Ints, moments: Ints) -> Floats:
+    """The mean of each step's moments, counted from its start; NaN where it has none."""
+    since = np.bincount(steps, moments - time.step_start_ns[steps], len(time.step_start_ns))
+    count = np.bincount(steps, minlength=len(time.step_start_ns))
+    return np.where(count > 0, since / np.maximum(count, 1), np.nan)
 
 
 def launch_finding(late: LateLaunch, step_ms: float) -> Finding:

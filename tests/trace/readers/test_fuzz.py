@@ -1,4 +1,4 @@
-"""Every reader, through whole imports of harmed recordings: what comes out is a trace or one line, soon, in little memory.
+"""Every reader, through imports of harmed recordings: what comes out is a trace or one line, soon, in little memory.
 
 ``benchmarks/fuzz_readers.py`` runs the same kinds of cases in thousands.
 """

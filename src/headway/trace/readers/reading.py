@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
 from headway.errors import TraceError
-from headway.trace.readers.document import Found, on_disk, read_document
+from headway.trace.readers.document import Found, on_disk, read_document, shown
 from headway.trace.readers.foreign import Companion, ForeignRank, Reading
 from headway.trace.readers.formats import FORMATS, Format
 
@@ -76,8 +77,13 @@ def _outcomes(
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(_read_apart, path, name, tuple(beside), lenient) for path, name in apart]
         try:
-            for one in waiting:
-                yield one.result()
+            for one, (path, _) in zip(waiting, apart, strict=True):
+                try:
+                    yield one.result()
+                except (BrokenProcessPool, OSError):  # killed for want of memory, or the file is gone
+                    yield TraceError(
+                        f"{shown(path)} could not be read", got="its reader ended", fix="Read it by itself."
+                    )
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -93,6 +99,8 @@ def _outcome(
         return chosen.read(read_document(found, lenient=lenient), beside)
     except TraceError as failure:
         return failure
+    except MemoryError:
+        return TraceError(f"{found.name} takes more memory than there is", got=f"{found.size_bytes} bytes")
 
 
 def _read_apart(

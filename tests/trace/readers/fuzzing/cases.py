@@ -1,4 +1,4 @@
-"""Cases: fixtures of a job, one or two of them harmed, imported as a whole; and what came of it, within which bounds."""
+"""Cases: fixtures of a job, one or two of them harmed, imported as a whole; and what came of it, within bounds."""
 
 from __future__ import annotations
 

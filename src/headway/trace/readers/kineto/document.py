@@ -162,7 +162,7 @@ class KinetoDocument:
 
 
 _PLACE = attrgetter("pid", "tid")
-_NOT_JSON = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)")
+_NOT_JSON = re.compile(rb"([:\[,]\s*)-?(?:NaN|Infinity)(?=\s*[,\]}])")
 _ARGUMENTS = msgspec.json.Decoder(Arguments)
 _EMPTY = Arguments()
 
@@ -216,9 +216,10 @@ def _decode(data: bytes) -> tuple[Head, Sequence[Entry]]:
     try:
         return _decode_json(data)
     except msgspec.DecodeError:
-        if not _NOT_JSON.search(data):
+        finite, count = _NOT_JSON.subn(rb"\1null", data)
+        if not count:
             raise
-        return _decode_json(msgspec.json.encode(json.loads(data)))
+        return _decode_json(finite)
 
 
 def _decode_json(data: bytes) -> tuple[Head, Sequence[Entry]]:

@@ -1,0 +1,85 @@
+"""Several documents, one after the other or side by side in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.trace.readers.kineto_documents import document, job_events
+
+from headway.errors import TraceError
+from headway.trace.folder import load_trace
+from headway.trace.readers import reading
+from headway.trace.readers.importing import import_trace
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for rank in range(3):
+        (folder / f"rank{rank}.json").write_bytes(document(job_events(), rank=rank, world=3))
+    return folder
+
+
+@pytest.mark.processes
+def test_side_by_side_is_the_same_as_one_after_the_other(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    import_trace(source, tmp_path / "one")
+    monkeypatch.setattr(reading, "WORTH_BYTES", 0)
+    import_trace(source, tmp_path / "many", workers=2, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    one, many = load_trace(tmp_path / "one"), load_trace(tmp_path / "many")
+    assert one.manifest == many.manifest
+    for rank, events in one.events.items():
+        assert list(events) == list(many.events[rank])
+    (source / "rank1.json").write_bytes(b'{"schemaVersion": 1, "traceEvents": [')
+    with pytest.raises(TraceError, match=r"rank1\.json is damaged"):
+        import_trace(source, tmp_path / "strict", workers=2)
+    done = import_trace(source, tmp_path / "lenient", workers=2, lenient=True)
+    assert [info.rank for info in done.manifest.ranks] == [0, 2]
+
+
+class _Killed:
+    """A pool whose processes are killed."""
+
+    def __init__(self, *_arguments: object, **_options: object) -> None:
+        pass
+
+    def __enter__(self) -> _Killed:
+        return self
+
+    def __exit__(self, *_details: object) -> None:
+        pass
+
+    def submit(self, *_arguments: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(BrokenProcessPool("a process was terminated abruptly"))
+        return future
+
+    def shutdown(self, **_options: object) -> None:
+        pass
+
+
+def test_a_reader_that_is_killed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "WORTH_BYTES", 0)
+    monkeypatch.setattr(reading, "ProcessPoolExecutor", _Killed)
+    for lenient in (False, True):
+        with pytest.raises(TraceError, match=r"rank0\.json could not be read; got its reader ended"):
+            import_trace(source, tmp_path / "out", workers=2, lenient=lenient)
+
+
+def test_memory_that_does_not_suffice(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_arguments: object) -> Callable[..., object]:
+        return np.ones(2**50)  # type: ignore[return-value]
+
+    monkeypatch.setattr("headway.trace.readers.kineto.reader.read", allocate)
+    with pytest.raises(TraceError, match=r"rank0\.json takes more memory than there is; got \d+ bytes"):
+        import_trace(source, tmp_path / "out")
