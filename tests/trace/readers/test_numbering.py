@@ -146,7 +146,9 @@ def test_few_collectives() -> None:
 def test_sizes_that_ranks_may_state_differently() -> None:
     for name, same in (("all_to_all", True), ("all_gather", True), ("all_reduce", False)):
         events = {
-            rank: Events.from_rows([collective(10 * MS * n, name=name, size=n + 100 * rank) for n in range(9)])
+            rank: Events.from_rows(
+                [collective(10 * MS * n, name=name, size=n + 100 * rank) for n in range(9)]
+            )
             for rank in range(2)
         }
         number_collectives(events)
