@@ -27,6 +27,7 @@ from headway.errors import TraceError
 from headway.trace.events import Kind
 from headway.trace.readers.foreign import Document
 from headway.trace.readers.kineto import reader
+from headway.trace.readers.kineto.document import parse
 
 
 def test_elements_of_lists_of_tensors_are_as_large_as_gloo_says() -> None:
@@ -142,6 +143,32 @@ def test_what_takes_no_time_is_no_recording() -> None:
     for events in ([], [{"ph": "M", "name": "process_name"}], [step(1, 0, 5) | {"ph": "i"}]):
         with pytest.raises(TraceError, match="holds no operators and no kernels"):
             read_document(events)
+
+
+OPEN = b'{"schemaVersion": 1, "traceEvents": ['
+
+
+@pytest.mark.timeout(120)  # a second or two each, if it does not grow with the square of their length
+@pytest.mark.parametrize(
+    "data",
+    [
+        OPEN + b"{" * 5_000_000, OPEN + b'{"a":' * 500_000, OPEN + b'{"ph": "X", "name": "a", "args": {' * 100_000,
+        OPEN + b'{"name": "' + b'\\"{' * 1_000_000, OPEN + b'{"name": "' + b"{" * 5_000_000 + b'"', b"[" * 3_000_000,
+        OPEN + b'{"ts": ' + b"9" * 3_000_000 + b"}", OPEN + (b'{"ts": ' + b"9" * 5_000 + b"},") * 1_000,
+        OPEN + b"{}," * 500_000, OPEN + b":NaN" * 1_000_000, OPEN + b"NaN" + b", " * 500_000, OPEN + b" " * 5_000_000,
+    ],
+    ids=lambda data: data[:60].decode(),
+)  # fmt: skip
+def test_damage_without_end(data: bytes) -> None:
+    harmed(lambda lenient: reader.read(Document("a.json", data, lenient=lenient)))
+
+
+def test_not_a_number_in_a_text_stays() -> None:
+    """Unless it looks just like a number there, too."""
+    events = [*job_events(), span("cpu_op", "loss: NaN", 100, 5, weight="@")]
+    data = document(events).replace(b'"@"', b"NaN")
+    names = {entry.name for entry in parse(Document("a", data)).entries}
+    assert "loss: NaN" in names
 
 
 def harmed(make: Callable[[bool], object]) -> None:

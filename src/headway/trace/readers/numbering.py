@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.trace.events import Events, Ints, Kind
-from headway.trace.readers.pairing import Ended, paired, same_order
+from headway.trace.readers.ended import Ended
+from headway.trace.readers.pairing import paired, same_order
 
 _OWN_SIZES = ("all_to_all", "all_gather", "send_receive", "broadcast")  # ranks may well state different sizes
 

@@ -8,59 +8,17 @@ at which most of their collectives end together is right, however far the clocks
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from headway.trace.events import Ints
+from headway.trace.readers.distances import FINEST_NS, TOGETHER_NS, distance_of_clocks_ns
+from headway.trace.readers.ended import Ended, Flags, nearest
 
-MOST_APART = 32  # collectives of one kind that one rank may have recorded before another's first
-TOGETHER_NS = 2_000_000  # how far ends may be apart, drift of clocks over a recording included
 LEAST_PAIRS, LEAST_SHARE = 3, 0.3  # of ends that have to agree
-_WINDOWS_NS = (TOGETHER_NS, 600_000, 200_000, 60_000)  # within which distances may be one
-_GUESSES = 4  # of the distance, a window
-_SAMPLE = 1_000  # collectives of a rank from which its distance is told
-_FINEST_NS = 20_000  # what lies more closely together cannot be told apart
 _TAIL = 6.0  # how many times the usual ends may be apart
 _LATE_NS = 50_000_000  # how far they may be apart if nothing was lost, so that order tells which is which
 _LOSSLESS, _MANY = 0.02, 0.1  # shares of collectives that are lost: none, as it were; too many to go by order
-
-Flags = npt.NDArray[np.bool_]
-Indices = npt.NDArray[np.intp]
-
-
-@dataclass(frozen=True, eq=False)
-class Ended:
-    """One rank's collectives as columns, in the order of their ends. ``key`` tells kinds apart."""
-
-    number: Ints
-    key: Ints
-    end_ns: Ints
-    asked_ns: Ints
-    step: Ints
-
-    def __len__(self) -> int:
-        return len(self.number)
-
-    def where(self, picked: Flags | Indices) -> Ended:
-        """Those that ``picked`` picks."""
-        return Ended(**{field.name: getattr(self, field.name)[picked] for field in fields(self)})
-
-    def numbered(self, number: Ints) -> Ended:
-        """The same under other numbers."""
-        return replace(self, number=number)
-
-    def extended(self, other: Ended, moved_ns: Ints) -> Ended:
-        """These and ``other``, whose clock is ahead by ``moved_ns``."""
-        others = replace(other, end_ns=other.end_ns - moved_ns)
-        joined = Ended(
-            **{
-                field.name: np.concatenate([getattr(self, field.name), getattr(others, field.name)])
-                for field in fields(self)
-            }
-        )
-        return joined.where(np.argsort(joined.end_ns, kind="stable"))
 
 
 def paired(known: Ended, own: Ended) -> tuple[Ints, Ints | None]:
@@ -68,15 +26,15 @@ def paired(known: Ended, own: Ended) -> tuple[Ints, Ints | None]:
 
     That is None where too few end together.
     """
-    distance_ns = _distance_ns(known, own)
+    distance_ns = distance_of_clocks_ns(known, own)
     moved_ns = np.full(len(own), distance_ns, dtype=np.int64)
-    pair = _nearest(known, own, moved_ns, TOGETHER_NS)
+    pair = nearest(known, own, moved_ns, TOGETHER_NS)
     fewest = min(len(known), len(own))
     if (pair >= 0).sum() < max(min(LEAST_PAIRS, fewest), LEAST_SHARE * fewest):
         return np.full(len(own), -1, dtype=np.int64), None
     moved_ns, usual_ns = _line(known, own, pair, distance_ns)
-    near_ns = min(TOGETHER_NS, max(_FINEST_NS, round(_TAIL * usual_ns)))
-    pair = _nearest(known, own, moved_ns, near_ns)
+    near_ns = min(TOGETHER_NS, max(FINEST_NS, round(_TAIL * usual_ns)))
+    pair = nearest(known, own, moved_ns, near_ns)
     lost = _lost_share(known, own)
     if lost <= _MANY:
         late_ns = _LATE_NS if lost <= _LOSSLESS else min(TOGETHER_NS, round(_TAIL * near_ns))
@@ -98,84 +56,6 @@ def _places(ended: Ended) -> list[tuple[int, int, int]]:
         counted[kind] = counted.get(kind, -1) + 1
         places[index] = (*kind, counted[kind])
     return places
-
-
-def _distance_ns(known: Ended, own: Ended) -> int:
-    """The distance at which the most collectives end together the most closely."""
-    here, there = _candidates(known, own)
-    apart_ns = np.sort(own.end_ns[here] - known.end_ns[there])
-    looked_at = own.where(np.unique(here))
-    best, distance_ns = -1.0, 0
-    for guess_ns in {one for window_ns in _WINDOWS_NS for one in _commonest(apart_ns, window_ns)}:
-        pair = _nearest(known, looked_at, np.full(len(looked_at), guess_ns), TOGETHER_NS)
-        matched = np.flatnonzero(pair >= 0)
-        off_ns = np.abs(looked_at.end_ns[matched] - guess_ns - known.end_ns[pair[matched]])
-        # How much likelier each is at the right distance than at any: steps are numbered alike, too.
-        likelier = np.log(TOGETHER_NS / np.clip(off_ns, _FINEST_NS, TOGETHER_NS))
-        likely = float(
-            (likelier * np.where(looked_at.step[matched] == known.step[pair[matched]], 1.0, 0.6)).sum()
-        )
-        if likely > best:
-            best, distance_ns = likely, guess_ns
-    return distance_ns
-
-
-def _commonest(apart_ns: Ints, window_ns: int) -> list[int]:
-    """The middles of the windows that hold the most of the sorted ``apart_ns``, the first few that do not overlap."""
-    within = np.searchsorted(apart_ns, apart_ns + window_ns, side="right") - np.arange(len(apart_ns))
-    found: list[int] = []
-    while len(found) < _GUESSES and within.any():
-        begin = int(np.argmax(within))
-        found.append(int(np.median(apart_ns[begin : begin + within[begin]])))
-        within[np.abs(apart_ns - apart_ns[begin]) <= window_ns] = 0
-    return found
-
-
-def _candidates(known: Ended, own: Ended) -> tuple[Indices, Indices]:
-    """Pairs of one kind that may be the same collective: about as manieth of their kind, in about the same step."""
-    heres, theres = [], []
-    every = -(-len(own) // _SAMPLE)
-    for key in np.intersect1d(known.key, own.key).tolist():
-        mine, others = np.flatnonzero(own.key == key), np.flatnonzero(known.key == key)
-        looked_at = np.arange(0, len(mine), every)
-        place = looked_at[:, None] + np.arange(-MOST_APART, MOST_APART + 1)
-        row, column = np.nonzero((place >= 0) & (place < len(others)))
-        heres.append(mine[looked_at[row]])
-        theres.append(others[place[row, column]])
-    here, there = (
-        np.concatenate(parts) if parts else np.zeros(0, dtype=np.intp) for parts in (heres, theres)
-    )
-    near = np.abs(own.step[here] - known.step[there]) <= 1
-    return here[near], there[near]
-
-
-def _nearest(known: Ended, own: Ended, moved_ns: Ints, most_ns: int) -> Ints:
-    """For each of ``own`` the index of its partner in ``known``, or -1: those that end most closely together first."""
-    heres, theres = [], []
-    end_ns = own.end_ns - moved_ns
-    for key in np.intersect1d(known.key, own.key).tolist():
-        mine, others = np.flatnonzero(own.key == key), np.flatnonzero(known.key == key)
-        place = np.searchsorted(known.end_ns[others], end_ns[mine])
-        for shift in (-2, -1, 0, 1):
-            some = (place + shift >= 0) & (place + shift < len(others))
-            heres.append(mine[some])
-            theres.append(others[(place + shift)[some]])
-    pair = np.full(len(own), -1, dtype=np.int64)
-    if not heres:
-        return pair
-    here, there = np.concatenate(heres), np.concatenate(theres)
-    off_ns = np.abs(end_ns[here] - known.end_ns[there])
-    near = np.flatnonzero(off_ns <= most_ns)
-    near = near[np.argsort(off_ns[near], kind="stable")]
-    taken = np.zeros(len(known), dtype=bool)
-    for one, other in zip(here[near].tolist(), there[near].tolist(), strict=True):
-        if pair[one] < 0 and not taken[other]:
-            pair[one] = other
-            taken[other] = True
-    for key in np.unique(own.key).tolist():  # what ended first is what ended first
-        matched = np.flatnonzero((own.key == key) & (pair >= 0))
-        pair[matched] = np.sort(pair[matched])
-    return pair
 
 
 def _line(known: Ended, own: Ended, pair: Ints, distance_ns: int) -> tuple[Ints, float]:

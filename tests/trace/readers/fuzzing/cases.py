@@ -70,7 +70,8 @@ class Case:
 class Outcome:
     """What came of a case: one of GOOD or of what should not be.
 
-    ``growth_bytes`` is how much more memory the process needed at its peak than before.
+    ``seconds`` are the processor's, as machines are shared. ``growth_bytes`` is how much more memory the process needed
+    at its peak than before.
     """
 
     kind: str
@@ -176,7 +177,7 @@ def run_case(case: Case) -> Outcome:
 
 def _imported(case: Case, folder: Path) -> Outcome:
     before_bytes = _reset_peak()
-    begin = time.monotonic()
+    begin = time.process_time()
     kind, said = IMPORTED, ""
     try:
         import_trace(folder / "in", folder / "out", lenient=case.lenient, format_name=case.format_name)
@@ -191,7 +192,7 @@ def _imported(case: Case, folder: Path) -> Outcome:
             diagnose(load_trace(folder / "out"))
         except Exception:
             kind, said = UNDIAGNOSED, traceback.format_exc()
-    seconds, growth_bytes = time.monotonic() - begin, _peak() - before_bytes
+    seconds, growth_bytes = time.process_time() - begin, _peak() - before_bytes
     behind = {path.name for path in folder.iterdir()}
     if kind in GOOD and behind != ({"in", "out"} if kind == IMPORTED else {"in"}):
         kind, said = LITTERED, f"{sorted(behind)} {said}"

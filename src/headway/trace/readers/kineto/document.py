@@ -304,7 +304,10 @@ def texts(values: list[Any]) -> Texts:
 
 _START = b'"traceEvents"'
 _ENTRY = msgspec.json.Decoder(Entry)
-_RESCANS = 20  # how often the whole of a damaged document may be looked through
+# What a damaged document may cost, in characters that are looked through: so many times its length, or at least some.
+_RESCANS, _LEAST_BUDGET = 8, 20_000_000
+_DEEP_COST = 100_000  # of brackets in a thousand brackets
+_PLACE_SHARE = 64  # to say where it failed the decoder counts lines from the beginning, this much quicker
 
 
 def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
@@ -315,7 +318,7 @@ def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
     text = data[begin + len(_START) :].decode(errors="replace")
     decoder = json.JSONDecoder()
     entries: list[Entry] = []
-    budget = _RESCANS * len(text)
+    budget = _RESCANS * len(text) + _LEAST_BUDGET
     broken, position = 0, text.find("{")
     while position >= 0 and len(entries) <= MAX_EVENTS and budget > 0:
         try:
@@ -324,14 +327,14 @@ def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
         except json.JSONDecodeError as failure:
             broken += 1
             end = position + 1
-            budget -= failure.pos - position
+            budget -= failure.pos - position + failure.pos // _PLACE_SHARE
         except (
             ValueError,
             RecursionError,
         ):  # numbers of thousands of digits, brackets in thousands of brackets
             broken += 1
             end = position + 1
-            budget -= 10_000
+            budget -= _DEEP_COST
         position = text.find("{", end)
     return _head(data[:begin]), entries, broken
 
