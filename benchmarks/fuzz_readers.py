@@ -65,7 +65,8 @@ def main() -> None:
     words = (
         f"{len(every)} imports of harmed recordings by {WORKERS} processes: {bad} ended otherwise than in a trace or "
         f"one line of error. The slowest took {slowest.outcome.seconds:.2f} s ({slowest.job}, case {slowest.seed}). "
-        "`growth_mb` is how much more memory a case needed at its peak than the process had before."
+        "Seconds are the processor's. `growth_mb` is how much more memory a case needed at its peak than the process "
+        "had."
     )
     report("fuzz_readers", [_row(job, found[job]) for job in jobs if found[job]], arguments, words)
     sys.exit(bad > 0)
