@@ -23,6 +23,9 @@ from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
 
 Work = Callable[[int], None]  # is told the channel it runs on
 
+FAILED_JOIN_S = 5.0
+"""How long the end of a thread is waited for after a failure, which has closed the connections that it waited on."""
+
 
 class Job:
     """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``."""
@@ -110,12 +113,18 @@ class Channels:
             raise CommunicationError(str(job.error)) from job.error.__cause__
 
     def stop(self) -> None:
-        """End the threads after what is queued; wait for that unless called on one of them."""
+        """End the threads after what is queued; wait for that unless called on one of them.
+
+        After a failure nothing is under way for long, and the wait is bounded. It must not be left out: a thread that
+        comes back from a collective while the interpreter ends takes the process down with it.
+        """
         for queue in self._queues:
             queue.put(None)
+        if threading.current_thread() in self._threads:
+            return
+        deadline = time.monotonic() + FAILED_JOIN_S
         for thread in self._threads:
-            if threading.current_thread() not in self._threads and self.failure is None:
-                thread.join()
+            thread.join(None if self.failure is None else max(0.0, deadline - time.monotonic()))
 
     def _serve(self, channel: int) -> None:
         stream = self._streams.new()

@@ -1,0 +1,84 @@
+"""Channels: jobs in order on threads, and what is left of those when a job has failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.errors import CommunicationError
+from headway.strategies.data_parallel.decoupled import communication
+from headway.strategies.data_parallel.decoupled.communication import Channels, Job
+from headway.strategies.data_parallel.decoupled.streams import Streams
+from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def channels(tmp_path: Path) -> Iterator[Channels]:
+    """Two channels of a job of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        groups = OwnGroups(host=(dist.new_group(), dist.new_group()))
+        yield Channels(groups, lambda: "rank 7 has ended", Streams(torch.device("cpu")))
+    finally:
+        dist.destroy_process_group()
+
+
+def _fail(_: int) -> None:
+    raise RuntimeError("connection reset")
+
+
+def test_threads_have_ended_when_channels_stop_after_a_failure(channels: Channels) -> None:
+    started = threading.Event()
+
+    def slow(_: int) -> None:
+        started.set()
+        time.sleep(0.3)
+
+    slowly = channels.submit(Job("all_reduce", 0, 4, slow))
+    assert started.wait(10)
+    failed = channels.submit(Job("all_reduce", 1, 4, _fail))
+    with pytest.raises(CommunicationError, match="rank 7 has ended"):
+        channels.wait(failed)
+    channels.stop()
+    assert slowly.done.is_set()
+    assert not any(thread.is_alive() for thread in channels._threads)
+
+
+def test_a_thread_that_does_not_end_is_not_waited_for_for_ever(
+    channels: Channels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communication, "FAILED_JOIN_S", 0.1)
+    started, may_end = threading.Event(), threading.Event()
+
+    def hang(_: int) -> None:
+        started.set()
+        may_end.wait(30)
+
+    stuck = channels.submit(Job("all_reduce", 0, 4, hang))
+    assert started.wait(10)
+    failed = channels.submit(Job("all_reduce", 1, 4, _fail))
+    with pytest.raises(CommunicationError):
+        channels.wait(failed)
+    channels.stop()
+    assert not stuck.done.is_set()
+    may_end.set()
+    stuck.done.wait(10)
+
+
+def test_jobs_after_a_failed_one_fail_without_running(channels: Channels) -> None:
+    with pytest.raises(CommunicationError):
+        channels.wait(channels.submit(Job("all_reduce", 0, 4, _fail)))
+    ran = threading.Event()
+    later = channels.submit(Job("all_reduce", 1, 4, lambda _: ran.set()))
+    with pytest.raises(CommunicationError, match="bucket 0"):
+        channels.wait(later)
+    assert not ran.is_set()
+    channels.stop()
