@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headway.diagnose.findings import Finding, of_each_step
 from headway.diagnose.timeline import RankTime
-from headway.trace.events import Events, Kind
-from headway.trace.readers.kineto.idle import SYNCHRONISING
+from headway.trace.events import Events, Idle, Kind
 
 STANDS_OUT = 0.10  # of the step
 MOSTLY = 0.5  # of the idleness
@@ -16,7 +15,7 @@ def idle_finding(times: dict[int, RankTime], events: dict[int, Events], step_ms:
     idle_ns = synchronising_ns = count = steps = 0
     for rank, time in times.items():
         rows = events[rank].of_kind(Kind.IDLE)
-        own = rows.name == SYNCHRONISING
+        own = rows.name == Idle.SYNCHRONISING
         idle_ns += int(rows.duration_ns.sum())
         synchronising_ns += int(rows.duration_ns[own].sum())
         count += int(own.sum())

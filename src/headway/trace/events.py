@@ -41,6 +41,13 @@ class Kind:
     PULL = "pull"  # a worker fetches a parameter from a parameter server
 
 
+class Idle:
+    """Why a device has nothing to do: the names of events of kind IDLE."""
+
+    LAUNCHING = "launching"  # its host does not launch fast enough
+    SYNCHRONISING = "synchronising"  # its host waits for it before it launches more
+
+
 class Stream:
     """The streams of a rank: what can go on at the same time."""
 
@@ -101,6 +108,11 @@ class Events:
         """When each event ended."""
         ends: Ints = self.start_ns + self.duration_ns
         return ends
+
+    @property
+    def whole_steps(self) -> set[int]:
+        """The numbers of the steps that were recorded from their start to their end."""
+        return set(np.unique(self.step[self.kind == Kind.STEP]).tolist())
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Events:
         """The events that ``mask`` (bool, one an event) picks."""

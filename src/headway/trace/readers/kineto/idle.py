@@ -6,27 +6,25 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
-from headway.trace.events import Texts
+from headway.trace.events import Idle, Texts
 from headway.trace.readers.kineto import phases
 from headway.trace.readers.kineto.document import LAUNCHES, KinetoDocument
 
-LAUNCHING = "launching"
-SYNCHRONISING = "synchronising"
 LEAST_NS = 5_000  # what lies between kernels that were queued is no idleness
 _BLOCKING = ("Synchronize", "StreamWaitValue")
 _COPIES = ("cudaMemcpy", "hipMemcpy")  # without Async they return when the copy is done
 
 
 def idle_reasons(document: KinetoDocument, gaps: intervals.Spans) -> Texts:
-    """For each gap of the device: SYNCHRONISING where the host was waiting for the device as it began, else LAUNCHING.
+    """For each gap of the device: synchronising where the host was waiting for the device as it began, else launching.
 
     A host that has waited launches the next kernel only then, and the device stands still meanwhile.
     """
     calls = document.of_category(*LAUNCHES)
     blocking = calls[phases.picked(document.name[calls], _blocks)]
     waiting = intervals.union(document.start_ns[blocking], document.end_ns[blocking])
-    reasons = np.full(len(gaps), LAUNCHING, dtype=object)
-    reasons[intervals.inside(waiting, gaps[:, 0])] = SYNCHRONISING
+    reasons = np.full(len(gaps), Idle.LAUNCHING, dtype=object)
+    reasons[intervals.inside(waiting, gaps[:, 0])] = Idle.SYNCHRONISING
     return reasons
 
 
