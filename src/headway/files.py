@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -41,12 +41,19 @@ def read_text(path: Path, error: type[UserError], what: str, limit_bytes: int = 
 
 
 def write_text(path: Path, text: str, error: type[UserError] = UserError) -> None:
-    """Write beside, then rename, so that a reader sees the old file or the whole new one."""
+    """Write a text file that is whole or absent."""
+    with file_written_whole(path, error) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[IO[bytes]]:
+    """Yield a file beside ``path`` that takes its name only when the block ends well: readers see no half of it."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                yield file
             Path(name).chmod(0o644)
             Path(name).replace(path)
         except BaseException:

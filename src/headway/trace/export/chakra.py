@@ -17,7 +17,6 @@ from headway import files
 from headway.errors import TraceError
 from headway.trace.events import Event, Events, Kind
 from headway.trace.export.chakra_graph import Communicated, Computed, Piece, graph_of
-from headway.trace.export.whole_file import binary_file_written_whole
 from headway.trace.format import RankInfo, Trace
 from headway.trace.readers.chakra.schema import COLLECTIVES, VERSION, NodeType, metadata_class, node_class
 from headway.version import __version__
@@ -51,7 +50,7 @@ def write_chakra(trace: Trace, folder: Path) -> list[Path]:
     with files.folder_written_whole(folder, TraceError) as beside:
         for info in trace.manifest.ranks:
             names.append(f"{_name(trace)}.{info.rank}.et")
-            with binary_file_written_whole(beside / names[-1], TraceError) as file:
+            with files.file_written_whole(beside / names[-1], TraceError) as file:
                 for message in _Rank(trace, info, groups, origin_ns).messages():
                     content: bytes = message.SerializeToString()
                     file.write(_varint(len(content)) + content)

@@ -24,7 +24,7 @@ from headway.trace.export.link_rates import link_rates
 from headway.trace.export.packets import Chunk, Column, Packets, protos
 from headway.trace.export.rank_pieces import RankPieces
 from headway.trace.export.rank_tracks import clean, rank_tracks
-from headway.trace.export.whole_file import binary_file_written_whole
+from headway.trace.export.whole_file import packed_file_written_whole
 from headway.trace.format import RankInfo, Trace
 
 MARK = "cause"  # the category of marks
@@ -45,7 +45,7 @@ def write_perfetto(trace: Trace, path: Path, progress: Callable[[int, int], None
     """
     require_perfetto()
     written = 0
-    with binary_file_written_whole(path) as file:
+    with packed_file_written_whole(path) as file:
         for count, content in _Writer(trace).chunks(progress):
             file.write(content)
             written += count
