@@ -139,7 +139,7 @@ def _step_times_ms(times: dict[int, RankTime]) -> tuple[float, ...]:
 def _common_steps(trace: Trace) -> tuple[int, ...]:
     steps = set(trace.steps)
     for events in trace.events.values():
-        steps &= {row.step for row in events.of_kind(Kind.STEP)}
+        steps &= events.whole_steps
     if not steps:
         raise TraceError(
             "no step was recorded on every rank",

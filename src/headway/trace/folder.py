@@ -12,7 +12,7 @@ import numpy as np
 from headway import files
 from headway.errors import TraceError
 from headway.model import ModelSpec
-from headway.trace.events import TEXT_COLUMNS, Event, Events, Kind
+from headway.trace.events import TEXT_COLUMNS, Event, Events
 from headway.trace.format import Manifest, RankInfo, Trace
 from headway.version import __version__
 
@@ -82,8 +82,8 @@ def _write_descriptions(folder: Path, manifest: Manifest, model: ModelSpec) -> N
     files.write_text(folder / MANIFEST, manifest.model_dump_json(indent=1), TraceError)
 
 
-def assemble(folder: Path) -> None:
-    """Turn a folder of rank files into a trace: write ``manifest.json`` and ``model.json`` from them.
+def assemble(folder: Path) -> Manifest:
+    """Turn a folder of rank files into a trace: write ``manifest.json``, which is returned, and ``model.json``.
 
     Raises TraceError where a rank's file is missing or damaged: nobody could load the trace.
     """
@@ -95,7 +95,7 @@ def assemble(folder: Path) -> None:
         info, rank_model = _described(path, table)
         infos.append(info)
         model = model or rank_model
-        own = {row.step for row in _to_events(path, table).of_kind("step")}
+        own = _to_events(path, table).whole_steps
         steps = own if steps is None else steps & own
     if model is None or not infos:
         raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet a rank")
@@ -113,6 +113,7 @@ def assemble(folder: Path) -> None:
         ranks=tuple(sorted(infos, key=lambda info: info.rank)),
     )
     _write_descriptions(folder, manifest, model)
+    return manifest
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -157,7 +158,7 @@ def _read_events(path: Path) -> Events:
 
 
 def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:
-    missing = sorted(set(manifest.steps) - set(events.of_kind(Kind.STEP).step.tolist()))
+    missing = sorted(set(manifest.steps) - events.whole_steps)
     if missing:
         raise TraceError(
             f"{path.name} lacks step {', '.join(map(str, missing[:8]))}",

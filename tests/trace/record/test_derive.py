@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 from headway.trace.events import Event, Kind, Stream
-from headway.trace.format import ClockFit
 from headway.trace.record.collectives import ObservedCollective
-from headway.trace.record.derive import StrategySpan, aligned_rows, collective_rows, wait_rows
+from headway.trace.record.derive import StrategySpan, collective_rows, wait_rows
 
 
 def seen(
@@ -66,9 +65,3 @@ def test_a_strategy_s_own_spans_become_events() -> None:
     (row,) = collective_rows([], spans)
     assert (row.name, row.bucket, row.sequence, row.algorithm) == ("reduce_scatter", 2, 7, "native")
     assert [w.kind for w in wait_rows([], [], {}, spans)] == [Kind.WAIT, Kind.UPDATE]
-
-
-def test_alignment_moves_times_and_keeps_what_does_not_apply() -> None:
-    row = Event(Kind.FORWARD, "a", Stream.COMPUTE, 0, 1_000_000, 500)
-    (moved,) = aligned_rows([row], ClockFit(offset_ns=250.0))
-    assert (moved.start_ns, moved.duration_ns, moved.enqueue_ns) == (1_000_250, 500, -1)

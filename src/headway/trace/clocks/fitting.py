@@ -80,7 +80,7 @@ def _fitted(
             fit = fit_through(
                 middle_ns - base_ns, base_ns, float(offset_us) * 1e3, float(moved_us / rows.half_us)
             )
-            yield clock, fit.model_copy(update={"uncertainty_ns": float(error_ns)})
+            yield clock, fit.model_copy(update={"uncertainty_ns": float(error_ns), "by": "causality"})
         else:
             yield clock, prior[clock]
 

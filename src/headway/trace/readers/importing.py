@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-import numpy as np
-
 from headway import files
 from headway.errors import TraceError, one_line
 from headway.model import ModelSpec
 from headway.trace.clocks import aligned, fit_clocks, meetings_of
-from headway.trace.events import Events, Kind
 from headway.trace.folder import write_trace
 from headway.trace.format import ClockFit, Manifest, RankInfo
 from headway.trace.readers import execution_trace, flight_recorder
@@ -138,7 +135,6 @@ def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
     if len(names) > 1:
         meetings = meetings_of({rank: one.events for rank, one in job.workers.items()}, clock_of)
         fits = fit_clocks(meetings, names)
-        fits = {name: fit.model_copy(update={"by": "causality"}) for name, fit in fits.items()}
         notes.append(f"{len(names)} clocks were brought onto one by what ranks did together.")
     for rank, one in job.workers.items():
         one.events = aligned(one.events, fits[clock_of[rank]])
@@ -155,11 +151,11 @@ def _clock(one: ForeignRank, otherwise: str) -> str:
 
 
 def _manifest(job: Job, clocks: Mapping[str, Mapping[int, ClockFit]], notes: Sequence[str]) -> Manifest:
-    steps = set.intersection(*(_steps(one.events) for one in job.workers.values()))
+    steps = set.intersection(*(one.events.whole_steps for one in job.workers.values()))
     if not steps:
         raise TraceError(
             "the ranks share no step",
-            got={rank: sorted(_steps(one.events))[:4] for rank, one in list(job.workers.items())[:4]},
+            got={rank: sorted(one.events.whole_steps)[:4] for rank, one in list(job.workers.items())[:4]},
             expected="at least one step that all of them recorded",
             fix="Import ranks that were recorded over the same steps.",
         )
@@ -214,7 +210,3 @@ def _info(rank: int, one: ForeignRank, job: Job, clock: ClockFit) -> RankInfo:
         clock=clock,
         dropped_events=one.dropped_events,
     )
-
-
-def _steps(events: Events) -> set[int]:
-    return set(np.unique(events.of_kind(Kind.STEP).step).tolist())

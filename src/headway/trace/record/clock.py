@@ -59,12 +59,6 @@ def fit_clock(before: Sequence[RoundTrip], after: Sequence[RoundTrip]) -> ClockF
     )
 
 
-def align_ns(local_ns: int, clock: ClockFit) -> int:
-    """Rank 0's time at ``local_ns`` on the own clock."""
-    drifted = clock.drift_ppm * 1e-6 * (local_ns - clock.reference_ns)
-    return local_ns + round(clock.offset_ns + drifted)
-
-
 class ClockServer:
     """Answers with rank 0's time; runs in a daemon thread of rank 0 while a recording goes on."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from headway.collectives.algorithms import GLOO_THREADS
 from headway.collectives.transfers import Transfer
 from headway.trace.events import Event, Kind, Stream
-from headway.trace.format import ClockFit
-from headway.trace.record.clock import align_ns
 from headway.trace.record.collectives import ObservedCollective
 from headway.trace.record.connections import Endpoint, Use
 
@@ -172,19 +170,6 @@ def wait_rows(
         if span.kind != Kind.COLLECTIVE
     ]
     return waits
-
-
-def aligned_rows(rows: Iterable[Event], clock: ClockFit) -> list[Event]:
-    """The same events on rank 0's clock."""
-    aligned = []
-    for row in rows:
-        start_ns = align_ns(row.start_ns, clock)
-        enqueue_ns = align_ns(row.enqueue_ns, clock) if row.enqueue_ns >= 0 else -1
-        end_ns = align_ns(row.end_ns, clock)
-        aligned.append(
-            row._replace(start_ns=start_ns, duration_ns=max(0, end_ns - start_ns), enqueue_ns=enqueue_ns)
-        )
-    return aligned
 
 
 def _span(kind: str, name: str, step: int, start_ns: int, end_ns: int) -> Event:

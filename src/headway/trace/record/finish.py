@@ -39,8 +39,9 @@ def finish_recording(
             time.sleep(0.1)
         if not recorded:
             raise _why_nothing(idle)
-        assemble(staging)
-        _compare_clocks(staging)
+        manifest = assemble(staging)
+        if any(info.clock.uncertainty_ns >= UNKNOWN_NS for info in manifest.ranks):
+            _compare_clocks(staging)
         staging.replace(out)
     except OSError as failure:
         raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
@@ -61,8 +62,6 @@ def _compare_clocks(folder: Path) -> None:
             known.setdefault(info.host, info.clock)
         else:
             unknown.append(info)
-    if not unknown:
-        return
     fits = {info.rank: known[info.host] for info in unknown if info.host in known}
     events = _brought_on(trace.events, fits)
     notes = trace.manifest.notes
@@ -76,11 +75,7 @@ def _compare_clocks(folder: Path) -> None:
         except UserError as missing:
             notes = (*notes, f"Clocks were not compared: {missing}")
         else:
-            told = {
-                info.rank: found[info.host].model_copy(update={"by": "causality"})
-                for info in unknown
-                if info.host not in known
-            }
+            told = {info.rank: found[info.host] for info in unknown if info.host not in known}
             events = _brought_on(events, told)
             fits |= told
     ranks = tuple(

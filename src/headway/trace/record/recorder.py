@@ -39,7 +39,6 @@ from headway.trace.record.collectives import CollectiveTap
 from headway.trace.record.connections import ConnectionWatch, Endpoint, peers_of
 from headway.trace.record.derive import (
     StrategySpan,
-    aligned_rows,
     collective_rows,
     link_rows,
     transfer_rows,
@@ -331,12 +330,12 @@ class Recorder:
 
     def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
         """The rows on rank 0's clock, and what was profiled besides; of a device's time only the profile tells."""
-        if self._profiled is None:
-            return Events.from_rows(aligned_rows(rows, fit))
-        if self.options.detail == "kernels":
+        if self._profiled is not None and self.options.detail == "kernels":
             rows = [row for row in rows if row.kind in (Kind.LINK, Kind.DELIVERY_RATE)]
-        found = Events.from_rows(aligned_rows(rows, fit))
-        return Events.concatenated([found, aligned(self._profiled.events(), fit)])
+        parts = [Events.from_rows(rows)]
+        if self._profiled is not None:
+            parts.append(self._profiled.events())
+        return aligned(Events.concatenated(parts), fit)
 
     def _peers(self, rank: int, world_size: int) -> dict[tuple[Endpoint, Endpoint], int]:
         """Which rank is at the other end of each connection; nothing where others do not say in time."""
