@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import large_trace
+import numpy as np
 from common import parse_arguments, report
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,7 @@ WORKER = "--load"
 
 _HTA = """
 import json, logging, sys, time, warnings
+import numpy.ma
 logging.disable(logging.CRITICAL)
 warnings.simplefilter("ignore")
 from hta.common.trace import Trace
@@ -176,6 +178,7 @@ def _load(folder: Path) -> None:
 
     for one in FORMATS:
         one.recognises("", b"")  # imports its module
+    np.unique(np.zeros(2))  # imports numpy's masked arrays
     begin = time.perf_counter()
     with Sources(folder) as sources:
         documents, _ = importing.sort_out(sources.find(), importing.AUTO)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Event, Events, Kind
+from headway.trace.events import Event, Events, Kind, texts
 from headway.trace.format import Trace
 
 Flags = npt.NDArray[np.bool_]
@@ -80,7 +80,7 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
     end = _ints([event.end_ns for _, event in rows])
     enqueue = _ints([event.enqueue_ns for _, event in rows])
     enqueue = np.where(enqueue >= 0, np.minimum(enqueue, end), start)
-    kind = _texts([event.kind for _, event in rows])
+    kind = texts([event.kind for _, event in rows])
 
     order = np.lexsort((enqueue, instance))  # the last row of each instance is its last arriver
     last = order[np.flatnonzero(np.diff(instance[order], append=-1) != 0)] if rows else order
@@ -88,8 +88,8 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
     return Communications(
         rank=rank,
         kind=kind,
-        name=_texts([event.name for _, event in rows]),
-        group=_texts([event.group for _, event in rows]),
+        name=texts([event.name for _, event in rows]),
+        group=texts([event.group for _, event in rows]),
         sequence=_ints([event.sequence for _, event in rows]),
         step=_ints([event.step for _, event in rows]),
         bucket=_ints([event.bucket for _, event in rows]),
@@ -144,9 +144,3 @@ def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:
 
 def _ints(values: list[int]) -> Ints:
     return np.array(values, dtype=np.int64)
-
-
-def _texts(values: list[str]) -> Texts:
-    texts = np.empty(len(values), dtype=object)
-    texts[:] = values
-    return texts

@@ -13,6 +13,12 @@ Ints = npt.NDArray[np.int64]
 Texts = npt.NDArray[np.object_]
 
 
+def texts(values: Sequence[Any]) -> Texts:
+    """A column of texts; what is none stays as it is."""
+    # Not by assignment, which asks every value whether it is a sequence.
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
 class Kind:
     """The kinds of events. Each is a span on one stream of one rank unless said otherwise."""
 

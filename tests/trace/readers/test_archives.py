@@ -86,6 +86,12 @@ def test_members_that_are_no_files(tmp_path: Path) -> None:
     assert found_in(path, lenient=True)[0] == {"good": b"good"}
 
 
+def test_a_zip_with_a_member_without_a_name(tmp_path: Path) -> None:
+    path = zip_of(tmp_path / "a.zip", [("rank0", b"data")])
+    path.write_bytes(path.read_bytes().replace(b"rank0", b"\0ank0"))  # names end at the first zero
+    assert "a.zip is damaged" in refusal(path)
+
+
 def test_members_of_a_zip_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
     path = zip_of(tmp_path / "a.zip", [("r", bytes(2**20))])
     data = path.read_bytes()

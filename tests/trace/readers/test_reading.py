@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -47,33 +46,27 @@ def test_side_by_side_is_the_same_as_one_after_the_other(
     assert [info.rank for info in done.manifest.ranks] == [0, 2]
 
 
-class _Killed:
-    """A pool whose processes are killed."""
-
-    def __init__(self, *_arguments: object, **_options: object) -> None:
-        pass
-
-    def __enter__(self) -> _Killed:
-        return self
-
-    def __exit__(self, *_details: object) -> None:
-        pass
-
-    def submit(self, *_arguments: object) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_exception(BrokenProcessPool("a process was terminated abruptly"))
-        return future
-
-    def shutdown(self, **_options: object) -> None:
-        pass
+def dies(*_arguments: object) -> None:
+    """What a process does that the kernel ends for want of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_reader_that_is_killed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_processes_that_die_take_only_what_they_had(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(8):
+        (source / f"rank{rank}.json").write_bytes(document(job_events(), rank=rank, world=8))
     monkeypatch.setattr(reading, "WORTH_BYTES", 0)
-    monkeypatch.setattr(reading, "ProcessPoolExecutor", _Killed)
-    for lenient in (False, True):
-        with pytest.raises(TraceError, match=r"rank0\.json could not be read; got its reader ended"):
-            import_trace(source, tmp_path / "out", workers=2, lenient=lenient)
+    monkeypatch.setattr(reading, "_read_apart", dies)
+    with pytest.raises(TraceError, match=r"rank\d\.json could not be read; got its reader ended"):
+        import_trace(source, tmp_path / "strict", workers=2)
+    done = import_trace(source, tmp_path / "lenient", workers=2, lenient=True)
+    kept = [info.rank for info in done.manifest.ranks]
+    assert kept == list(range(len(kept)))
+    assert 1 <= len(kept) <= 6
+    assert sum("its reader ended" in note for note in done.manifest.notes) == 8 - len(kept)
 
 
 def test_memory_that_does_not_suffice(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import TraceError
-from headway.trace.events import Ints, Texts
+from headway.trace.events import Ints
 from headway.trace.readers.foreign import MAX_EVENTS, Document, damaged
 
 LATEST_US = 2**52  # microseconds since 1970: in the year 2112
@@ -138,10 +138,3 @@ def _number(value: int | float | None) -> float:
         return float("nan") if value is None else float(value)
     except (OverflowError, ValueError):
         return float("nan")
-
-
-def texts(values: Sequence[object]) -> Texts:
-    """A column of objects, whatever they are."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column

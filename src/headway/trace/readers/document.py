@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from lzma import LZMAError
 from pathlib import Path
 from typing import IO
@@ -24,7 +25,7 @@ MAX_DOCUMENTS = 100_000
 MAX_DOCUMENT_BYTES = 4 * 2**30
 _BROKEN = (EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile, LZMAError)
 # What zipfile and tarfile raise besides of passwords, unknown methods, and offsets and names that cannot be.
-_CLOSED = (*_BROKEN, RuntimeError, ValueError, ArithmeticError, struct.error, AssertionError)
+_CLOSED = (*_BROKEN, RuntimeError, ValueError, LookupError, ArithmeticError, struct.error, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -137,24 +138,22 @@ def read_document(found: Found, *, lenient: bool = False) -> Document:
     stands in the document, for readers to judge.
     """
     limit_bytes = min(MAX_DOCUMENT_BYTES, most_bytes(found.size_bytes))
-    data: list[bytes] = []
-    total_bytes = 0
+    data = BytesIO()  # gives what it holds without another copy
     ending = ""
     with _opened(found) as file:
         try:
             for piece in pieces(file):
-                total_bytes += len(piece)
-                if total_bytes > limit_bytes:
+                if data.tell() + len(piece) > limit_bytes:
                     raise TraceError(
                         f"{found.name} is larger than a trace is",
                         got=f"more than {limit_bytes} bytes from {found.size_bytes}",
                     )
-                data.append(piece)
+                data.write(piece)
         except EOFError:
             ending = "the file is truncated"
         except _BROKEN as failure:
             ending = f"the file is damaged ({failure})"
-    return Document(found.name, b"".join(data), ending, lenient)
+    return Document(found.name, data.getvalue(), ending, lenient)
 
 
 @contextmanager

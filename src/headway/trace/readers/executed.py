@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headway.trace.events import Ints, Texts
+from headway.trace.events import Ints, Texts, texts
 from headway.trace.format import MAX_WORLD_SIZE
 from headway.trace.readers.torch_json import (
     COLLECTIVES,
@@ -20,7 +20,6 @@ from headway.trace.readers.torch_json import (
     member,
     plain_name,
     ranks_of,
-    texts,
     whole,
 )
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import TraceError
-from headway.trace.events import Ints, Texts
+from headway.trace.events import Ints, Texts, texts
 from headway.trace.readers.foreign import MAX_EVENTS, Companion, Document, Reading, damaged
 from headway.trace.readers.ranks import rank_in_name
 from headway.trace.readers.torch_json import (
@@ -30,7 +30,6 @@ from headway.trace.readers.torch_json import (
     plain_name,
     ranks_of,
     salvaged,
-    texts,
     whole,
 )
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
 from headway.errors import TraceError
-from headway.trace.readers.document import Found, on_disk, read_document, shown
+from headway.trace.readers.document import Found, on_disk, read_document
 from headway.trace.readers.foreign import Companion, ForeignRank, Reading
 from headway.trace.readers.formats import FORMATS, Format
 
 COMPANIONS = ("flight-recorder", "execution-trace")  # formats that only add to what another one says
-WORTH_BYTES = 512 * 2**20  # of unpacked documents: starting processes for less takes longer than reading
+WORTH_BYTES = 128 * 2**20  # of unpacked documents: starting processes for less takes longer than reading
 USUAL_RATIO = 13  # of what a packed document unpacks to
 MOST_WORKERS = 8
+AHEAD = 2  # documents that each process has before it
 
 Documents = Sequence[tuple[Found, Format]]
+Waiting = Future[Reading | TraceError]
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Read:
 def read_all(
     documents: Documents, *, lenient: bool, workers: int, progress: Callable[[int, int], None]
 ) -> Read:
-    """Read ``documents``, up to ``workers`` of them at a time, each in a process of its own.
+    """Read ``documents``, up to ``workers`` of them at a time, where that is worth it each in a process of its own.
 
     Raises TraceError for the first that cannot be read, unless ``lenient`` and there are others.
     """
@@ -66,26 +69,52 @@ def _outcomes(
     documents: Documents, beside: Sequence[Companion], lenient: bool, workers: int
 ) -> Iterator[Reading | TraceError]:
     """What came of each document, in their order."""
-    apart = [(found.path, chosen.name) for found, chosen in documents if found.path is not None]
+    on_disk_all = all(found.path is not None for found, _ in documents)
     much = sum(_unpacked_bytes(found) for found, _ in documents) >= WORTH_BYTES
-    if min(workers, len(documents)) < 2 or len(apart) < len(documents) or not much:
+    if min(workers, len(documents)) < 2 or not on_disk_all or not much:
         for found, chosen in documents:
             yield _outcome(found, chosen, beside, lenient)
         return
-    workers = min(workers, len(documents), MOST_WORKERS)
+    yield from _side_by_side(documents, beside, lenient, min(workers, len(documents), MOST_WORKERS))
+
+
+def _side_by_side(
+    documents: Documents, beside: Sequence[Companion], lenient: bool, workers: int
+) -> Iterator[Reading | TraceError]:
+    """This process takes documents from the beginning and ``workers - 1`` others from the end, until they meet."""
+    left, handed_out = deque(documents), deque[tuple[Found, Waiting]]()
+    at_work: list[Waiting] = []
+    ahead = AHEAD * (workers - 1)
     # Not forked: this process may have threads, which a fork would leave behind with their locks held.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(_read_apart, path, name, tuple(beside), lenient) for path, name in apart]
+    with ProcessPoolExecutor(workers - 1, mp_context=get_context("spawn")) as pool:
         try:
-            for one, (path, _) in zip(waiting, apart, strict=True):
-                try:
-                    yield one.result()
-                except (BrokenProcessPool, OSError):  # killed for want of memory, or the file is gone
-                    yield TraceError(
-                        f"{shown(path)} could not be read", got="its reader ended", fix="Read it by itself."
-                    )
+            while left:
+                at_work = [one for one in at_work if not one.done()]
+                # Nothing is handed out to be taken back: a pool that breaks while one of its futures is cancelled
+                # never answers (Python 3.11).
+                while left and len(at_work) < ahead:
+                    found, chosen = left.pop()
+                    try:
+                        waiting = pool.submit(_read_apart, found.path, chosen.name, tuple(beside), lenient)
+                    except BrokenProcessPool:
+                        left.append((found, chosen))
+                        ahead = 0
+                        break
+                    at_work.append(waiting)
+                    handed_out.appendleft((found, waiting))
+                if left:
+                    yield _outcome(*left.popleft(), beside, lenient)
+            for found, waiting in handed_out:
+                yield _result(found, waiting)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(found: Found, waiting: Waiting) -> Reading | TraceError:
+    try:
+        return waiting.result()
+    except (BrokenProcessPool, OSError):  # killed for want of memory, or the file is gone
+        return TraceError(f"{found.name} could not be read", got="its reader ended", fix="Read it by itself.")
 
 
 def _unpacked_bytes(found: Found) -> int:
@@ -104,8 +133,9 @@ def _outcome(
 
 
 def _read_apart(
-    path: Path, format_name: str, beside: Sequence[Companion], lenient: bool
+    path: Path | None, format_name: str, beside: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
     """Read one document in a process of its own."""
+    assert path is not None
     chosen = next(one for one in FORMATS if one.name == format_name)
     return _outcome(on_disk(path), chosen, beside, lenient)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from headway.trace.events import Ints, Texts
+from headway.trace.events import Ints
 from headway.trace.format import MAX_WORLD_SIZE
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)
@@ -64,13 +64,6 @@ def item_bytes(dtype: object) -> int:
 def whole(value: object, high: int = 2**62) -> int:
     """``value`` where it is an integer from 0 to ``high``, else -1."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= high else -1
-
-
-def texts(values: Sequence[str]) -> Texts:
-    """A column of texts."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
 
 
 def ints(values: Sequence[int]) -> Ints:

@@ -59,11 +59,12 @@ class ProfiledSteps:
         from headway.trace.readers.foreign import Document
         from headway.trace.readers.kineto.companions import Known
         from headway.trace.readers.kineto.device import device_events
-        from headway.trace.readers.kineto.document import DEVICE, parse
+        from headway.trace.readers.kineto.document import DEVICE, no_collections, parse
         from headway.trace.readers.kineto.steps import steps_of
 
         try:
-            document = parse(Document(self._path.name, self._path.read_bytes()))
+            with no_collections():
+                document = parse(Document(self._path.name, self._path.read_bytes()))
         finally:
             self._path.unlink(missing_ok=True)
         steps = steps_of(document)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Ints, Kind, Texts
+from headway.trace.events import Ints, Kind, Texts, texts
 from headway.trace.readers.chakra.document import Nodes
 from headway.trace.readers.chakra.host_calls import ANNOTATED
 from headway.trace.readers.chakra.phases import unprefixed
 from headway.trace.readers.chakra.schema import COLLECTIVES, NodeType
 from headway.trace.readers.executed import Executed
-from headway.trace.readers.torch_json import ints, plain_name, texts
+from headway.trace.readers.torch_json import ints, plain_name
 
 _KINDS = {NodeType.SEND: Kind.SEND, NodeType.RECEIVE: Kind.RECEIVE, NodeType.COLLECTIVE: Kind.COLLECTIVE}
 _SHARES = ("all_gather", "gather")  # of these a node's comm_size is what each rank gives

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import TraceError
-from headway.trace.events import Ints, Texts
+from headway.trace.events import Ints, Texts, texts
 from headway.trace.readers.chakra.frames import frames
 from headway.trace.readers.chakra.schema import metadata_class, node_class
 from headway.trace.readers.foreign import MAX_EVENTS, Document, damaged
-from headway.trace.readers.torch_json import ints, texts, whole
+from headway.trace.readers.torch_json import ints, whole
 
 LONGEST_US = 2**61 // 1000  # so that an end can be counted in nanoseconds, too
 INPUTS_OF = ("c10d::", "gloo:", "## process_group:init ##")  # nodes whose inputs are kept

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from headway import intervals
 from headway.intervals import Spans
-from headway.trace.events import Events, Kind, Stream, Texts
+from headway.trace.events import Events, Kind, Stream, Texts, texts
 from headway.trace.readers.chakra import phases, steps
 from headway.trace.readers.chakra.communication import Communication
 from headway.trace.readers.chakra.document import Nodes
@@ -17,7 +17,7 @@ from headway.trace.readers.chakra.layout import LONGEST_NS
 from headway.trace.readers.chakra.schema import NodeType
 from headway.trace.readers.chakra.steps import Steps
 from headway.trace.readers.chakra.timing import Timing
-from headway.trace.readers.torch_json import ints, texts
+from headway.trace.readers.torch_json import ints
 
 _Indices = npt.NDArray[np.intp]
 _COMPUTES = (

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.trace.events import Events, Kind, Stream
-from headway.trace.readers.chrome import texts
+from headway.trace.events import Events, Kind, Stream, texts
 from headway.trace.readers.foreign import MAX_EVENTS, Companion, Document, ForeignRank, Reading, damaged
 from headway.trace.readers.horovod.table import Table, tabulated
 from headway.trace.readers.horovod.timeline import START, Timeline, read_timeline

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Ints, Texts
-from headway.trace.readers.chrome import texts
+from headway.trace.events import Ints, Texts, texts
 from headway.trace.readers.horovod.steps import number_steps
 from headway.trace.readers.horovod.timeline import NAMES, Timeline
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Events, Kind, Stream, Texts
-from headway.trace.readers.kineto import phases
+from headway.trace.events import Events, Kind, Stream, Texts, texts
 from headway.trace.readers.kineto.companions import Known, Row
-from headway.trace.readers.kineto.document import Arguments, KinetoDocument, texts
+from headway.trace.readers.kineto.document import KinetoDocument
+from headway.trace.readers.kineto.entries import Arguments
 from headway.trace.readers.kineto.steps import Steps
 from headway.trace.readers.torch_json import item_bytes, plain_name
 
@@ -55,9 +55,9 @@ class Collectives:
         return notes
 
 
-def is_communication(names: Texts) -> npt.NDArray[np.bool_]:
+def is_communication(document: KinetoDocument, kernels: Indices) -> npt.NDArray[np.bool_]:
     """Which kernels are communication."""
-    return phases.picked(names, lambda name: bool(_KERNEL.search(name)))
+    return document.called(kernels, lambda name: bool(_KERNEL.search(name)))
 
 
 def device_collectives(
@@ -69,7 +69,7 @@ def device_collectives(
     """
     calls = _Enclosing(document, np.flatnonzero(document.name == _RECORD))
     annotated = document.of_category("user_annotation", "cpu_op")
-    annotated = annotated[phases.picked(document.name[annotated], lambda name: bool(_ANNOTATION.match(name)))]
+    annotated = annotated[document.called(annotated, lambda name: bool(_ANNOTATION.match(name)))]
     annotations = _Enclosing(document, annotated)
     rows = []
     described = zip(
@@ -90,9 +90,9 @@ def device_collectives(
 def host_collectives(document: KinetoDocument, known: Known) -> Collectives:
     """What Gloo's worker threads annotate, with the calls that asked for it."""
     annotated = document.of_category("user_annotation", "cpu_op")
-    spans = annotated[phases.picked(document.name[annotated], lambda name: name.startswith("gloo:"))]
+    spans = annotated[document.called(annotated, lambda name: name.startswith("gloo:"))]
     calls = document.of_category("cpu_op")
-    calls = calls[phases.picked(document.name[calls], lambda name: name.startswith("c10d::"))]
+    calls = calls[document.called(calls, lambda name: name.startswith("c10d::"))]
     call_arguments = document.arguments(calls)
     numbered = sorted(
         (own.record_function, position)

@@ -5,8 +5,6 @@ A kernel belongs to the step, and to forward, backward or optimizer, in which it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -28,7 +26,7 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     launches = _launches(document, kernels)
     step = _steps(document, kernels, launches, steps)
     inside = step >= 0  # what was launched before the first step belongs to none
-    communicating = is_communication(document.name[kernels])
+    communicating = is_communication(document, kernels)
     phase = phases.of_moments(document, launches)
     stretch_of, start_ns, end_ns = _stretches(document, kernels, step, inside, communicating)
     computing = inside & ~communicating
@@ -80,15 +78,10 @@ def _steps(document: KinetoDocument, kernels: Indices, launches: Indices, steps:
 def _launches(document: KinetoDocument, kernels: Indices) -> Indices:
     """The runtime call that launched each kernel, or -1."""
     calls = document.of_category(*LAUNCHES)
-    by_correlation = dict(zip(_correlations(document, calls), calls.tolist(), strict=True))
+    by_correlation = dict(zip(document.correlations(calls), calls.tolist(), strict=True))
     by_correlation.pop(-1, None)
-    return np.array([by_correlation.get(one, -1) for one in _correlations(document, kernels)], dtype=np.intp)
-
-
-def _correlations(document: KinetoDocument, indices: Indices) -> Iterator[int]:
-    for own in document.arguments(indices):
-        correlation = own.correlation
-        yield correlation if correlation.__class__ is int else -1
+    found = [by_correlation.get(one, -1) for one in document.correlations(kernels)]
+    return np.array(found, dtype=np.intp)
 
 
 def _stretches(

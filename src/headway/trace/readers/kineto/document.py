@@ -3,102 +3,34 @@
 from __future__ import annotations
 
 import gc
-import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headway.errors import TraceError
-from headway.trace.events import Ints, Texts
+from headway.trace.events import Ints, Texts, texts
 from headway.trace.readers.foreign import MAX_EVENTS, Document, damaged
+from headway.trace.readers.kineto.entries import (
+    LONGEST_NS,
+    Arguments,
+    Correlation,
+    Entry,
+    Head,
+    decode,
+    salvage,
+)
 
-LONGEST_NS = 2**61  # half of what fits, so that a base time can be added
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime", "privateuse1_driver")
 OPERATIONS = ("cpu_op", "user_annotation", "Operator", "operator")
 _CODES = {category: code for code, category in enumerate((*DEVICE, *LAUNCHES, *OPERATIONS))}
-
-
-class Arguments(msgspec.Struct, frozen=True, gc=False):
-    """What is looked at in an event's ``args``. Kineto is free with types, so that none is asked for here."""
-
-    correlation: Any = None
-    stream: Any = None
-    record_function: Any = msgspec.field(name="Record function id", default=None)
-    collective: Any = msgspec.field(name="Collective name", default=None)
-    in_numel: Any = msgspec.field(name="In msg nelems", default=None)
-    out_numel: Any = msgspec.field(name="Out msg nelems", default=None)
-    dtype: Any = None
-    group: Any = msgspec.field(name="Process Group Name", default=None)
-    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
-    sequence: Any = msgspec.field(name="Seq", default=None)
-    source: Any = msgspec.field(name="Src Rank", default=None)
-    target: Any = msgspec.field(name="Dst Rank", default=None)
-    dims: Any = msgspec.field(name="Input Dims", default=None)
-    types: Any = msgspec.field(name="Input type", default=None)
-    concrete: Any = msgspec.field(name="Concrete Inputs", default=None)
-
-
-class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One of ``traceEvents``."""
-
-    ph: Any = None
-    cat: Any = None
-    name: Any = None
-    pid: Any = None
-    tid: Any = None
-    ts: Any = None
-    dur: Any = None
-    args: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-class ProcessGroup(msgspec.Struct, frozen=True):
-    """One of ``pg_config``."""
-
-    name: Any = msgspec.field(name="pg_name", default=None)
-    description: Any = msgspec.field(name="pg_desc", default=None)
-    ranks: Any = None
-
-
-class Distributed(msgspec.Struct, frozen=True):
-    """``distributedInfo``."""
-
-    backend: Any = None
-    rank: Any = None
-    world_size: Any = None
-    pg_config: list[ProcessGroup] = []
-
-
-class Head(msgspec.Struct, frozen=True):
-    """What stands beside the events."""
-
-    raw_distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
-    base: Any = msgspec.field(name="baseTimeNanoseconds", default=0)
-    host: Any = msgspec.field(name="host_name", default="")
-
-    @property
-    def base_ns(self) -> int:
-        """What the events' times count from."""
-        return self.base if isinstance(self.base, int) and abs(self.base) < LONGEST_NS else 0
-
-    @property
-    def distributed(self) -> Distributed:
-        """Who recorded it, as far as that is told."""
-        try:
-            return msgspec.json.decode(self.raw_distributed, type=Distributed | None) or Distributed()
-        except (ValueError, RecursionError):
-            return Distributed()
-
-
-class _Document(Head, frozen=True):
-    events: list[Entry] = msgspec.field(name="traceEvents", default=[])
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,26 +42,32 @@ class KinetoDocument:
 
     head: Head
     category: npt.NDArray[np.uint8]  # see ``of_category``
-    name: Texts
+    names: Texts  # the distinct ones
+    name_number: npt.NDArray[np.intp]  # which of ``names``
     start_ns: Ints
     duration_ns: Ints
-    entries: Sequence[Entry]
+    entries: npt.NDArray[np.object_]
     dropped: int
     notes: tuple[str, ...]
     _numbers: dict[Any, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def end_ns(self) -> Ints:
         """When each event ended."""
         ends: Ints = self.start_ns + self.duration_ns
         return ends
+
+    @cached_property
+    def name(self) -> Texts:
+        """What each event is called."""
+        return self.names[self.name_number]
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
     def threads(self, indices: npt.NDArray[np.intp]) -> Ints:
         """A number for the process and thread of each of some events, the same whenever it is asked."""
-        places: list[Any] = list(map(_PLACE, map(self.entries.__getitem__, indices.tolist())))
+        places: list[Any] = list(map(_PLACE, self.entries[indices]))
         numbers = self._numbers
         try:
             for place in dict.fromkeys(places):
@@ -147,6 +85,12 @@ class KinetoDocument:
             found |= self.category == _CODES[category]
         return np.flatnonzero(found)
 
+    def called(self, indices: npt.NDArray[np.intp], wanted: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+        """Which of some events have a name that is ``wanted``; each distinct one is asked about once."""
+        known = np.fromiter(map(wanted, self.names.tolist()), np.bool_, len(self.names))
+        picked: npt.NDArray[np.bool_] = known[self.name_number[indices]]
+        return picked
+
     def of_device(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of some events a device spent its time on."""
         on_device: npt.NDArray[np.bool_] = self.category[indices] < len(DEVICE)
@@ -154,24 +98,30 @@ class KinetoDocument:
 
     def arguments(self, indices: npt.NDArray[np.intp]) -> list[Arguments]:
         """The arguments of some events; those that cannot be read are empty."""
-        entries, decode = self.entries, _ARGUMENTS.decode
+        return self._decoded(Arguments, indices)
+
+    def correlations(self, indices: npt.NDArray[np.intp]) -> list[int]:
+        """What joins calls and kernels, of some events; -1 where it is missing."""
+        found = [own.correlation for own in self._decoded(Correlation, indices)]
+        return [one if one.__class__ is int else -1 for one in found]
+
+    def _decoded(self, kind: type[_Struct], indices: npt.NDArray[np.intp]) -> list[_Struct]:
+        entries, decode = self.entries[indices], msgspec.json.Decoder(kind).decode
         try:
-            return list(map(decode, map(attrgetter("args"), map(entries.__getitem__, indices.tolist()))))
+            return list(map(decode, map(_ARGS, entries)))
         except (ValueError, RecursionError):
-            return [_decoded(entries[index].args) for index in indices.tolist()]
+            return [_one_decoded(kind, entry.args) for entry in entries]
 
 
-_PLACE = attrgetter("pid", "tid")
-_NOT_JSON = re.compile(rb"([:\[,]\s*)-?(?:NaN|Infinity)(?=\s*[,\]}])")
-_ARGUMENTS = msgspec.json.Decoder(Arguments)
-_EMPTY = Arguments()
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_PLACE, _ARGS = attrgetter("pid", "tid"), attrgetter("args")
 
 
-def _decoded(raw: msgspec.Raw) -> Arguments:
+def _one_decoded(kind: type[_Struct], raw: msgspec.Raw) -> _Struct:
     try:
-        return _ARGUMENTS.decode(raw)
+        return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError):
-        return _EMPTY
+        return kind()
 
 
 def parse(document: Document) -> KinetoDocument:
@@ -183,21 +133,20 @@ def parse(document: Document) -> KinetoDocument:
     dropped = 0
     if document.ending and not document.lenient:
         raise damaged(document, document.ending)
-    with _no_collections():
-        try:
-            head, entries = _decode(document.data)
-        except (ValueError, RecursionError) as failure:
-            if not document.lenient:
-                raise damaged(document, failure, expected="a whole Kineto document") from None
-            head, entries, dropped = salvage(document.data)
-            notes.append("The document is damaged: what could be read of it was kept.")
-        if len(entries) > MAX_EVENTS:
-            raise TraceError(
-                f"{document.name} is too large",
-                got=f"{len(entries)} events",
-                expected=f"at most {MAX_EVENTS}",
-            )
-        return _columns(document, head, _used(entries), dropped, notes)
+    try:
+        head, entries = decode(document.data)
+    except (ValueError, RecursionError) as failure:
+        if not document.lenient:
+            raise damaged(document, failure, expected="a whole Kineto document") from None
+        head, entries, dropped = salvage(document.data)
+        notes.append("The document is damaged: what could be read of it was kept.")
+    if len(entries) > MAX_EVENTS:
+        raise TraceError(
+            f"{document.name} is too large",
+            got=f"{len(entries)} events",
+            expected=f"at most {MAX_EVENTS}",
+        )
+    return _columns(document, head, _used(entries), dropped, notes)
 
 
 def _used(entries: Sequence[Entry]) -> list[Entry]:
@@ -211,27 +160,9 @@ def _used(entries: Sequence[Entry]) -> list[Entry]:
         ]
 
 
-def _decode(data: bytes) -> tuple[Head, Sequence[Entry]]:
-    """A document is an object around its events, or a list of nothing else. NaN is not JSON, but is written."""
-    try:
-        return _decode_json(data)
-    except msgspec.DecodeError:
-        finite, count = _NOT_JSON.subn(rb"\1null", data)
-        if not count:
-            raise
-        return _decode_json(finite)
-
-
-def _decode_json(data: bytes) -> tuple[Head, Sequence[Entry]]:
-    if data[:64].lstrip()[:1] == b"[":
-        return Head(), msgspec.json.decode(data, type=list[Entry])
-    whole = msgspec.json.decode(data, type=_Document)
-    return whole, whole.events
-
-
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """A million new objects would have the collector look through all of them again and again."""
+def no_collections() -> Iterator[None]:
+    """A context without collections: of a million new objects the collector would look through all again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -259,14 +190,17 @@ def _columns(
         notes.append(f"{int((~fits).sum())} events without a possible time were left out.")
     order = np.flatnonzero(fits)
     order = order[np.argsort(start_ns[order], kind="stable")]
-    kept = list(map(entries.__getitem__, order.tolist()))
+    count = len(entries)
+    category = np.fromiter(map(_CODES.__getitem__, map(attrgetter("cat"), entries)), np.uint8, count)
+    names, name_number = _numbered(list(map(attrgetter("name"), entries)))
     return KinetoDocument(
         head=head,
-        category=np.fromiter(map(_CODES.__getitem__, map(attrgetter("cat"), kept)), np.uint8, len(kept)),
-        name=texts(list(map(attrgetter("name"), kept))),
+        category=category[order],
+        names=names,
+        name_number=name_number[order],
         start_ns=start_ns[order] + head.base_ns,
         duration_ns=duration_ns[order],
-        entries=kept,
+        entries=texts(entries)[order],
         dropped=dropped,
         notes=tuple(notes),
     )
@@ -293,55 +227,14 @@ def _number(value: Any) -> float:
         return float("nan")
 
 
-def texts(values: list[Any]) -> Texts:
-    """Values as a column of text."""
-    if any(kind is not str for kind in set(map(type, values))):
-        values = [value if isinstance(value, str) else str(value)[:200] for value in values]
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
-
-
-_START = b'"traceEvents"'
-_ENTRY = msgspec.json.Decoder(Entry)
-# What a damaged document may cost, in characters that are looked through: so many times its length, or at least some.
-_RESCANS, _LEAST_BUDGET = 8, 20_000_000
-_DEEP_COST = 100_000  # of brackets in a thousand brackets
-_PLACE_SHARE = 64  # to say where it failed the decoder counts lines from the beginning, this much quicker
-
-
-def salvage(data: bytes) -> tuple[Head, list[Entry], int]:
-    """The events of a damaged document one by one; how many stretches of it could not be read."""
-    begin = data.find(_START)
-    if begin < 0:
-        return Head(), [], 0
-    text = data[begin + len(_START) :].decode(errors="replace")
-    decoder = json.JSONDecoder()
-    entries: list[Entry] = []
-    budget = _RESCANS * len(text) + _LEAST_BUDGET
-    broken, position = 0, text.find("{")
-    while position >= 0 and len(entries) <= MAX_EVENTS and budget > 0:
-        try:
-            found, end = decoder.raw_decode(text, position)
-            entries.append(_ENTRY.decode(msgspec.json.encode(found)))  # turns NaN into null
-        except json.JSONDecodeError as failure:
-            broken += 1
-            end = position + 1
-            budget -= failure.pos - position + failure.pos // _PLACE_SHARE
-        except (
-            ValueError,
-            RecursionError,
-        ):  # numbers of thousands of digits, brackets in thousands of brackets
-            broken += 1
-            end = position + 1
-            budget -= _DEEP_COST
-        position = text.find("{", end)
-    return _head(data[:begin]), entries, broken
-
-
-def _head(before: bytes) -> Head:
-    """What stands before the events, where that is whole."""
+def _numbered(names: list[Any]) -> tuple[Texts, npt.NDArray[np.intp]]:
+    """The distinct names, as texts, and the number of each."""
     try:
-        return msgspec.json.decode(before.rstrip().rstrip(b",") + b"}", type=Head)
-    except (ValueError, RecursionError):
-        return Head()
+        distinct = dict.fromkeys(names)
+    except TypeError:  # a name that is a list
+        distinct = {None: None}
+    if any(kind is not str for kind in set(map(type, distinct))):
+        names = [name if isinstance(name, str) else str(name)[:200] for name in names]
+        distinct = dict.fromkeys(names)
+    number = {name: index for index, name in enumerate(distinct)}
+    return texts(list(number)), np.fromiter(map(number.__getitem__, names), np.intp, len(names))

@@ -21,7 +21,7 @@ def host_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[E
     operators = document.of_category("cpu_op", "Operator")
     operators = operators[document.threads(operators) == steps.main_thread]
     operators = operators[
-        ~phases.picked(document.name[operators], lambda name: name.startswith(("c10d::", "gloo:", "record_")))
+        ~document.called(operators, lambda name: name.startswith(("c10d::", "gloo:", "record_")))
     ]
     computing = _outermost(document, operators)
     backward, optimizer, reading = (

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from headway import intervals
 from headway.trace.events import Idle, Texts
-from headway.trace.readers.kineto import phases
 from headway.trace.readers.kineto.document import LAUNCHES, KinetoDocument
 
 LEAST_NS = 5_000  # what lies between kernels that were queued is no idleness
@@ -21,7 +20,7 @@ def idle_reasons(document: KinetoDocument, gaps: intervals.Spans) -> Texts:
     A host that has waited launches the next kernel only then, and the device stands still meanwhile.
     """
     calls = document.of_category(*LAUNCHES)
-    blocking = calls[phases.picked(document.name[calls], _blocks)]
+    blocking = calls[document.called(calls, _blocks)]
     waiting = intervals.union(document.start_ns[blocking], document.end_ns[blocking])
     reasons = np.full(len(gaps), Idle.LAUNCHING, dtype=object)
     reasons[intervals.inside(waiting, gaps[:, 0])] = Idle.SYNCHRONISING

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -20,13 +18,7 @@ INPUT = "enumerate(DataLoader)"
 def named(document: KinetoDocument, prefix: str) -> Indices:
     """The operators and annotations whose names begin with ``prefix``."""
     operations = document.of_category(*OPERATIONS)
-    return operations[picked(document.name[operations], lambda name: name.startswith(prefix))]
-
-
-def picked(names: Texts, wanted: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """Which of ``names`` are wanted; each distinct one is asked about once."""
-    known = {name: wanted(name) for name in set(names.tolist())}
-    return np.array([known[name] for name in names.tolist()], dtype=bool)
+    return operations[document.called(operations, lambda name: name.startswith(prefix))]
 
 
 def of_moments(document: KinetoDocument, launches: Indices) -> Texts:

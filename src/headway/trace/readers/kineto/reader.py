@@ -10,7 +10,8 @@ from headway.errors import TraceError
 from headway.trace.readers.foreign import Companion, Document, ForeignRank, Reading
 from headway.trace.readers.kineto.companions import Known
 from headway.trace.readers.kineto.device import device_events
-from headway.trace.readers.kineto.document import DEVICE, Head, KinetoDocument, parse
+from headway.trace.readers.kineto.document import DEVICE, KinetoDocument, no_collections, parse
+from headway.trace.readers.kineto.entries import Head
 from headway.trace.readers.kineto.host import host_events
 from headway.trace.readers.kineto.steps import steps_of
 from headway.trace.readers.ranks import rank_in_name
@@ -40,6 +41,11 @@ def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
 
     Raises TraceError where it is damaged, or holds nothing that takes time.
     """
+    with no_collections():
+        return Reading(ranks=[_rank(document, beside)])
+
+
+def _rank(document: Document, beside: Sequence[Companion]) -> ForeignRank:
     found = parse(document)
     if not len(found):
         raise TraceError(
@@ -57,7 +63,7 @@ def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
         notes.append(
             "Nothing marks steps (profiler.step() was not called): everything is taken for one step."
         )
-    one = ForeignRank(
+    return ForeignRank(
         source=document.name,
         framework="pytorch",
         events=events,
@@ -70,7 +76,6 @@ def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
         dropped_events=found.dropped,
         notes=[*_whole(found), *found.notes, *notes],
     )
-    return Reading(ranks=[one])
 
 
 def _host(name: str) -> str:

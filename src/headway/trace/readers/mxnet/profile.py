@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Ints, Texts
-from headway.trace.readers.chrome import Entry, arguments, nanoseconds, read_listing, texts
+from headway.trace.events import Ints, Texts, texts
+from headway.trace.readers.chrome import Entry, arguments, nanoseconds, read_listing
 from headway.trace.readers.foreign import Document, damaged
 
 DEVICE = re.compile(r"(?:cpu|gpu|cpu pinned|cpu shared)/\d*")

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from headway import intervals
 from headway.intervals import Spans as Cover
-from headway.trace.events import Events, Ints, Kind, Stream
-from headway.trace.readers.chrome import texts
+from headway.trace.events import Events, Ints, Kind, Stream, texts
 from headway.trace.readers.foreign import Companion, Document, ForeignRank, Reading, damaged
 from headway.trace.readers.mxnet.operators import COLLECTIVES, COMMUNICATION, is_any, work_of
 from headway.trace.readers.mxnet.profile import Profile, Spans, read_profile

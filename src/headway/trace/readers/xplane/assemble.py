@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
 from headway import intervals
 from headway.intervals import Spans
-from headway.trace.events import Events, Ints, Kind, Stream, Texts
+from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
 from headway.trace.readers.xplane.profile import Mask
 from headway.trace.readers.xplane.steps import Steps
 
@@ -48,13 +47,6 @@ class Collectives:
     def where(self, mask: Mask | Ints) -> Collectives:
         """The rows that ``mask`` (or an array of places) picks."""
         return Collectives(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
-
-
-def texts(values: list[Any]) -> Texts:
-    """A column of texts."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
 
 
 def assemble(steps: Steps, work: Work, collectives: Collectives, reading: Spans) -> Events:

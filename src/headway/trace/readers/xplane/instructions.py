@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.trace.events import Ints, Kind, Texts
-from headway.trace.readers.xplane.assemble import texts
+from headway.trace.events import Ints, Kind, Texts, texts
 from headway.trace.readers.xplane.groups import kind_of
 from headway.trace.readers.xplane.names import kernel_of, phase_of, scope_of
 from headway.trace.readers.xplane.profile import Mask, Profile

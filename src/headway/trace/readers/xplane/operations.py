@@ -10,8 +10,8 @@ import numpy as np
 
 from headway import intervals
 from headway.intervals import Spans
-from headway.trace.events import Ints, Kind
-from headway.trace.readers.xplane.assemble import LONGEST_NAME, STEPS_APART, Collectives, Work, texts
+from headway.trace.events import Ints, Kind, texts
+from headway.trace.readers.xplane.assemble import LONGEST_NAME, STEPS_APART, Collectives, Work
 from headway.trace.readers.xplane.names import CALLS, INPUT, collective_of, phase_of, scope_of, split
 from headway.trace.readers.xplane.nesting import enclosing
 from headway.trace.readers.xplane.profile import Profile

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.intervals import Spans
-from headway.trace.events import Events, Ints
+from headway.trace.events import Events, Ints, texts
 from headway.trace.readers.xplane.asked import Asked
-from headway.trace.readers.xplane.assemble import LONGEST_NAME, Collectives, Work, assemble, texts
+from headway.trace.readers.xplane.assemble import LONGEST_NAME, Collectives, Work, assemble
 from headway.trace.readers.xplane.devices import Device
 from headway.trace.readers.xplane.instructions import (
     COMMUNICATES,
