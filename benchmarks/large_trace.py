@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -93,8 +92,13 @@ def _measure(method: str, folder: Path) -> dict[str, Any]:
     trace = load_trace(folder)
     verdict = diagnose(trace).verdict if method == "diagnose" else ""
     seconds = time.perf_counter() - begin
-    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"seconds": seconds, "read_seconds": read_seconds, "gb": round(peak_gb, 2), "verdict": verdict}
+    return {"seconds": seconds, "read_seconds": read_seconds, "gb": round(_peak_gb(), 2), "verdict": verdict}
+
+
+def _peak_gb() -> float:
+    # Not getrusage's maximum, which a process begins with that of the one that started it.
+    status = Path("/proc/self/status").read_text()
+    return next(float(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1e6
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ WORKER = "--worker"
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "", list(CASES))
-    pairs = 2 if arguments.quick else 12
+    pairs = 2 if arguments.quick else 30
     rows = []
     for case in [arguments.only] if arguments.only else list(CASES):
         rows += _rows(case, _measure(CASES[case], pairs))

@@ -27,8 +27,7 @@ from headway.collectives.algorithms import RING, sent_bytes
 from headway.strategies.data_parallel.decoupled import observer as observing
 from headway.strategies.data_parallel.decoupled.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.trace.record import pauses
-from headway.trace.record import recorder as recording
+from headway.trace.record import meeting, pauses
 from headway.trace.record.recorder import Recorder, RecordOptions
 
 SHORT_S = 3.0  # what waits for others last here
@@ -118,8 +117,8 @@ def peers_in_a_subgroup(rank: int, world_size: int) -> list[int]:
 
 def recorded_alone(folder: str, between: Callable[[Recorder], None], **options: Any) -> dict[str, Any]:
     """Record steps without any communication; ``between`` comes before the last one, of which the time comes back."""
-    recording.LINKS_TIMEOUT = timedelta(seconds=SHORT_S)
-    recording.LAST_ROUNDS_TIMEOUT_S = SHORT_S
+    meeting.LINKS_TIMEOUT = timedelta(seconds=SHORT_S)
+    meeting.LAST_ROUNDS_TIMEOUT_S = SHORT_S
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -183,7 +182,7 @@ def writing_fails(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Something goes wrong at the end of a recording that nobody thought of."""
 
     def between(recorder: Recorder) -> None:
-        recorder._model_spec = lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+        recorder._with_profile = lambda *_: 1 // 0  # type: ignore[method-assign, assignment]
 
     said = io.StringIO()
     with redirect_stderr(said):

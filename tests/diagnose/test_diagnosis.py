@@ -303,6 +303,9 @@ def test_the_document_keeps_its_contract() -> None:
     assert set(document["breakdown_ms"]) == {"0", "1", "2", "3"}
     for parts in document["breakdown_ms"].values():
         assert sum(parts.values()) == pytest.approx(document["step_ms"], rel=1e-3)
+    first = document["findings"][0]
+    assert (first["cause"], first["ranks"], first["stands_out"]) == ("straggler", [2], True)
+    assert {one["stands_out"] for one in document["findings"]} <= {True, False}
     assert set(document["stragglers"][0]) >= {"rank", "blame_ms", "cause"}
     assert set(document["critical_path"][0]) == {"rank", "kind", "name", "ms"}
     assert document["clock"]["2"] == {"offset_us": 3.0, "drift_ppm": 1.0, "uncertainty_us": 2.0}

@@ -33,6 +33,7 @@ class Finding:
             "cost_ms": round(self.cost_ms, 6),
             "ranks": list(self.ranks),
             "sentence": self.sentence,
+            "stands_out": self.stands_out,
         }
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from headway.trace.record import connections
-from headway.trace.record.connections import LEAST_BYTES, ConnectionWatch, Endpoint, Use, peers_of
+from headway.trace.record.connections import (
+    LEAST_BYTES, OFTEN, SELDOM, ConnectionWatch, Endpoint, Use, peers_of,
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -320,3 +322,18 @@ def test_nothing_is_noted_before_the_beginning(sockets: Sockets, watch: Connecti
     send(here, there, MUCH)
     watch.end_step(0, 2)
     assert watch.uses == []
+
+
+def test_new_connections_are_found_often_at_first_and_seldom_later(
+    sockets: Sockets, watch: ConnectionWatch
+) -> None:
+    watch.begin(now_ns=1)
+    for step in range(OFTEN):
+        watch.end_step(step, step + 2)
+    here, there = sockets.pair()
+    send(here, there, MUCH)
+    watch.end_step(OFTEN, 100)
+    assert of(watch, here) == []
+    for step in range(OFTEN + 1, SELDOM + 1):
+        watch.end_step(step, 100 + step)
+    assert [(use.step, use.size_bytes) for use in of(watch, here)] == [(SELDOM, MUCH)]

@@ -19,6 +19,7 @@ import torch
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled.observer import THREAD_NAME
+from headway.trace.record.now import Now
 
 SETTLE_TIMEOUT_S = 2.0
 RELEASE_AFTER_NS = 50_000_000
@@ -63,14 +64,11 @@ OPERATIONS = {
 
 
 class CollectiveTap:
-    """Observes the collectives of this process while attached.
+    """Observes the collectives of this process while attached."""
 
-    ``position`` tells the current step and phase; it is asked on the thread that issues the collective.
-    """
-
-    def __init__(self, position: Callable[[], tuple[int, str]]) -> None:
+    def __init__(self, now: Now) -> None:
         self.observed: list[ObservedCollective] = []
-        self._position = position
+        self._now = now
         self._sequences: dict[str, int] = defaultdict(int)
         self._main_thread = threading.get_ident()
         self._overlay: torch_private.KernelOverlay | None = None
@@ -119,7 +117,7 @@ class CollectiveTap:
             group = torch_private.process_group_name(args[operation.group])
             sequence = self._sequences[group]
             self._sequences[group] = sequence + 1
-            step, phase = self._position()
+            step, phase = self._now.step, self._now.phase
             if threading.get_ident() != self._main_thread:
                 phase = "thread"
             asynchronous = len(args) <= operation.asynchronous or bool(args[operation.asynchronous])

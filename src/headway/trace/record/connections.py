@@ -28,6 +28,8 @@ _DESCRIPTORS = Path("/proc/self/fd")
 MAX_CONNECTIONS = 4096
 LEAST_BYTES = 65_536  # a connection that carries less in a whole recording is no link of the job
 
+OFTEN, SELDOM = 4, 8  # new connections are looked for after so many steps, and then after every so manieth
+
 Endpoint = tuple[str, int]
 
 
@@ -75,19 +77,25 @@ class ConnectionWatch:
     _connections: list[_Connection] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set)  # descriptors that were looked at
     _since_ns: int = 0
+    _ends: int = 0  # of steps, since the beginning
 
     def begin(self, now_ns: int) -> None:
         """Count from now on."""
         self._find()
         for one in self._connections:
             self._look(one)
-        self._since_ns = now_ns
+        self._since_ns, self._ends = now_ns, 0
 
     def end_step(self, step: int, now_ns: int) -> None:
-        """Note what was sent since the last look, also by connections that were opened meanwhile."""
+        """Note what was sent since the last look.
+
+        Connections that were opened meanwhile are found at the ends of the first steps, and of every eighth after them.
+        """
         if not self._since_ns:
             return
-        self._find()
+        if self._ends < OFTEN or self._ends % SELDOM == 0:
+            self._find()
+        self._ends += 1
         for one in self._connections:
             acked_bytes, busy_us = one.acked_bytes, one.busy_us
             delivered = self._look(one)

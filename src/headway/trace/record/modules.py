@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,11 @@ from torch import nn
 
 from headway import torch_private
 from headway.trace.events import Event, Kind, Stream
+from headway.trace.record.now import Now
 
 LOSS = "(loss)"
+
+Noted = tuple[str, str, int, int, int]  # kind, name, step, start and end
 
 
 class JobHook:
@@ -42,29 +44,23 @@ class JobHook:
 
 
 class ModuleWatch:
-    """Observes the passes of one wrapped model while attached.
+    """Observes the passes of one wrapped model while attached, in steps that are recorded.
 
-    Rows go to ``rows`` with the current step's number, while ``active()`` says so. Times are the own monotonic
-    clock's. ``phase`` says what the main thread is in: "" (between passes), "enter" (a forward, before its first
-    module), "forward" or "backward".
+    Between two of its hooks a step computes for milliseconds, which drives what they need out of the caches. So they
+    only note what ``rows`` makes events of later. Times are the own monotonic clock's.
     """
 
-    def __init__(self, step: Callable[[], int], active: Callable[[], bool], rows: list[Event]) -> None:
-        self.phase = ""
+    def __init__(self, now: Now) -> None:
         self.forward_order: list[str] = []
         self.activation_bytes = 0
         self.compute_ends_ns: dict[int, int] = {}  # end of a backward pass -> end of its computation
-        self._step = step
-        self._active = active
-        self._rows = rows
+        self.noted: list[Noted] = []
+        self._now = now
         self._handles: list[Any] = []
-        self._module_starts_ns: dict[str, list[int]] = {}
         self._pass_start_ns = 0
-        self._marks: list[tuple[int, str]] = []
-        self._backward_depth = 0
-        self._compute_end_ns = 0
+        self._backward: _Backward | None = None  # the one under way
+        self._backwards: list[_Backward] = []
         self._original_backward: Callable[..., Any] | None = None
-        self._seen_modules: set[str] = set()
         self._stop_counting: Callable[[], int] | None = None
 
     def count_activations(self, root: nn.Module) -> None:
@@ -78,13 +74,15 @@ class ModuleWatch:
         for name, module in root.named_modules():
             owns = any(True for _ in module.parameters(recurse=False))
             if owns or not any(True for _ in module.children()):
-                enter, leave = partial(self._enter_module, name, owns), partial(self._leave_module, name)
-                self._handles.append(module.register_forward_pre_hook(JobHook(enter)))
-                self._handles.append(module.register_forward_hook(JobHook(leave)))
+                starts_ns: list[int] = []
+                enter = _Enter(self, self._now, name, starts_ns, owns=owns)
+                leave = _Leave(self, self._now, name, starts_ns)
+                self._handles.append(module.register_forward_pre_hook(enter))
+                self._handles.append(module.register_forward_hook(leave))
         for name, parameter in root.named_parameters():
             if parameter.requires_grad:
-                hook = JobHook(partial(self._gradient_ready, name))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                ready = _Ready(self, self._now, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
         self._watch_backward()
 
     def detach(self) -> None:
@@ -97,13 +95,23 @@ class ModuleWatch:
             torch.autograd.backward = self._original_backward
             self._original_backward = None
 
-    def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
-        self._rows.append(Event(kind, name, Stream.COMPUTE, self._step(), start_ns, end_ns - start_ns))
+    def rows(self) -> list[Event]:
+        """What was observed, as events."""
+        rows = [
+            Event(kind, name, Stream.COMPUTE, step, start_ns, end_ns - start_ns)
+            for kind, name, step, start_ns, end_ns in self.noted
+        ]
+        return rows + [row for backward in self._backwards for row in backward.rows()]
+
+    def forget(self) -> None:
+        """Let go of what was observed."""
+        self.noted.clear()
+        self._backwards.clear()
 
     # Forward
 
     def _enter_pass(self, _module: nn.Module, _inputs: Any) -> None:
-        self.phase = "enter"
+        self._now.phase = "enter"
         self._pass_start_ns = time.monotonic_ns()
 
     def _counted(self) -> None:
@@ -112,85 +120,131 @@ class ModuleWatch:
             self._stop_counting = None
 
     def _leave_pass(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self.phase = ""
+        now = self._now
+        now.phase = ""
         self._counted()
-        if self._active():
-            self._put(Kind.FORWARD_PASS, "", self._pass_start_ns, time.monotonic_ns())
-
-    def _enter_module(self, name: str, owns: bool, _module: nn.Module, _inputs: Any) -> None:
-        if self.phase == "enter":
-            self.phase = "forward"
-        if owns and name not in self._seen_modules:
-            self._seen_modules.add(name)
-            self.forward_order.append(name)
-        if self._active():
-            self._module_starts_ns.setdefault(name, []).append(time.monotonic_ns())
-
-    def _leave_module(self, name: str, _module: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._active():
-            return
-        end_ns = time.monotonic_ns()
-        starts = self._module_starts_ns.get(name)
-        if starts:
-            self._put(Kind.FORWARD, name, starts.pop(), end_ns)
-        if not torch.is_grad_enabled():
-            return
-        entered = {id(tensor) for tensor in _tensors(inputs)}
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None and id(tensor) not in entered:
-                tensor.grad_fn.register_prehook(partial(self._mark_backward, name))
+        if now.recording:
+            self.noted.append((Kind.FORWARD_PASS, "", now.step, self._pass_start_ns, time.monotonic_ns()))
 
     # Backward
 
     def _watch_backward(self) -> None:
         original = self._original_backward = torch.autograd.backward
+        now = self._now
 
         def backward(*args: Any, **kwargs: Any) -> None:
-            if self._backward_depth or not self._active():
+            if self._backward is not None or not now.recording:
                 original(*args, **kwargs)
                 return
-            self._backward_depth += 1
-            before, self.phase = self.phase, "backward"
-            self._marks = [(time.monotonic_ns(), LOSS)]
-            self._compute_end_ns = 0
+            before, now.phase = now.phase, "backward"
+            self._backward = under_way = _Backward(now.step, time.monotonic_ns())
             try:
                 original(*args, **kwargs)
             finally:
-                self._backward_depth -= 1
-                self.phase = before
-            self._leave_backward(time.monotonic_ns())
+                self._backward = None
+                now.phase = before
+            under_way.end_ns = time.monotonic_ns()
+            self._backwards.append(under_way)
+            self.compute_ends_ns[under_way.end_ns] = under_way.compute_end_ns or under_way.end_ns
 
         torch.autograd.backward = backward
 
-    def _mark_backward(self, name: str, _gradients: Any) -> None:
-        if self._backward_depth:
-            self._expect_end_of_graph()
-            self._marks.append((time.monotonic_ns(), name))
+    def backward(self) -> _Backward | None:
+        """The backward under way, which will be told of the end of its graph: DDP waits for its buckets after that."""
+        under_way = self._backward
+        if under_way is not None and not under_way.asked:
+            under_way.asked = True
+            torch_private.queue_backward_callback(under_way.graph_done)
+        return under_way
 
-    def _gradient_ready(self, name: str, _parameter: torch.Tensor) -> None:
-        if self._backward_depth and self._active():
-            self._expect_end_of_graph()
-            now_ns = time.monotonic_ns()
-            self._put(Kind.GRADIENT_READY, name, now_ns, now_ns)
 
-    def _expect_end_of_graph(self) -> None:
-        """Ask, once a backward, to be told when the graph is done: DDP waits for its buckets after that."""
-        if self._compute_end_ns == 0:
-            self._compute_end_ns = -1
-            torch_private.queue_backward_callback(self._graph_done)
+class _Backward:
+    """One backward pass: when each module's share of it began."""
 
-    def _graph_done(self) -> None:
-        self._compute_end_ns = time.monotonic_ns()
+    def __init__(self, step: int, start_ns: int) -> None:
+        self.step = step
+        self.marks = [(start_ns, LOSS)]
+        self.asked = False  # to be told of the end of the graph
+        self.compute_end_ns = 0
+        self.end_ns = 0
 
-    def _leave_backward(self, end_ns: int) -> None:
-        compute_end_ns = self._compute_end_ns if self._compute_end_ns > 0 else end_ns
-        start_ns = self._marks[0][0]
-        self._put(Kind.BACKWARD_PASS, "", start_ns, end_ns)
-        self.compute_ends_ns[end_ns] = compute_end_ns
-        ends = [mark_ns for mark_ns, _ in self._marks[1:]] + [compute_end_ns]
-        for (mark_ns, name), next_ns in zip(self._marks, ends, strict=True):
+    def graph_done(self) -> None:
+        """All gradients are there."""
+        self.compute_end_ns = time.monotonic_ns()
+
+    def rows(self) -> Iterator[Event]:
+        """The pass, and each module's share of it."""
+        start_ns = self.marks[0][0]
+        yield Event(Kind.BACKWARD_PASS, "", Stream.COMPUTE, self.step, start_ns, self.end_ns - start_ns)
+        ends_ns = [mark_ns for mark_ns, _ in self.marks[1:]] + [self.compute_end_ns or self.end_ns]
+        for (mark_ns, name), next_ns in zip(self.marks, ends_ns, strict=True):
             if next_ns > mark_ns:
-                self._put(Kind.BACKWARD, name, mark_ns, next_ns)
+                yield Event(Kind.BACKWARD, name, Stream.COMPUTE, self.step, mark_ns, next_ns - mark_ns)
+
+
+class _Enter(JobHook):
+    """A module's forward begins."""
+
+    def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int], *, owns: bool) -> None:
+        super().__init__(None)
+        self._now, self._name, self._starts_ns = now, name, starts_ns
+        self._order = watch.forward_order if owns and name not in watch.forward_order else None
+
+    def __call__(self, *_arguments: Any) -> None:
+        """Note when."""
+        now = self._now
+        if now.phase == "enter":
+            now.phase = "forward"
+        if self._order is not None:
+            self._order.append(self._name)
+            self._order = None
+        if now.recording:
+            self._starts_ns.append(time.monotonic_ns())
+
+
+class _Leave(JobHook):
+    """A module's forward ends; its backward will begin where that of its output does."""
+
+    def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int]) -> None:
+        super().__init__(None)
+        self._watch, self._now, self._name, self._starts_ns = watch, now, name, starts_ns
+        self._begins = self._backward_begins  # bound once
+
+    def __call__(self, *arguments: Any) -> None:
+        """Note when, and ask to be called as the module's backward begins."""
+        now = self._now
+        if not now.recording:
+            return
+        end_ns = time.monotonic_ns()
+        _module, inputs, output = arguments
+        if self._starts_ns:
+            self._watch.noted.append((Kind.FORWARD, self._name, now.step, self._starts_ns.pop(), end_ns))
+        if not torch.is_grad_enabled():
+            return
+        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
+            node = tensor.grad_fn
+            if node is not None and not _holds(inputs, tensor):
+                node.register_prehook(self._begins)
+
+    def _backward_begins(self, _gradients: Any) -> None:
+        under_way = self._watch.backward()
+        if under_way is not None:
+            under_way.marks.append((time.monotonic_ns(), self._name))
+
+
+class _Ready(JobHook):
+    """A parameter's gradient is complete."""
+
+    def __init__(self, watch: ModuleWatch, now: Now, name: str) -> None:
+        super().__init__(None)
+        self._watch, self._now, self._name = watch, now, name
+
+    def __call__(self, *_arguments: Any) -> None:
+        """Note when."""
+        now = self._now
+        if now.recording and self._watch.backward() is not None:
+            now_ns = time.monotonic_ns()
+            self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
 
 
 def _count_outputs(root: nn.Module) -> Callable[[], int]:
@@ -224,3 +278,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for part in value.values():
             yield from _tensors(part)
+
+
+def _holds(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in ``value``."""
+    if value is tensor:
+        return True
+    if isinstance(value, (tuple, list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            if one is tensor or (one.__class__ is not torch.Tensor and _holds(one, tensor)):
+                return True
+    return False

@@ -1,0 +1,91 @@
+"""What the ranks of a recording tell each other through the job's store: where clocks and connections are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.trace.format import ClockFit
+from headway.trace.record import clock
+from headway.trace.record.connections import ConnectionWatch, Endpoint, peers_of
+
+CLOCK_KEY = "headway/clock"
+LINKS_KEY = "headway/links"
+LINKS_TIMEOUT = timedelta(seconds=20)
+LAST_ROUNDS_TIMEOUT_S = 20.0
+
+
+class ClockComparison:
+    """Round trips between a rank's clock and rank 0's, before a recording and after it."""
+
+    def __init__(self, number: int) -> None:
+        self._key = f"{CLOCK_KEY}/{number}"
+        self._server: clock.ClockServer | None = None
+        self._address: tuple[str, int] | None = None
+        self._before: list[clock.RoundTrip] = []
+
+    def begin(self) -> None:
+        """Open rank 0's port, or find it and make the first round trips."""
+        store = torch_private.default_store()
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if dist.get_rank() == 0:
+            self._server = clock.ClockServer()
+            port = int(os.environ.get("MASTER_PORT", "1") or 1)
+            address = [clock.own_address_towards(master, port), self._server.port]
+            store.set(self._key, json.dumps(address))
+            return
+        published, port = json.loads(store.get(self._key))
+        # Rank 0 usually lives where everybody met; its own idea of its address may be its loopback.
+        for host in (master, published):
+            self._address = (host, port)
+            self._before = clock.measure_round_trips(self._address, last=False)
+            if self._before:
+                return
+
+    def end(self, rank: int, world_size: int) -> ClockFit:
+        """Make the last round trips; how this rank's clock is brought onto rank 0's."""
+        if rank == 0:
+            if self._server is not None:
+                self._server.wait_for_last_rounds(world_size - 1, LAST_ROUNDS_TIMEOUT_S)
+            return ClockFit()
+        if self._address is None:
+            return clock.fit_clock((), ())
+        after = clock.measure_round_trips(self._address, last=True)
+        return clock.fit_clock(self._before, after)
+
+    def close(self) -> None:
+        """Close rank 0's port."""
+        if self._server is not None:
+            self._server.close()
+
+
+def publish_connections(number: int, connections: ConnectionWatch) -> None:
+    """Tell others of this rank's connections, first of all and in every case: they wait for it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+            torch_private.default_store().set(_links_key(number, dist.get_rank()), connections.pairs())
+
+
+def connection_peers(
+    number: int, connections: ConnectionWatch, rank: int, world_size: int
+) -> dict[tuple[Endpoint, Endpoint], int]:
+    """Which rank is at the other end of each connection; nothing where others do not say in time."""
+    if world_size == 1 or not dist.is_initialized():
+        return {}
+    store = torch_private.default_store()
+    keys = [_links_key(number, other) for other in range(world_size)]
+    try:
+        store.wait(keys, LINKS_TIMEOUT)
+        published = {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank}
+    except RuntimeError:  # a rank that is gone publishes nothing
+        return {}
+    return peers_of(connections.uses, published)
+
+
+def _links_key(number: int, rank: int) -> str:
+    return f"{LINKS_KEY}/{number}/{rank}"
