@@ -19,7 +19,13 @@ import pytest
 
 from headway.trace.record import connections
 from headway.trace.record.connections import (
-    LEAST_BYTES, OFTEN, SELDOM, ConnectionWatch, Endpoint, Use, peers_of,
+    LEAST_BYTES,
+    OFTEN,
+    SELDOM,
+    ConnectionWatch,
+    Endpoint,
+    Use,
+    peers_of,
 )  # fmt: skip
 
 pytestmark = [
@@ -336,4 +342,6 @@ def test_new_connections_are_found_often_at_first_and_seldom_later(
     assert of(watch, here) == []
     for step in range(OFTEN + 1, SELDOM + 1):
         watch.end_step(step, 100 + step)
-    assert [(use.step, use.size_bytes) for use in of(watch, here)] == [(SELDOM, MUCH)]
+    (use,) = of(watch, here)
+    assert use.step == SELDOM
+    assert use.size_bytes in (MUCH, MUCH + 1)  # the kernel counts its greeting, or does not
