@@ -39,9 +39,9 @@ def main() -> None:
         rows += _rows(case, _measure(CASES[case], pairs))
     words = (
         "Steps (ms) in blocks of 8, recorded and unrecorded in one interleaved job; ratio to unrecorded. `time_ms` is "
-        "the median of the blocks' median steps, `overhead` the median over pairs of neighbouring blocks of the ratio of "
-        "their median steps, `spread` the quartiles of that; `overhead_of_means` is the same of mean steps, in which "
-        "one interruption of the machine moves a block. "
+        "the median of the blocks' median steps, `overhead` the median over pairs of neighbouring blocks of the "
+        "ratio of their median steps, `spread` the quartiles of that; `overhead_of_means` is the same of mean steps, "
+        "in which one interruption of the machine moves a block. "
         "What the end of a recording costs once (clocks, writing Parquet) is not in it. "
         "Real computation on two workers, links shaped by the lab."
     )
