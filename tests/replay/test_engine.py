@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.replay import reference_engine
+from tests.replay.graphs import DrawnOperation, drawn_operations, graph_of
 
 from headway.graph.dataflow import DataflowBuilder
+from headway.replay import compiled, engine, kernel
 from headway.replay.engine import play
 
 
@@ -91,3 +96,28 @@ def test_without_resources_the_engine_finds_the_longest_path(
     for number in range(count):
         ends[number] = durations[number] + max((ends[a] for a, b in kept if b == number), default=0)
     assert (play(builder.close()).end_ns == ends).all()
+
+
+@pytest.mark.parametrize("simulate", [kernel.simulate, compiled._compiled()], ids=["plain", "compiled"])
+@settings(deadline=None)
+@given(drawn_operations())
+def test_the_engine_plays_by_the_rules_that_the_reference_spells_out(
+    simulate: Callable[..., int], operations: list[DrawnOperation]
+) -> None:
+    graph = graph_of(operations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "simulate_for", lambda _count: simulate)
+        schedule = play(graph)
+    expected = reference_engine.play(graph)
+    assert schedule.start_ns.tolist() == expected.start_ns.tolist()
+    assert schedule.end_ns.tolist() == expected.end_ns.tolist()
+
+
+def test_times_that_are_out_of_range_are_an_error() -> None:
+    for duration_ns in (2**61, 2**59):
+        builder = DataflowBuilder(1)
+        before: list[int] = []
+        for _ in range(4):
+            before = [builder.operation(duration_ns, after=before, sender=0)]
+        with pytest.raises(OverflowError):
+            play(builder.close())

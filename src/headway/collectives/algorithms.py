@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -43,6 +43,7 @@ def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
     return GLOO_ALL_REDUCE if kind == ALL_REDUCE else f"{NATIVE}_{kind}"
 
 
+@cache
 def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 

@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
-from headway.collectives.program import ProgramOf, piece_bounds
-from headway.graph.dataflow import NO_RESOURCE, Dataflow, DataflowBuilder
+from headway.collectives.columns import (
+    OUTSIDE,
+    ProgramColumns,
+    Structure,
+    columns_of,
+    piece_sizes,
+    structure_of,
+)
+from headway.collectives.program import ProgramOf
+from headway.graph.dataflow import (
+    DURATION,
+    NO_RESOURCE,
+    NONE,
+    ROUTE,
+    SPILL,
+    SUCCESSORS,
+    WAITS,
+    Dataflow,
+    DataflowBuilder,
+    Ints,
+    Numbers,
+)  # fmt: skip
 
 __all__ = ["Links", "ProgramOf", "alone", "expand"]
+
+MOST_NS = 2**60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Messages:
+    """Messages as columns of one shape: how long they take, and their routes."""
+
+    duration_ns: Ints
+    route: Numbers
 
 
 class Links:
@@ -21,53 +54,99 @@ class Links:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._host_of = cluster.host_of_rank
+        self._host_of = np.array(cluster.host_of_rank)
+        self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
+        self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
 
     @property
     def resources(self) -> int:
         """How many resources the links of the cluster are."""
         return 2 * len(self._cluster.hosts) + 2 * self._cluster.world_size
 
-    def overhead(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
-        """Add what a collective costs a rank before its first message."""
+    def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
+        """What a collective costs every rank before its first message."""
+        world_size = self._cluster.world_size
         overhead_ns = round(cost.overhead_us * 1e3)
-        resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
-        return builder.operation(overhead_ns, after=[after], sender=resource if overhead_ns else NO_RESOURCE)
+        own = 2 * len(self._cluster.hosts) + world_size
+        routes = [
+            builder.route(own + rank if overhead_ns else NO_RESOURCE, NO_RESOURCE)
+            for rank in range(world_size)
+        ]
+        return Messages(np.full(world_size, overhead_ns, np.int64), np.array(routes, dtype=np.int32))
 
-    def transfer(
-        self,
-        builder: DataflowBuilder,
-        sender: int,
-        receiver: int,
-        size_bytes: int,
-        after: list[int],
-        connection: int = 0,
-    ) -> int:
-        """Add the transfer of one message between two ranks; it ends when the receiver has it.
+    def messages(
+        self, builder: DataflowBuilder, columns: ProgramColumns, size_bytes: Ints, connection: int = 0
+    ) -> Messages:
+        """The messages of every step and rank, of ``size_bytes`` (steps, ranks); each ends when the receiver has it.
 
-        ``connection`` numbers the connections of ``sender``.
+        ``connection`` numbers the connections of a sender. What is empty takes a latency and no link.
         """
-        cluster = self._cluster
+        pairs, pair_of = columns.pairs
+        routes = [self._routes(builder, sender, receiver, connection) for sender, receiver in pairs.tolist()]
+        table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
+        source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
+        between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
+        rate_gbps = np.where(source == target, self._cluster.local_gbps, between_gbps)
+        duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
+        if duration_ns.size and duration_ns.max() >= MOST_NS:
+            raise OverflowError("a message takes longer than can be counted")
+        return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
+
+    def _routes(
+        self, builder: DataflowBuilder, sender: int, receiver: int, connection: int
+    ) -> tuple[int, int]:
+        """The routes of an empty message and of another one."""
+        cluster, hosts = self._cluster, len(self._cluster.hosts)
+        source, target = int(self._host_of[sender]), int(self._host_of[receiver])
+        local = source == target
+        latency_ns = round((cluster.local_latency_us if local else cluster.latency_us) * 1e3)
         queue = connection * cluster.world_size + sender
-        source, target = self._host_of[sender], self._host_of[receiver]
-        if source == target:
-            duration_ns = round(size_bytes * 8 / cluster.local_gbps)
-            return builder.operation(
-                duration_ns,
-                after=after,
-                latency_ns=round(cluster.local_latency_us * 1e3),
-                sender=2 * len(cluster.hosts) + sender if size_bytes else NO_RESOURCE,
-                queue=queue,
-            )
-        rate_gbps = min(cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps)
-        return builder.operation(
-            round(size_bytes * 8 / rate_gbps),
-            after=after,
-            latency_ns=round(cluster.latency_us * 1e3),
-            sender=2 * source if size_bytes else NO_RESOURCE,
-            receiver=2 * target + 1 if size_bytes else NO_RESOURCE,
-            queue=queue,
+        ends = (2 * hosts + sender, NO_RESOURCE) if local else (2 * source, 2 * target + 1)
+        return (
+            builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns),
+            builder.route(*ends, queue=queue, latency_ns=latency_ns),
         )
+
+
+class CollectiveBlock:
+    """All operations of one collective, placed between its members' begins and ends."""
+
+    def __init__(
+        self, structure: Structure, overheads: Messages, messages: Messages, ends: Sequence[int]
+    ) -> None:
+        self._structure = structure
+        self._overheads = overheads
+        self._messages = messages
+        self._ends = np.array(ends, dtype=np.int64)
+
+    @property
+    def operations(self) -> int:
+        """How many operations."""
+        return self._structure.operations
+
+    @property
+    def spills(self) -> int:
+        """How much room its successors need beside the rows."""
+        return len(self._structure.edges.spilled)
+
+    def fill(self, into: Dataflow, base: int, spill: int) -> None:
+        """Write the rows (``graph.dataflow.Block``)."""
+        structure, edges = self._structure, self._structure.edges
+        own, ranks = slice(base, base + self.operations), len(self._ends)
+        begins, transfers = slice(base, base + ranks), slice(base + ranks, base + self.operations, 2)
+        for messages, rows in ((self._overheads, begins), (self._messages, transfers)):
+            into.wide[rows, DURATION] = messages.duration_ns.ravel()
+            into.narrow[rows, ROUTE] = messages.route.ravel()
+        into.narrow[own, WAITS] = structure.waits
+        slots = np.where(edges.slots >= 0, edges.slots + base, edges.slots)
+        outside = self._ends[OUTSIDE - slots.ravel()[structure.outside]]
+        slots.ravel()[structure.outside] = outside
+        into.narrow[own, SUCCESSORS:] = slots
+        into.narrow[own, SPILL] = np.where(edges.spill >= 0, edges.spill + spill, NONE)
+        spilled = into.spilled[spill : spill + self.spills]
+        spilled[:] = edges.spilled
+        spilled[edges.targets] += base
+        np.add.at(into.narrow[:, WAITS], outside, 1)
 
 
 def expand(
@@ -82,36 +161,18 @@ def expand(
 ) -> None:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
-    Collectives under way together on one ``connection`` send their messages one after the other.
-
-    Every rule is that of ``collectives.program``: a message leaves when its sender has done the step that delivered
-    it and its receiver has posted the receive. A rank ends when its last message has been received and its last
-    one has arrived. An empty piece, as of a barrier, takes the latency of a message and no link.
+    Collectives under way together on one ``connection`` send their messages one after the other. Who waits for whom
+    is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
     """
     world_size = len(begins)
-    programs = [program_of(rank, world_size) for rank in range(world_size)]
-    begun = [links.overhead(builder, rank, cost, begin) for rank, begin in enumerate(begins)]
-    done: list[list[int]] = [[] for _ in begins]  # for each rank, the operation that ends each step
-    last_sent = list(begun)
-    bounds = piece_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks, programs[0].pieces)
-    for number in range(len(programs[0].steps)):
-        arrivals: dict[int, int] = {}
-        for rank, program in enumerate(programs):
-            step = program.steps[number]
-            start, end = bounds[step.send_piece]
-            receiver, posted_after = step.send_to, number - programs[step.send_to].lookahead
-            held = done[rank][step.send_after] if step.send_after >= 0 else begun[rank]
-            posted = done[receiver][posted_after] if posted_after >= 0 else begun[receiver]
-            arrivals[receiver] = links.transfer(
-                builder, rank, receiver, end - start, [held, posted], connection
-            )
-            last_sent[rank] = arrivals[receiver]
-        for rank, steps in enumerate(done):
-            before = steps[-1] if steps else begun[rank]
-            steps.append(builder.operation(after=[arrivals[rank], before]))
-    for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
-        builder.edge(steps[-1] if steps else start, end)
-        builder.edge(sent, end)
+    columns = columns_of(program_of, world_size)
+    sizes_bytes = piece_sizes(round(size_bytes * cost.byte_factor), columns.chunks, columns.pieces)
+    messages = links.messages(builder, columns, sizes_bytes[columns.send_piece], connection)
+    overheads = links.overheads(builder, cost)
+    block = CollectiveBlock(structure_of(program_of, world_size), overheads, messages, ends)
+    base = builder.block(block)
+    for rank, begin in enumerate(begins):
+        builder.edge(begin, base + rank)
 
 
 def alone(

@@ -48,7 +48,8 @@ class Step:
 class ChunkProgram:
     """The steps of one rank over a tensor cut into ``chunks`` chunks of ``pieces`` pieces each.
 
-    ``lookahead`` is how many receives are posted at a time, at least 1.
+    ``lookahead`` is how many receives are posted at a time, at least 1. ``rotates`` says that the program of rank
+    ``r`` is that of rank 0 with ``r`` added to its ranks and chunks.
     """
 
     algorithm: str
@@ -58,6 +59,7 @@ class ChunkProgram:
     steps: tuple[Step, ...]
     pieces: int = 1
     lookahead: int = 1
+    rotates: bool = False
 
     @property
     def scratch_slots(self) -> int:
@@ -124,7 +126,14 @@ def ring_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkPro
     """
     steps = _ring_steps(rank, world_size, pieces, [rank - 1 - t for t in range(world_size)], reduce=True)
     return ChunkProgram(
-        "ring_reduce_scatter", rank, world_size, world_size, steps, pieces, LOOKAHEAD_ROUNDS * pieces
+        "ring_reduce_scatter",
+        rank,
+        world_size,
+        world_size,
+        steps,
+        pieces,
+        LOOKAHEAD_ROUNDS * pieces,
+        rotates=True,
     )
 
 
@@ -135,7 +144,10 @@ def ring_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram
     Every piece lands in a place of its own, so that all receives are posted at the beginning.
     """
     steps = _ring_steps(rank, world_size, pieces, [rank - t for t in range(world_size)], reduce=False)
-    return ChunkProgram("ring_all_gather", rank, world_size, world_size, steps, pieces, max(1, len(steps)))
+    lookahead = max(1, len(steps))
+    return ChunkProgram(
+        "ring_all_gather", rank, world_size, world_size, steps, pieces, lookahead, rotates=True
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -151,7 +163,14 @@ def ring_all_reduce(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram
         first=len(scatter.steps),
     )
     return ChunkProgram(
-        "ring_all_reduce", rank, world_size, world_size, scatter.steps + gather, pieces, scatter.lookahead
+        "ring_all_reduce",
+        rank,
+        world_size,
+        world_size,
+        scatter.steps + gather,
+        pieces,
+        scatter.lookahead,
+        rotates=True,
     )
 
 

@@ -1,40 +1,167 @@
-"""Dataflow: the operations of some steps over all ranks and links, and what each waits for, in flat arrays."""
+"""Dataflow: the operations of some steps over all ranks and links, and what each waits for, in flat arrays.
+
+An operation is one cache line of 64 bytes, so that playing it costs one access to memory and one for each operation
+that waits for it. What it uses (a route) and successors that do not fit are kept beside.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int32]
 NO_RESOURCE = -1
+MOST_OPERATIONS = 2**31 - 1
+OPERATION_BYTES = 64
+
+# Columns of ``Dataflow.wide``.
+DURATION, START, END = 0, 1, 2
+# Columns of ``Dataflow.narrow``, behind those.
+ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
+SLOTS = 5  # successors in the line itself
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency."""
+
+    sender: Numbers
+    receiver: Numbers
+    queue: Numbers
+    latency_ns: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataflow:
-    """Operations in flat arrays of one length, and their successors in compressed rows.
+    """Operations, as rows of two views of the same memory.
 
     An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` where it
-    has them to itself, and is done ``latency_ns`` after it has left them. Operations of one ``queue`` on one sender's
-    side, as messages of one connection, go one after the other. ``successors[first[i]:first[i + 1]]`` wait for
-    operation ``i``; ``waits_for`` counts predecessors.
+    has them to itself, and is done ``latency_ns`` after it has left them. Operations of one queue, as messages of one
+    connection, go one after the other. ``wide`` (int64) has durations, ``narrow`` (int32) routes, how many operations
+    each waits for, and its successors: in SLOTS columns, NONE behind the last, and, where there are more, at SPILL in
+    ``spilled``, after their number. Other columns are the engine's.
     """
 
-    duration_ns: Ints
-    latency_ns: Ints
-    sender: Ints
-    receiver: Ints
-    queue: Ints
-    first: Ints
-    successors: Ints
-    waits_for: Ints
+    wide: Ints
+    narrow: Numbers
+    spilled: Numbers
+    routes: Routes
     resources: int
+    queues: int
 
     def __len__(self) -> int:
-        return len(self.duration_ns)
+        return len(self.wide)
+
+    @property
+    def duration_ns(self) -> Ints:
+        """How long each operation takes where it has its resources to itself."""
+        return self.wide[:, DURATION]
+
+    @property
+    def sender(self) -> Numbers:
+        """The sender's side that each operation uses, or NO_RESOURCE."""
+        return self.routes.sender[self.narrow[:, ROUTE]]
+
+    @property
+    def receiver(self) -> Numbers:
+        """The receiver's side that each operation uses, or NO_RESOURCE."""
+        return self.routes.receiver[self.narrow[:, ROUTE]]
+
+    @property
+    def queue(self) -> Numbers:
+        """The queue that each operation stands in."""
+        return self.routes.queue[self.narrow[:, ROUTE]]
+
+    @property
+    def latency_ns(self) -> Ints:
+        """How long after it has left its resources each operation is done."""
+        return self.routes.latency_ns[self.narrow[:, ROUTE]]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the arrays take."""
+        return self.wide.nbytes + self.spilled.nbytes
+
+    def successors(self, number: int) -> list[int]:
+        """The operations that wait for operation ``number``."""
+        own = self.narrow[number, SUCCESSORS : SUCCESSORS + SLOTS]
+        spill = int(self.narrow[number, SPILL])
+        more = self.spilled[spill + 1 : spill + 1 + self.spilled[spill]].tolist() if spill != NONE else []
+        return [*own[own != NONE].tolist(), *more]
+
+    def with_durations(self, operations: npt.NDArray[np.intp], duration_ns: Ints) -> Dataflow:
+        """The same graph where ``operations`` take other times."""
+        wide, narrow = lines(len(self))
+        wide[:] = self.wide
+        wide[operations, DURATION] = duration_ns
+        return Dataflow(wide, narrow, self.spilled, self.routes, self.resources, self.queues)
+
+
+def lines(count: int) -> tuple[Ints, Numbers]:
+    """Room for ``count`` operations, each in a cache line of its own: the wide view and the narrow one."""
+    memory = np.zeros((count + 1) * OPERATION_BYTES, dtype=np.uint8)
+    begin = -memory.ctypes.data % OPERATION_BYTES
+    own = memory[begin : begin + count * OPERATION_BYTES]
+    return own.view(np.int64).reshape(count, 8), own.view(np.int32).reshape(count, 16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edges:
+    """The successors of some operations as ``Dataflow`` keeps them. ``targets`` are those places of ``spilled``."""
+
+    slots: Numbers
+    spill: Numbers
+    spilled: Numbers
+    targets: npt.NDArray[np.intp]
+
+
+def edges_of(before: Ints, after: Ints, count: int) -> Edges:
+    """The edges ``before[i] -> after[i]`` of ``count`` operations."""
+    order = np.argsort(before, kind="stable")
+    rows, ends = before[order], after[order]
+    degree = np.bincount(rows, minlength=count)
+    first = np.cumsum(degree) - degree
+    place = np.arange(len(rows)) - first[rows]
+    slots = np.full((count, SLOTS), NONE, dtype=np.int32)
+    within = place < SLOTS
+    slots[rows[within], place[within]] = ends[within]
+    spill = np.full(count, NONE, dtype=np.int32)
+    large = np.flatnonzero(degree > SLOTS)
+    if not len(large):
+        return Edges(slots, spill, np.zeros(0, np.int32), np.zeros(0, np.intp))
+    more = degree[large] - SLOTS
+    begin = np.cumsum(more + 1) - (more + 1)
+    spill[large] = begin
+    spilled = np.zeros(int(more.sum()) + len(large), dtype=np.int32)
+    spilled[begin] = more
+    targets = spill[rows[~within]].astype(np.intp) + 1 + place[~within] - SLOTS
+    spilled[targets] = ends[~within]
+    return Edges(slots, spill, spilled, targets)
+
+
+class Block(Protocol):
+    """Many operations at once, whose edges among themselves and out of them are known."""
+
+    @property
+    def operations(self) -> int:
+        """How many operations."""
+
+    @property
+    def spills(self) -> int:
+        """How much room its successors need in ``Dataflow.spilled``."""
+
+    def fill(self, into: Dataflow, base: int, spill: int) -> None:
+        """Write the rows into ``into`` from operation ``base`` on, and what spills from ``spill`` on.
+
+        What operations outside of the block wait for is added to their WAITS.
+        """
 
 
 class DataflowBuilder:
@@ -42,13 +169,23 @@ class DataflowBuilder:
 
     def __init__(self, resources: int = 0) -> None:
         self.resources = resources
+        self._number = array("i")  # of operations that were added one by one
         self._duration_ns = array("q")
-        self._latency_ns = array("q")
-        self._sender = array("q")
-        self._receiver = array("q")
-        self._queue = array("q")
-        self._before = array("q")
-        self._after = array("q")
+        self._route = array("i")
+        self._before = array("i")
+        self._after = array("i")
+        self._count = 0
+        self._queues: dict[tuple[int, int], int] = {}
+        self._routes: dict[tuple[int, int, int, int], int] = {}
+        self._blocks: list[tuple[int, Block]] = []
+        self._free = self.route(NO_RESOURCE, NO_RESOURCE)
+
+    def route(self, sender: int, receiver: int, *, queue: int = 0, latency_ns: int = 0) -> int:
+        """What operations use, as a number. Queues are counted by themselves on each sender's side."""
+        line = NO_RESOURCE
+        if sender != NO_RESOURCE or receiver != NO_RESOURCE:
+            line = self._queues.setdefault((sender, queue), len(self._queues))
+        return self._routes.setdefault((sender, receiver, line, latency_ns), len(self._routes))
 
     def operation(
         self,
@@ -61,37 +198,54 @@ class DataflowBuilder:
         queue: int = 0,
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
-        number = len(self._duration_ns)
+        number = self._count
+        self._count += 1
+        self._number.append(number)
         self._duration_ns.append(duration_ns)
-        self._latency_ns.append(latency_ns)
-        self._sender.append(sender)
-        self._receiver.append(receiver)
-        self._queue.append(queue)
+        plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
+        self._route.append(
+            self._free if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns)
+        )
         for before in after:
             self.edge(before, number)
         return number
 
     def edge(self, before: int, after: int) -> None:
-        """Have ``after`` wait for ``before``."""
+        """Have ``after`` wait for ``before``, which is not part of a block."""
         self._before.append(before)
         self._after.append(after)
 
+    def block(self, block: Block) -> int:
+        """Add many operations; returns the number of the first."""
+        base = self._count
+        self._count += block.operations
+        self._blocks.append((base, block))
+        return base
+
     def close(self) -> Dataflow:
-        """The finished graph."""
-        count = len(self._duration_ns)
-        before = np.array(self._before, dtype=np.int64)
+        """The finished graph. Raises OverflowError where it has more operations than can be numbered."""
+        if self._count > MOST_OPERATIONS:
+            raise OverflowError(f"{self._count} operations are more than can be numbered")
+        number = np.array(self._number, dtype=np.int64)
+        row = np.searchsorted(number, np.array(self._before, dtype=np.int64))
         after = np.array(self._after, dtype=np.int64)
-        order = np.argsort(before, kind="stable")
-        first = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(before, minlength=count), out=first[1:])
-        return Dataflow(
-            duration_ns=np.array(self._duration_ns, dtype=np.int64),
-            latency_ns=np.array(self._latency_ns, dtype=np.int64),
-            sender=np.array(self._sender, dtype=np.int64),
-            receiver=np.array(self._receiver, dtype=np.int64),
-            queue=np.array(self._queue, dtype=np.int64),
-            first=first,
-            successors=after[order],
-            waits_for=np.bincount(after, minlength=count).astype(np.int64),
-            resources=self.resources,
-        )
+        edges = edges_of(row, after, len(number))
+        room = len(edges.spilled)
+        wide, narrow = lines(self._count)
+        spilled = np.zeros(room + sum(block.spills for _, block in self._blocks), dtype=np.int32)
+        made = Dataflow(wide, narrow, spilled, self._table(), self.resources, len(self._queues))
+        wide[number, DURATION] = self._duration_ns
+        narrow[number, ROUTE] = self._route
+        narrow[number, SUCCESSORS:] = edges.slots
+        narrow[number, SPILL] = edges.spill
+        spilled[:room] = edges.spilled
+        for base, block in self._blocks:
+            block.fill(made, base, room)
+            room += block.spills
+        np.add.at(narrow[:, WAITS], after, 1)
+        return made
+
+    def _table(self) -> Routes:
+        columns = list(zip(*self._routes, strict=True))
+        sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
+        return Routes(sender, receiver, queue, np.array(columns[3], dtype=np.int64))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from headway.graph.build import GraphBuilder
@@ -26,9 +24,8 @@ def play_disturbed(graph: GraphBuilder, dataflow: Dataflow, slowdown: float) -> 
     undisturbed_ns = dataflow.duration_ns[operations]
     for _ in range(ROUNDS):
         overlaps = _overlaps(graph, schedule)
-        duration_ns = dataflow.duration_ns.copy()
-        duration_ns[operations] = np.round(undisturbed_ns * (1 + slowdown * overlaps)).astype(np.int64)
-        schedule = play(replace(dataflow, duration_ns=duration_ns))
+        duration_ns = np.round(undisturbed_ns * (1 + slowdown * overlaps)).astype(np.int64)
+        schedule = play(dataflow.with_durations(operations, duration_ns))
     return schedule
 
 

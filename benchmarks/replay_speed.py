@@ -1,0 +1,136 @@
+"""How fast a graph is built and played: operations a second, and memory an operation.
+
+    python benchmarks/replay_speed.py [--quick] [--only CASE] [--json FILE]
+
+Each case is one step of data-parallel training as replay sees it: a backward that readies tensors one after the other
+on every rank, and a ring all-reduce of each on one of two channels, which share the links (1 Gb/s, 20 us). Every
+message is two operations, its sending and its receipt. Ranks compute for times of their own, so that nothing is alike.
+Each measurement is a new process; compiling happened before.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from common import parse_arguments, report
+
+# Ranks and tensors.
+CASES = {
+    "64-ranks-100-tensors": (64, 100),
+    "1e5-operations": (16, 104),
+    "1e6-operations": (64, 62),
+    "1e7-operations": (128, 154),
+    "1e8-operations": (512, 95),
+    "1024-ranks-5-tensors": (1024, 5),
+}
+QUICK = ("64-ranks-100-tensors", "1e5-operations", "1e6-operations", "1e7-operations")
+CHANNELS = 2
+TENSOR_BYTES = 1_000_000
+WORKER = "--measure"
+
+
+def main() -> None:
+    if sys.argv[1:2] == [WORKER]:
+        print(json.dumps(_measure(int(sys.argv[2]), int(sys.argv[3]))))
+        return
+    arguments = parse_arguments(__doc__ or "", list(CASES))
+    chosen = [arguments.only] if arguments.only else list(QUICK if arguments.quick else CASES)
+    _run(4, 40)  # compiles, where that has not been kept from before
+    rows = []
+    for case in chosen:
+        rounds = 1 if CASES[case][0] * CASES[case][1] > 40_000 else 3 if arguments.quick else 5
+        rows.append(_row(case, [_run(*CASES[case]) for _ in range(rounds)]))
+    words = (
+        "One step of data-parallel training over a ring, as replay plays it: `time_ms` is playing alone, the median of "
+        "several processes; `load_s` is loading what was compiled, `build_s` laying out the graph, `total_s` all "
+        "three, from the tensors to the answer. `bound_ms` is reading and writing every operation of the graph once. "
+        "Links are shared by two channels."
+    )
+    report("replay_speed", rows, arguments, words)
+
+
+def _row(case: str, said: list[dict[str, Any]]) -> dict[str, Any]:
+    taken = [1e3 * one["play_s"] for one in said]
+    time_ms, bound_ms = statistics.median(taken), 1e3 * min(one["touch_s"] for one in said)
+    operations = said[0]["operations"]
+    return {
+        "case": case,
+        "method": "headway",
+        "time_ms": time_ms,
+        "bound_ms": bound_ms,
+        "ratio": time_ms / bound_ms,
+        "least_ms": min(taken),
+        "most_ms": max(taken),
+        "operations": operations,
+        "operations_per_s": round(operations / time_ms * 1e3),
+        "load_s": statistics.median(one["load_s"] for one in said),
+        "build_s": statistics.median(one["build_s"] for one in said),
+        "total_s": statistics.median(one["total_s"] for one in said),
+        "bytes_per_operation": round(said[0]["graph_bytes"] / operations, 1),
+        "peak_gb": max(one["peak_gb"] for one in said),
+    }
+
+
+def _run(ranks: int, tensors: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, WORKER, str(ranks), str(tensors)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{ranks} ranks and {tensors} tensors: {done.stderr[-2000:]}")
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def _measure(ranks: int, tensors: int) -> dict[str, Any]:
+    from headway.cluster import Cluster, Host
+    from headway.collectives.algorithms import ALL_REDUCE, RING, program_of
+    from headway.collectives.dataflow import Links, expand
+    from headway.graph.dataflow import DataflowBuilder
+    from headway.replay.compiled import simulate_for
+    from headway.replay.engine import play
+
+    begin = time.perf_counter()
+    simulate_for(10**9)  # whatever the size: compiled
+    small = DataflowBuilder(1)
+    small.operation(1, sender=0)
+    play(small.close())
+    loaded = time.perf_counter()
+    hosts = tuple(Host(name=f"host{rank}", workers=1, up_gbps=1, down_gbps=1) for rank in range(ranks))
+    links = Links(Cluster(hosts=hosts, latency_us=20))
+    builder = DataflowBuilder(links.resources)
+    random = np.random.default_rng(0)
+    compute_ns = random.integers(1_000_000, 5_000_000, size=(tensors, ranks)).tolist()
+    tails = [builder.operation() for _ in range(ranks)]
+    for tensor in range(tensors):
+        tails = [builder.operation(compute_ns[tensor][rank], after=[tails[rank]]) for rank in range(ranks)]
+        ends = [builder.operation() for _ in range(ranks)]
+        expand(
+            builder, links, program_of(RING, ALL_REDUCE), TENSOR_BYTES, tails, ends,
+            connection=tensor % CHANNELS,
+        )  # fmt: skip
+    graph = builder.close()
+    built = time.perf_counter()
+    schedule = play(graph)
+    played = time.perf_counter()
+    graph.wide.copy()
+    touched = time.perf_counter()
+    return {
+        "operations": len(graph),
+        "load_s": loaded - begin,
+        "build_s": built - loaded,
+        "play_s": played - built,
+        "total_s": played - begin,
+        "touch_s": touched - played,
+        "graph_bytes": graph.memory_bytes + schedule.start_ns.nbytes + schedule.end_ns.nbytes,
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

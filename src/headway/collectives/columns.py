@@ -1,0 +1,134 @@
+"""Chunk programs of all ranks as columns, and what waits for what in them: for graphs of very many messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.collectives.program import ChunkProgram, ProgramOf
+from headway.graph.dataflow import NONE, Edges, edges_of
+
+Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramColumns:
+    """The steps of every rank, of shape (steps, ranks): what ``ChunkProgram`` says of one."""
+
+    chunks: int
+    pieces: int
+    lookahead: int
+    send_to: Numbers
+    send_piece: Numbers
+    send_after: Numbers
+
+    @cached_property
+    def pairs(self) -> tuple[Numbers, Numbers]:
+        """Who sends to whom at all, of shape (pairs, 2), and for each step and rank which of them it is."""
+        world_size = self.send_to.shape[1]
+        pair = np.arange(world_size) * world_size + self.send_to
+        distinct, which = np.unique(pair, return_inverse=True)
+        return (
+            np.stack(np.divmod(distinct, max(1, world_size)), axis=1).astype(np.int32),
+            which.reshape(pair.shape).astype(np.int32),
+        )
+
+
+@lru_cache(maxsize=16)
+def columns_of(program_of: ProgramOf, world_size: int) -> ProgramColumns:
+    """The programs of all ranks; those that rotate are made from rank 0's."""
+    first = program_of(0, world_size)
+    if not first.rotates:
+        return _stacked([program_of(rank, world_size) for rank in range(world_size)])
+    ranks = np.arange(world_size)
+    piece = np.array([step.send_piece for step in first.steps], dtype=np.int64)[:, None]
+    chunk, within = np.divmod(piece, first.pieces)
+    send_to = np.array([step.send_to for step in first.steps], dtype=np.int64)[:, None]
+    send_after = np.array([step.send_after for step in first.steps], dtype=np.int32)[:, None]
+    return ProgramColumns(
+        chunks=first.chunks,
+        pieces=first.pieces,
+        lookahead=first.lookahead,
+        send_to=((send_to + ranks) % world_size).astype(np.int32),
+        send_piece=((chunk + ranks) % first.chunks * first.pieces + within).astype(np.int32),
+        send_after=np.broadcast_to(send_after, (len(first.steps), world_size)),
+    )
+
+
+def _stacked(programs: list[ChunkProgram]) -> ProgramColumns:
+    def column(name: str) -> Numbers:
+        each = [[getattr(step, name) for step in program.steps] for program in programs]
+        return np.array(each, dtype=np.int32).reshape(len(programs), -1).T
+
+    first = programs[0]
+    return ProgramColumns(
+        first.chunks, first.pieces, first.lookahead, column("send_to"), column("send_piece"), column("send_after")
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """Who waits for whom in one collective, by the rules of ``collectives.program``.
+
+    Its operations are, in this order: what it costs each rank at first, and for each step and rank a transfer and the
+    receiving rank's own "done". Successors below NONE are outside: OUTSIDE - r is the end of rank r.
+    """
+
+    edges: Edges
+    waits: Numbers
+    outside: npt.NDArray[np.intp]  # where among all slots successors are outside
+
+    @property
+    def operations(self) -> int:
+        """How many operations there are."""
+        return len(self.waits)
+
+
+OUTSIDE = NONE - 1
+
+
+@lru_cache(maxsize=16)
+def structure_of(program_of: ProgramOf, world_size: int) -> Structure:
+    """The structure of a collective of all ranks.
+
+    A message leaves when its sender has done the step that delivered it and its receiver has posted the receive. A
+    rank ends when its last message has been received and its last one has arrived.
+    """
+    columns = columns_of(program_of, world_size)
+    steps, ranks = len(columns.send_to), np.arange(world_size)
+    number = np.arange(steps)[:, None]
+    transfer = world_size + 2 * (number * world_size + ranks)
+    done = np.concatenate(
+        [ranks[None, :], transfer + 1]
+    )  # after step n - 1: its row n; row 0 is the beginning
+    receiver = columns.send_to
+    ends = OUTSIDE - ranks
+    pairs = [
+        (done[-1], ends),
+        (transfer[-1] if steps else ranks, ends),
+        (transfer, np.take_along_axis(done[1:], receiver, axis=1)),  # it arrives
+        (done[:-1], done[1:]),  # steps are done in turn
+        (np.take_along_axis(done, columns.send_after + 1, axis=0), transfer),  # the sender has it
+        (done[np.maximum(number - columns.lookahead + 1, 0), receiver], transfer),  # the receive is posted
+    ]
+    before = np.concatenate([pair[0].ravel() for pair in pairs])
+    after = np.concatenate([pair[1].ravel() for pair in pairs])
+    operations = world_size * (1 + 2 * steps)
+    edges = edges_of(before, after, operations)
+    assert not len(edges.targets) or edges.spilled[edges.targets].min() >= 0, "an end among what spills"
+    return Structure(
+        edges=edges,
+        waits=np.bincount(after[after >= 0], minlength=operations).astype(np.int32),
+        outside=np.flatnonzero(edges.slots.ravel() <= OUTSIDE),
+    )
+
+
+def piece_sizes(numel: int, chunks: int, pieces: int) -> Ints:
+    """How many elements every piece has, as ``program.piece_bounds`` cuts them."""
+    chunk = numel // chunks + (np.arange(chunks) < numel % chunks)
+    sizes: Ints = chunk[:, None] // pieces + (np.arange(pieces) < chunk[:, None] % pieces)
+    return sizes.ravel()

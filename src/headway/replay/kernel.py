@@ -1,0 +1,288 @@
+"""The engine's inner loops, over flat arrays: plain functions, which ``compiled`` makes quick.
+
+They keep to what compiles: numbers, arrays, and each other. Times are nanoseconds.
+
+What is under way is the front of a queue. ``lines`` (int64) has a row a queue, of the columns named below, ``work``
+(float64) how much is left of its front and the rate at which it goes on. ``sides`` (int64) has a row a resource: the
+first queue whose front has it as its sender's side and as its receiver's, and how many have it in all. ``heap`` holds
+the queues whose fronts are under way, the first that leaves on top.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from headway.graph.dataflow import (
+    DURATION,
+    END,
+    FOLLOWING,
+    LEFT,
+    ROUTE,
+    SLOTS,
+    SPILL,
+    START,
+    SUCCESSORS,
+    WAITS,
+)  # fmt: skip
+
+Array = Any  # of numbers; what a compiler makes of it is its own
+NEVER = 2**62
+LATEST_NS = 2**60  # a sum of three such times still fits
+OUT_OF_RANGE = -1
+_FIRST_ROOM = 1024
+
+# Columns of ``lines``: the front and the last of the queue; the resources of the front, and the queues after and before
+# this one on them, at the sender's end and at the receiver's; its place in the heap; since when its work is right, and
+# when it leaves.
+FRONT, LAST, SIDE, AFTER, BEFORE, PLACE, SINCE, LEAVES, COLUMNS = 0, 1, 2, 4, 6, 8, 9, 10, 11
+REST, RATE = 0, 1  # of ``work``
+LOAD = 2  # of ``sides``
+
+
+def push(times: Array, numbers: Array, size: int, time: int, number: int) -> None:
+    """Add an entry to a heap of ``size`` entries, ordered by time and then by number; there must be room."""
+    place = size
+    while place > 0:
+        above = (place - 1) >> 1
+        if times[above] < time or (times[above] == time and numbers[above] < number):
+            break
+        times[place], numbers[place] = times[above], numbers[above]
+        place = above
+    times[place], numbers[place] = time, number
+
+
+def drop_first(times: Array, numbers: Array, size: int) -> None:
+    """Take the first of ``size`` entries off a heap."""
+    last = size - 1
+    time, number = times[last], numbers[last]
+    place = 0
+    while True:
+        below = 2 * place + 1
+        if below >= last:
+            break
+        if below + 1 < last and (
+            times[below + 1] < times[below]
+            or (times[below + 1] == times[below] and numbers[below + 1] < numbers[below])
+        ):
+            below += 1
+        if time < times[below] or (time == times[below] and number < numbers[below]):
+            break
+        times[place], numbers[place] = times[below], numbers[below]
+        place = below
+    times[place], numbers[place] = time, number
+
+
+def roomier(array: Array) -> Array:
+    """A copy with twice the room."""
+    grown = np.empty(2 * len(array), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def precedes(lines: Array, one: int, other: int) -> bool:
+    """Whether the front of one queue leaves before that of another; their numbers decide between equals."""
+    if lines[one, LEAVES] != lines[other, LEAVES]:
+        return bool(lines[one, LEAVES] < lines[other, LEAVES])
+    return bool(lines[one, FRONT] < lines[other, FRONT])
+
+
+def settle(lines: Array, heap: Array, size: int, place: int) -> None:
+    """Move the queue at ``place`` of the heap to where it belongs."""
+    queue = heap[place]
+    while place > 0 and precedes(lines, queue, heap[(place - 1) >> 1]):
+        above = (place - 1) >> 1
+        heap[place] = heap[above]
+        lines[heap[place], PLACE] = place
+        place = above
+    while True:
+        below = 2 * place + 1
+        if below >= size:
+            break
+        if below + 1 < size and precedes(lines, heap[below + 1], heap[below]):
+            below += 1
+        if not precedes(lines, heap[below], queue):
+            break
+        heap[place] = heap[below]
+        lines[heap[place], PLACE] = place
+        place = below
+    heap[place] = queue
+    lines[queue, PLACE] = place
+
+
+def share_anew(
+    resource: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array
+) -> int:
+    """Estimate anew when the fronts of queues leave that are on ``resource``; returns how many are under way.
+
+    Each goes on at one over the number of operations on the busier of its resources. An estimate holds until
+    something else begins or ends on one of them.
+    """
+    for end in range(2):
+        queue = sides[resource, end]
+        while queue >= 0:
+            busiest = 1
+            for own in range(2):
+                side = lines[queue, SIDE + own]
+                if side >= 0 and sides[side, LOAD] > busiest:
+                    busiest = sides[side, LOAD]
+            share = 1.0 / busiest
+            if share != work[queue, RATE]:
+                work[queue, REST] -= work[queue, RATE] * (now - lines[queue, SINCE])
+                work[queue, RATE] = share
+                lines[queue, SINCE] = now
+                wait = max(work[queue, REST], 0.0) / share - 1e-6
+                lines[queue, LEAVES] = NEVER if wait > LATEST_NS else now + ceil(wait)
+                if lines[queue, PLACE] < 0:
+                    lines[queue, PLACE] = under_way
+                    heap[under_way] = queue
+                    under_way += 1
+                settle(lines, heap, under_way, lines[queue, PLACE])
+            queue = lines[queue, AFTER + end]
+    return under_way
+
+
+def let_on(queue: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array) -> int:
+    """Let the front of a queue onto its resources, which ``lines`` names; returns how many are under way."""
+    for end in range(2):
+        side = lines[queue, SIDE + end]
+        if side >= 0:
+            sides[side, LOAD] += 1
+            after = sides[side, end]
+            lines[queue, BEFORE + end], lines[queue, AFTER + end] = -1, after
+            if after >= 0:
+                lines[after, BEFORE + end] = queue
+            sides[side, end] = queue
+    work[queue, RATE] = 0.0
+    lines[queue, SINCE] = now
+    for end in range(2):
+        if lines[queue, SIDE + end] >= 0:
+            under_way = share_anew(lines[queue, SIDE + end], now, under_way, lines, work, sides, heap)
+    return under_way
+
+
+def take_off_first(now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array) -> int:
+    """Take the first of the heap off its resources; returns how many are under way."""
+    queue = heap[0]
+    lines[queue, PLACE] = -1
+    under_way -= 1
+    if under_way:
+        heap[0] = heap[under_way]
+        settle(lines, heap, under_way, 0)
+    for end in range(2):
+        side = lines[queue, SIDE + end]
+        if side >= 0:
+            sides[side, LOAD] -= 1
+            before, after = lines[queue, BEFORE + end], lines[queue, AFTER + end]
+            if before >= 0:
+                lines[before, AFTER + end] = after
+            else:
+                sides[side, end] = after
+            if after >= 0:
+                lines[after, BEFORE + end] = before
+    for end in range(2):
+        side = lines[queue, SIDE + end]
+        if side >= 0 and sides[side, LOAD]:
+            under_way = share_anew(side, now, under_way, lines, work, sides, heap)
+    return under_way
+
+
+def simulate(
+    wide: Array,
+    narrow: Array,
+    spilled: Array,
+    sender: Array,
+    receiver: Array,
+    queue_of: Array,
+    latency: Array,
+    resources: int,
+    queues: int,
+) -> int:
+    """Play a graph (see ``engine.play`` and ``graph.dataflow``); returns how many operations were, or OUT_OF_RANGE.
+
+    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's.
+    """
+    lines, work = np.full((queues, COLUMNS), -1, np.int64), np.zeros((queues, 2), np.float64)
+    sides, heap = np.full((resources, 3), -1, np.int64), np.zeros(queues, np.int64)
+    sides[:, LOAD] = 0
+    # What will be done at a known time, and what is ready now (its times are all the same).
+    done_at, done = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
+    ready_at, ready = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
+    under_way = to_be_done = to_begin = now = played = 0
+    for number in range(len(wide)):
+        narrow[number, LEFT], narrow[number, FOLLOWING] = narrow[number, WAITS], -1
+        if narrow[number, WAITS] == 0:
+            if to_begin == len(ready):
+                ready_at, ready = roomier(ready_at), roomier(ready)
+            push(ready_at, ready, to_begin, 0, number)
+            to_begin += 1
+    while True:
+        leaving = lines[heap[0], LEAVES] if under_way else NEVER
+        finishing = done_at[0] if to_be_done else NEVER
+        finished = beginning = -1  # an operation that is done at a known time, a queue whose front begins now
+        if to_begin and now < leaving and now < finishing:
+            number = ready[0]
+            drop_first(ready_at, ready, to_begin)
+            to_begin -= 1
+            wide[number, START] = now
+            queue = queue_of[narrow[number, ROUTE]]
+            if queue < 0:
+                finished = number
+                wide[number, END] = now + wide[number, DURATION] + latency[narrow[number, ROUTE]]
+            else:
+                if lines[queue, FRONT] < 0:
+                    lines[queue, FRONT] = number
+                    beginning = queue
+                else:
+                    narrow[lines[queue, LAST], FOLLOWING] = number
+                lines[queue, LAST] = number
+        elif leaving <= finishing:
+            if leaving == NEVER:
+                return OUT_OF_RANGE if under_way else played
+            now = leaving
+            queue = heap[0]
+            finished = lines[queue, FRONT]
+            under_way = take_off_first(now, under_way, lines, work, sides, heap)
+            wide[finished, END] = now + latency[narrow[finished, ROUTE]]
+            lines[queue, FRONT] = narrow[finished, FOLLOWING]
+            if lines[queue, FRONT] >= 0:
+                wide[lines[queue, FRONT], START] = now
+                beginning = queue
+        else:
+            now = finishing
+            finished = done[0]
+            drop_first(done_at, done, to_be_done)
+            to_be_done -= 1
+        if now > LATEST_NS:
+            return OUT_OF_RANGE
+        if beginning >= 0:
+            number = lines[beginning, FRONT]
+            work[beginning, REST] = wide[number, DURATION]
+            lines[beginning, SIDE] = sender[narrow[number, ROUTE]]
+            lines[beginning, SIDE + 1] = receiver[narrow[number, ROUTE]]
+            under_way = let_on(beginning, now, under_way, lines, work, sides, heap)
+        if finished < 0:
+            continue
+        if wide[finished, END] > now:
+            if to_be_done == len(done):
+                done_at, done = roomier(done_at), roomier(done)
+            push(done_at, done, to_be_done, wide[finished, END], finished)
+            to_be_done += 1
+            continue
+        played += 1
+        spill = narrow[finished, SPILL]
+        for place in range(SLOTS + (spilled[spill] if spill >= 0 else 0)):
+            if place < SLOTS:
+                successor = narrow[finished, SUCCESSORS + place]
+                if successor < 0:
+                    break
+            else:
+                successor = spilled[spill + 1 + place - SLOTS]
+            narrow[successor, LEFT] -= 1
+            if narrow[successor, LEFT] == 0:
+                if to_begin == len(ready):
+                    ready_at, ready = roomier(ready_at), roomier(ready)
+                push(ready_at, ready, to_begin, 0, successor)
+                to_begin += 1

@@ -1,0 +1,84 @@
+"""Programs of all ranks as columns, and the graphs made of them, held against programs taken one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.collectives import plain_expansion
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.collectives import dataflow
+from headway.collectives.algorithms import KINDS, NATIVE, RING, program_of
+from headway.collectives.columns import _stacked, columns_of, piece_sizes, structure_of
+from headway.collectives.program import ProgramOf, piece_bounds
+from headway.graph.dataflow import DataflowBuilder
+from headway.replay.engine import play
+
+KIND = st.sampled_from(KINDS)
+PROGRAMS = st.one_of(
+    st.builds(program_of, st.just(RING), KIND, st.integers(1, 3)), st.builds(program_of, st.just(NATIVE), KIND)
+)  # fmt: skip
+
+
+@given(PROGRAMS, st.integers(1, 12))
+def test_programs_that_rotate_are_those_of_every_rank(program: ProgramOf, world_size: int) -> None:
+    made = columns_of(program, world_size)
+    each = _stacked([program(rank, world_size) for rank in range(world_size)])
+    assert (made.chunks, made.pieces, made.lookahead) == (each.chunks, each.pieces, each.lookahead)
+    for name in ("send_to", "send_piece", "send_after"):
+        assert getattr(made, name).tolist() == getattr(each, name).tolist()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20), st.integers(1, 4))
+def test_pieces_are_as_large_as_they_are_cut(numel: int, chunks: int, pieces: int) -> None:
+    bounds = piece_bounds(numel, chunks, pieces)
+    assert piece_sizes(numel, chunks, pieces).tolist() == [end - start for start, end in bounds]
+
+
+def test_structures_are_made_once() -> None:
+    assert structure_of(program_of(RING, KINDS[0], 2), 5) is structure_of(program_of(RING, KINDS[0], 2), 5)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    rates = st.sampled_from([0.1, 1.0, 2.5, 40.0])
+    hosts = [
+        Host(name=f"h{index}", workers=draw(st.integers(1, 3)), up_gbps=draw(rates), down_gbps=draw(rates))
+        for index in range(draw(st.integers(1, 4)))
+    ]
+    return Cluster(
+        hosts=tuple(hosts), latency_us=draw(st.sampled_from([0.0, 50.0])), local_gbps=draw(rates),
+        local_latency_us=draw(st.sampled_from([0.0, 7.0])),
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    cluster=clusters(),
+    collectives=st.lists(
+        st.tuples(PROGRAMS, st.integers(0, 200_000), st.integers(0, 1), st.sampled_from([0.0, 30.0])),
+        min_size=1,
+        max_size=3,
+    ),
+    late_ns=st.lists(st.integers(0, 200_000), min_size=12, max_size=12),
+)
+def test_collectives_end_as_those_laid_out_message_by_message(
+    cluster: Cluster, collectives: list[tuple[ProgramOf, int, int, float]], late_ns: list[int]
+) -> None:
+    found = []
+    for module in (dataflow, plain_expansion):
+        links = module.Links(cluster)
+        builder = DataflowBuilder(links.resources)
+        ranks = range(cluster.world_size)
+        begun = [builder.operation(late_ns[rank]) for rank in ranks]
+        all_ends = []
+        for program, size_bytes, connection, overhead_us in collectives:
+            begins = [builder.operation(after=[begun[rank]]) for rank in ranks]
+            ends = [builder.operation() for _ in ranks]
+            cost = AlgorithmCost(overhead_us=overhead_us)
+            module.expand(builder, links, program, size_bytes, begins, ends, cost, connection)
+            all_ends += ends
+        found.append(play(builder.close()).end_ns[all_ends].tolist())
+    # What happens at the same time has another order, and sharing is rounded to nanoseconds.
+    assert found[0] == pytest.approx(found[1], rel=1e-6, abs=50)

@@ -1,0 +1,120 @@
+"""The engine's rules a second time, in the plainest Python: what the quick one is held against."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+
+import numpy as np
+
+from headway.graph.dataflow import WAITS, Dataflow
+from headway.replay.engine import Schedule
+
+_LEFT, _READY = 0, 1  # of events at one time, those that free something come first
+_Event = tuple[int, int, int, int]  # time (ns), kind, operation, which estimate of its end this is
+
+
+def play(graph: Dataflow) -> Schedule:
+    """Start every operation as soon as what it waits for is done.
+
+    One that needs resources first waits for those in front of it in its queue. Then it shares them evenly with the
+    operations of other queues, as connections share a link: it goes on at one over the number of operations on the
+    busier of its resources. Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle.
+    """
+    count = len(graph)
+    waits_for = graph.narrow[:, WAITS].tolist()
+    duration_ns, latency_ns = graph.duration_ns.tolist(), graph.latency_ns.tolist()
+    start_ns, end_ns, ready_ns = [0] * count, [0] * count, [0] * count
+    events: list[_Event] = [(0, _READY, number, 0) for number in range(count) if waits_for[number] == 0]
+    sharing = _Sharing(graph, events)
+    played = 0
+    while events:
+        now_ns, kind, number, estimate = heapq.heappop(events)
+        if kind == _READY and sharing.is_needed(number):
+            if sharing.enqueue(number):
+                start_ns[number] = now_ns
+                sharing.begin(number, now_ns)
+            continue
+        if kind == _READY:
+            start_ns[number] = now_ns
+            done_ns = now_ns + duration_ns[number] + latency_ns[number]
+        elif sharing.estimates[number] == estimate:
+            following = sharing.end(number, now_ns)
+            if following >= 0:
+                start_ns[following] = now_ns
+                sharing.begin(following, now_ns)
+            done_ns = now_ns + latency_ns[number]
+        else:
+            continue
+        played += 1
+        end_ns[number] = done_ns
+        for successor in graph.successors(number):
+            ready_ns[successor] = max(ready_ns[successor], done_ns)
+            waits_for[successor] -= 1
+            if waits_for[successor] == 0:
+                heapq.heappush(events, (ready_ns[successor], _READY, successor, 0))
+    if played < count:
+        raise ValueError(f"the graph has a cycle: {count - played} operations wait for each other")
+    return Schedule(np.array(start_ns, dtype=np.int64), np.array(end_ns, dtype=np.int64))
+
+
+class _Sharing:
+    """Which operations are on which resources, and how far they have come. Tells ``events`` when they will leave.
+
+    An estimate of that holds until something else begins or ends on one of the resources.
+    """
+
+    def __init__(self, graph: Dataflow, events: list[_Event]) -> None:
+        self._events = events
+        self._duration_ns = graph.duration_ns.tolist()
+        sides = zip(graph.sender.tolist(), graph.receiver.tolist(), strict=True)
+        self._resources = [tuple(side for side in pair if side >= 0) for pair in sides]
+        self._key = graph.queue.tolist()
+        self._queues: dict[int, deque[int]] = {}  # the first of each is under way
+        self._under_way: list[list[int]] = [[] for _ in range(graph.resources)]
+        self._left_ns: dict[int, float] = {}  # of work, at full rate
+        self._rate: dict[int, float] = {}
+        self._since_ns: dict[int, int] = {}  # when ``_left_ns`` was right
+        self.estimates = [0] * len(graph)
+
+    def is_needed(self, number: int) -> bool:
+        """Whether an operation uses any resource."""
+        return bool(self._resources[number])
+
+    def enqueue(self, number: int) -> bool:
+        """Put an operation into its queue; whether nothing is in front of it."""
+        queue = self._queues.setdefault(self._key[number], deque())
+        queue.append(number)
+        return len(queue) == 1
+
+    def begin(self, number: int, now_ns: int) -> None:
+        """Let an operation onto its resources."""
+        self._left_ns[number] = float(self._duration_ns[number])
+        self._rate[number] = 0.0
+        self._since_ns[number] = now_ns
+        for resource in self._resources[number]:
+            self._under_way[resource].append(number)
+        self._share_anew(number, now_ns)
+
+    def end(self, number: int, now_ns: int) -> int:
+        """Take an operation off its resources; returns the next one of its queue, or -1."""
+        for resource in self._resources[number]:
+            self._under_way[resource].remove(number)
+        del self._left_ns[number], self._rate[number], self._since_ns[number]
+        self._share_anew(number, now_ns)
+        queue = self._queues[self._key[number]]
+        queue.popleft()
+        return queue[0] if queue else -1
+
+    def _share_anew(self, changed: int, now_ns: int) -> None:
+        """Estimate anew when everything leaves that is on a resource of ``changed``, which began or ended."""
+        for resource in self._resources[changed]:
+            for number in self._under_way[resource]:
+                rate = 1.0 / max(len(self._under_way[side]) for side in self._resources[number])
+                if rate != self._rate[number]:
+                    self._left_ns[number] -= self._rate[number] * (now_ns - self._since_ns[number])
+                    self._rate[number], self._since_ns[number] = rate, now_ns
+                    self.estimates[number] += 1
+                    leaves_ns = now_ns + math.ceil(max(0.0, self._left_ns[number]) / rate - 1e-6)
+                    heapq.heappush(self._events, (leaves_ns, _LEFT, number, self.estimates[number]))
