@@ -152,7 +152,7 @@ def test_what_cannot_be_answered_is_refused() -> None:
     with pytest.raises(TraceError, match="which strategy"):
         Replayer(trace, cluster_of(job())).replay()
     with pytest.raises(UserError, match="too large"):
-        Replayer(as_bucketed(trace), cluster_of(job())).replay(what_if=WhatIf(workers=4096))
+        Replayer(as_bucketed(trace), cluster_of(job())).replay(what_if=WhatIf(workers=4095))
 
 
 def test_replaying_twice_gives_the_same_to_the_nanosecond() -> None:

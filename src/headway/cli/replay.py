@@ -49,13 +49,15 @@ def replay(
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
     recorded_ms = replayer.recorded_step_ms
     error = base.step_ms / recorded_ms - 1
+    graph = result.graph
     if as_json:
+        of_rank_ms = {str(rank): breakdown_ms[str(rank % graph.ranks)] for rank in range(graph.world_size)}
         output.print_document(
             "replay",
             {
                 "step_ms": result.step_ms,
-                "breakdown_ms": breakdown_ms,
-                "peak_bytes": dict.fromkeys(breakdown_ms, result.peak_bytes),
+                "breakdown_ms": of_rank_ms,
+                "peak_bytes": dict.fromkeys(of_rank_ms, result.peak_bytes),
                 "operations": result.operations,
                 "elapsed_s": result.elapsed_s,
                 "recorded_step_ms": recorded_ms,
@@ -77,6 +79,8 @@ def replay(
             f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
         )
     console.print(_table(breakdown_ms))
+    if graph.ranks < graph.world_size:
+        console.print(f"The other {graph.world_size - graph.ranks} ranks do the same as these, in turn.")
     console.print(
         f"links: {replayer.cluster.source}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."

@@ -17,8 +17,12 @@ Numbers = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class ProgramColumns:
-    """The steps of every rank, of shape (steps, ranks): what ``ChunkProgram`` says of one."""
+    """The steps of every rank, of shape (steps, ranks): what ``ChunkProgram`` says of one.
 
+    Of a folded collective these are the first ranks' only; whom they send to is not folded.
+    """
+
+    world_size: int
     chunks: int
     pieces: int
     lookahead: int
@@ -29,33 +33,34 @@ class ProgramColumns:
     @cached_property
     def pairs(self) -> tuple[Numbers, Numbers]:
         """Who sends to whom at all, of shape (pairs, 2), and for each step and rank which of them it is."""
-        world_size = self.send_to.shape[1]
-        pair = np.arange(world_size) * world_size + self.send_to
+        pair = np.arange(self.send_to.shape[1], dtype=np.int64) * self.world_size + self.send_to
         distinct, which = np.unique(pair, return_inverse=True)
         return (
-            np.stack(np.divmod(distinct, max(1, world_size)), axis=1).astype(np.int32),
+            np.stack(np.divmod(distinct, self.world_size), axis=1).astype(np.int32),
             which.reshape(pair.shape).astype(np.int32),
         )
 
 
 @lru_cache(maxsize=16)
-def columns_of(program_of: ProgramOf, world_size: int) -> ProgramColumns:
-    """The programs of all ranks; those that rotate are made from rank 0's."""
+def columns_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> ProgramColumns:
+    """The programs of all ranks, or of the first ``folded``; those that rotate are made from rank 0's."""
     first = program_of(0, world_size)
     if not first.rotates:
+        assert not folded, "only programs that rotate can be folded"
         return _stacked([program_of(rank, world_size) for rank in range(world_size)])
-    ranks = np.arange(world_size)
+    ranks = np.arange(folded or world_size)
     piece = np.array([step.send_piece for step in first.steps], dtype=np.int64)[:, None]
     chunk, within = np.divmod(piece, first.pieces)
     send_to = np.array([step.send_to for step in first.steps], dtype=np.int64)[:, None]
     send_after = np.array([step.send_after for step in first.steps], dtype=np.int32)[:, None]
     return ProgramColumns(
+        world_size=world_size,
         chunks=first.chunks,
         pieces=first.pieces,
         lookahead=first.lookahead,
         send_to=((send_to + ranks) % world_size).astype(np.int32),
         send_piece=((chunk + ranks) % first.chunks * first.pieces + within).astype(np.int32),
-        send_after=np.broadcast_to(send_after, (len(first.steps), world_size)),
+        send_after=np.broadcast_to(send_after, (len(first.steps), len(ranks))),
     )
 
 
@@ -66,7 +71,8 @@ def _stacked(programs: list[ChunkProgram]) -> ProgramColumns:
 
     first = programs[0]
     return ProgramColumns(
-        first.chunks, first.pieces, first.lookahead, column("send_to"), column("send_piece"), column("send_after")
+        first.world_size, first.chunks, first.pieces, first.lookahead,
+        column("send_to"), column("send_piece"), column("send_after"),
     )  # fmt: skip
 
 
@@ -92,20 +98,23 @@ OUTSIDE = NONE - 1
 
 
 @lru_cache(maxsize=16)
-def structure_of(program_of: ProgramOf, world_size: int) -> Structure:
-    """The structure of a collective of all ranks.
+def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Structure:
+    """The structure of a collective of all ranks, or of the first ``folded``, each of which stands for its like.
+
+    Rank ``r`` is like rank ``r + folded``: what would reach the one reaches the other at the same moment.
 
     A message leaves when its sender has done the step that delivered it and its receiver has posted the receive. A
     rank ends when its last message has been received and its last one has arrived.
     """
-    columns = columns_of(program_of, world_size)
-    steps, ranks = len(columns.send_to), np.arange(world_size)
+    columns = columns_of(program_of, world_size, folded)
+    count = folded or world_size
+    steps, ranks = len(columns.send_to), np.arange(count)
     number = np.arange(steps)[:, None]
-    transfer = world_size + 2 * (number * world_size + ranks)
+    transfer = count + 2 * (number * count + ranks)
     done = np.concatenate(
         [ranks[None, :], transfer + 1]
     )  # after step n - 1: its row n; row 0 is the beginning
-    receiver = columns.send_to
+    receiver = columns.send_to % count
     ends = OUTSIDE - ranks
     pairs = [
         (done[-1], ends),
@@ -117,7 +126,7 @@ def structure_of(program_of: ProgramOf, world_size: int) -> Structure:
     ]
     before = np.concatenate([pair[0].ravel() for pair in pairs])
     after = np.concatenate([pair[1].ravel() for pair in pairs])
-    operations = world_size * (1 + 2 * steps)
+    operations = count * (1 + 2 * steps)
     edges = edges_of(before, after, operations)
     assert not len(edges.targets) or edges.spilled[edges.targets].min() >= 0, "an end among what spills"
     return Structure(

@@ -50,29 +50,38 @@ class Links:
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
     it are one rank's sends. The overheads of a rank's collectives queue for each other, since they are work of its
     cores. Messages of a rank on one connection follow each other; connections share a link evenly.
+
+    Where ranks are ``folded``, only the first of them and their hosts are there, and stand for their like.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, folded: int = 0) -> None:
+        self.folded = folded
         self._cluster = cluster
+        self._ranks = folded or cluster.world_size
         self._host_of = np.array(cluster.host_of_rank)
+        self._hosts = int(self._host_of[self._ranks - 1]) + 1
         self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
         self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
 
     @property
+    def world_size(self) -> int:
+        """How many ranks there are, folded or not."""
+        return self._cluster.world_size
+
+    @property
     def resources(self) -> int:
         """How many resources the links of the cluster are."""
-        return 2 * len(self._cluster.hosts) + 2 * self._cluster.world_size
+        return 2 * self._hosts + 2 * self._ranks
 
     def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
         """What a collective costs every rank before its first message."""
-        world_size = self._cluster.world_size
         overhead_ns = round(cost.overhead_us * 1e3)
-        own = 2 * len(self._cluster.hosts) + world_size
+        own = 2 * self._hosts + self._ranks
         routes = [
             builder.route(own + rank if overhead_ns else NO_RESOURCE, NO_RESOURCE)
-            for rank in range(world_size)
+            for rank in range(self._ranks)
         ]
-        return Messages(np.full(world_size, overhead_ns, np.int64), np.array(routes, dtype=np.int32))
+        return Messages(np.full(self._ranks, overhead_ns, np.int64), np.array(routes, dtype=np.int32))
 
     def messages(
         self, builder: DataflowBuilder, columns: ProgramColumns, size_bytes: Ints, connection: int = 0
@@ -96,12 +105,12 @@ class Links:
         self, builder: DataflowBuilder, sender: int, receiver: int, connection: int
     ) -> tuple[int, int]:
         """The routes of an empty message and of another one."""
-        cluster, hosts = self._cluster, len(self._cluster.hosts)
+        cluster, hosts = self._cluster, self._hosts
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
         latency_ns = round((cluster.local_latency_us if local else cluster.latency_us) * 1e3)
-        queue = connection * cluster.world_size + sender
-        ends = (2 * hosts + sender, NO_RESOURCE) if local else (2 * source, 2 * target + 1)
+        queue = connection * self._ranks + sender
+        ends = (2 * hosts + sender, NO_RESOURCE) if local else (2 * source, 2 * (target % hosts) + 1)
         return (
             builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns),
             builder.route(*ends, queue=queue, latency_ns=latency_ns),
@@ -164,12 +173,13 @@ def expand(
     Collectives under way together on one ``connection`` send their messages one after the other. Who waits for whom
     is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
     """
-    world_size = len(begins)
-    columns = columns_of(program_of, world_size)
+    world_size, folded = links.world_size, links.folded
+    assert len(begins) == len(ends) == (folded or world_size)
+    columns = columns_of(program_of, world_size, folded)
     sizes_bytes = piece_sizes(round(size_bytes * cost.byte_factor), columns.chunks, columns.pieces)
     messages = links.messages(builder, columns, sizes_bytes[columns.send_piece], connection)
     overheads = links.overheads(builder, cost)
-    block = CollectiveBlock(structure_of(program_of, world_size), overheads, messages, ends)
+    block = CollectiveBlock(structure_of(program_of, world_size, folded), overheads, messages, ends)
     base = builder.block(block)
     for rank, begin in enumerate(begins):
         builder.edge(begin, base + rank)

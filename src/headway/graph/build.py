@@ -84,18 +84,22 @@ class StrategyDataflow(Protocol):
 
 
 class GraphBuilder:
-    """The graph under construction, as strategies see it."""
+    """The graph under construction, as strategies see it.
 
-    def __init__(self, cluster: Cluster, model: ModelSpec, schedule: BucketSchedule) -> None:
+    It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them.
+    """
+
+    def __init__(self, cluster: Cluster, model: ModelSpec, schedule: BucketSchedule, folded: int = 0) -> None:
         self.cluster = cluster
         self.model = model
         self.schedule = schedule
         self.world_size = cluster.world_size
+        self.ranks = folded or cluster.world_size
         self.stretches: list[Stretch] = []
         self.works: list[Work] = []
         self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
         self.collectives: list[PlacedCollective] = []
-        self._links = Links(cluster)
+        self._links = Links(cluster, folded)
         self._operations = DataflowBuilder(self._links.resources)
         self._placed: dict[tuple[str, int, int, int], int] = {}
 
@@ -148,8 +152,8 @@ class GraphBuilder:
         number = self._placed.get(place, -1)
         if number < 0:
             number = self._placed[place] = len(self.collectives)
-            begins = [self._operations.operation() for _ in range(self.world_size)]
-            ends = [self._operations.operation() for _ in range(self.world_size)]
+            begins = [self._operations.operation() for _ in range(self.ranks)]
+            ends = [self._operations.operation() for _ in range(self.ranks)]
             self.collectives.append(
                 PlacedCollective(name, selection, walk.step, bucket, size_bytes, begins, ends, channel)
             )
@@ -164,7 +168,7 @@ class GraphBuilder:
 
     def boundary(self, walk: Walk) -> None:
         """Mark the end of this rank's step."""
-        self.boundaries.setdefault(walk.step, [-1] * self.world_size)[walk.rank] = walk.tail
+        self.boundaries.setdefault(walk.step, [-1] * self.ranks)[walk.rank] = walk.tail
 
     def close(self) -> Dataflow:
         """Expand every collective into its transfers and close the graph."""

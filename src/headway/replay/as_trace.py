@@ -20,7 +20,10 @@ _SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.OPTIMIZER: Kind.OPTIMIZER}
 
 
 def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
-    """The replayed steps as a trace. Step 0 is the one played to get under way, and is left out."""
+    """The replayed steps as a trace. Step 0 is the one played to get under way, and is left out.
+
+    Of a folded replay it has the ranks that stand for all.
+    """
     rows: dict[int, list[Event]] = defaultdict(list)
     by_rank: dict[int, list[Stretch]] = defaultdict(list)
     for stretch in result.graph.stretches:
@@ -45,18 +48,19 @@ def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
                 )
             )  # fmt: skip
     steps = tuple(sorted(result.graph.boundaries))[1:]
-    hosts = replayer.cluster.resized(result.graph.world_size).hosts
+    ranks = result.graph.ranks
+    hosts = replayer.cluster.resized(ranks).hosts
     host_of = [host.name for host in hosts for _ in range(host.workers)]
     infos = tuple(
         RankInfo(
-            rank=rank, host=host_of[rank], pid=0, world_size=result.graph.world_size, backend="replay", version="",
+            rank=rank, host=host_of[rank], pid=0, world_size=ranks, backend="replay", version="",
             buckets=tuple(bucket.parameters for bucket in result.graph.schedule.buckets),
         )
         for rank in sorted(rows)
     )  # fmt: skip
     return Trace(
         path=Path("replay"),
-        manifest=Manifest(world_size=result.graph.world_size, steps=steps, ranks=infos),
+        manifest=Manifest(world_size=ranks, steps=steps, ranks=infos),
         model=replayer.trace.model,
         events={rank: Events.from_rows([row for row in own if row.step > 0]) for rank, own in rows.items()},
     )

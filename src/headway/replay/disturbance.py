@@ -30,7 +30,7 @@ def play_disturbed(graph: GraphBuilder, dataflow: Dataflow, slowdown: float) -> 
 
 
 def _overlaps(graph: GraphBuilder, schedule: Schedule) -> np.ndarray:
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.world_size)]
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.ranks)]
     for collective in graph.collectives:
         asked_by_all_ns = int(schedule.end_ns[collective.begins].max())
         for rank, end_ns in enumerate(schedule.end_ns[collective.ends].tolist()):

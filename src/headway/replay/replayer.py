@@ -20,6 +20,7 @@ from headway.network.fit import cluster_from_trace, host_costs
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
+from headway.replay.folding import period_of
 from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
 from headway.replay.what_if import WhatIf
@@ -30,7 +31,8 @@ from headway.strategies.registry import STRATEGIES
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
-MAX_OPERATIONS = 20_000_000
+MAX_OPERATIONS = 60_000_000
+BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,16 +112,24 @@ class Replayer:
         """The mean recorded step, over steps and ranks."""
         return float(np.mean(self.recorded_step_times_ms))
 
-    def replay(self, strategy: Strategy | None = None, what_if: WhatIf = WhatIf()) -> ReplayResult:  # noqa: B008
+    def replay(
+        self,
+        strategy: Strategy | None = None,
+        what_if: WhatIf = WhatIf(),  # noqa: B008
+        *,
+        fold: bool = True,
+    ) -> ReplayResult:
         """Replay every recorded step under ``strategy`` (the recorded one by default) and ``what_if``.
+
+        Ranks that do the same at the same moment are played once, unless ``fold`` is False.
 
         The first step is played once before, so that what a strategy carries over from step to step is under way.
         Raises UnsupportedError for a strategy that the recorded optimizers do not permit.
         """
         with times_in_range():
-            return self._replay(strategy, what_if)
+            return self._replay(strategy, what_if, fold=fold)
 
-    def _replay(self, strategy: Strategy | None, what_if: WhatIf) -> ReplayResult:
+    def _replay(self, strategy: Strategy | None, what_if: WhatIf, *, fold: bool) -> ReplayResult:
         begun = time.perf_counter()
         strategy = self._strategy_run(strategy)
         if not self._checked:
@@ -128,9 +138,11 @@ class Replayer:
         cluster = what_if.apply(self.cluster)
         model = self.trace.model
         schedule = strategy.decide(model)
-        graph = GraphBuilder(cluster, model, schedule)
         ranks = self._ranks(cluster.world_size, what_if.compute)
+        period = period_of(cluster, len(self.timelines)) if fold else cluster.world_size
+        del ranks[period:]
         _check_size(ranks, cluster.world_size, schedule)
+        graph = GraphBuilder(cluster, model, schedule, period if period < cluster.world_size else 0)
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         dataflow = graph.close()
         played = play_disturbed(graph, dataflow, cluster.compute_slowdown)
@@ -188,12 +200,12 @@ def _check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSc
             items += 1
             launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
         collectives = max(collectives, launched)
-    operations = items + collectives * world_size * (4 * world_size + 4)
+    operations = items + collectives * len(ranks) * (4 * world_size + 4)
     if operations > MAX_OPERATIONS:
         raise UserError(
             "the replay would be too large",
-            got=f"about {operations:.1e} operations",
-            expected=f"at most {MAX_OPERATIONS:.0e}",
+            got=f"about {operations:.1e} operations, {operations * BYTES_AN_OPERATION / 1e9:.0f} GB",
+            expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
             fix="Replay fewer workers, or record fewer steps.",
         )
 

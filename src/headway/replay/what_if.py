@@ -9,7 +9,7 @@ from headway.cluster import Cluster
 from headway.errors import UserError
 from headway.units import parse_factor
 
-MAX_WORKERS = 4096
+MAX_WORKERS = 65_536
 LEAST_FACTOR = 1e-6
 FORMS = "bandwidth=2x, latency=0.5x, compute=0.5x or workers=8"
 

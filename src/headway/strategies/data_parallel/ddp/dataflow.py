@@ -16,7 +16,7 @@ class Dataflow:
 
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
-        self._fillings = [Filling(graph.schedule) for _ in range(graph.world_size)]
+        self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
         self._launched: dict[int, list[int]] = defaultdict(list)
         self._passes: dict[int, int] = defaultdict(int)
 

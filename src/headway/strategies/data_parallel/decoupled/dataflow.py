@@ -21,7 +21,7 @@ class Dataflow:
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
         self._schedule = graph.schedule
-        self._fillings = [Filling(graph.schedule) for _ in range(graph.world_size)]
+        self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
         self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))
         self._units = graph.schedule.units
         self._unit_of = {bucket: unit for unit, buckets in enumerate(self._units) for bucket in buckets}
