@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
-from headway.cli.main import COMMANDS, run
+from headway.cli.main import COMMANDS, PIPE_CLOSED, run
 from headway.cli.record import parse_steps
 from headway.errors import UserError
 
@@ -30,3 +33,14 @@ def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     error = capsys.readouterr().err
     assert error.startswith("headway: Missing argument")
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_pipe_that_nobody_reads_is_not_a_slower_job() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from headway.cli.main import main; main(['--help'])"
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, stdout=pipe, stderr=subprocess.PIPE, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (PIPE_CLOSED, b"")

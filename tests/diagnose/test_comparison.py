@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnose.strategies import any_traces, healthy_jobs
 from tests.diagnose.truth import JOB, found_in
-from tests.synthetic import MS, Extra, SyntheticJob, trace_of
+from tests.synthetic import MS, Extra, SyntheticJob, synthetic_trace, trace_of
 
 from headway import files
 from headway.diagnose import Diagnosis, diagnose
 from headway.diagnose.breakdown import PARTS
-from headway.diagnose.comparison import compare
+from headway.diagnose.comparison import compare, unlike
+from headway.errors import TraceError
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.format import Trace
 
@@ -135,3 +136,17 @@ def test_the_document_keeps_its_contract() -> None:
     assert document["threshold"] == 0.02
     assert set(document["parts_ms"]) == set(PARTS)
     assert document["change"] == pytest.approx(slower.step_ms / BASE.step_ms - 1, abs=1e-6)
+
+
+def test_jobs_that_are_not_alike_are_told_and_other_frameworks_refused() -> None:
+    trace = synthetic_trace(JOB)
+    assert unlike(trace, synthetic_trace(AGAIN)) == ""
+    wider = synthetic_trace(replace(JOB, world_size=JOB.world_size + 1))
+    assert unlike(wider, trace) == (
+        f"These are not recordings of the same job: {JOB.world_size + 1} ranks against {JOB.world_size}."
+    )
+    other = replace(trace, model=trace.model.model_copy(update={"parameters": trace.model.parameters[1:]}))
+    assert "other parameters" in unlike(trace, other)
+    foreign = replace(trace, manifest=trace.manifest.model_copy(update={"framework": "mxnet"}))
+    with pytest.raises(TraceError, match="the baseline is of another framework; got mxnet; expected pytorch"):
+        unlike(trace, foreign)

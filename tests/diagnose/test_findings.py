@@ -252,3 +252,37 @@ def test_words() -> None:
     assert [listed(ranks) for ranks in ((1,), (1, 2), (1, 2, 3, 4))] == [
         "rank 1", "ranks 1, 2", "ranks 1, 2, 3 and more",
     ]  # fmt: skip
+
+
+COMPUTED = (Kind.FORWARD, Kind.FORWARD_PASS, Kind.BACKWARD, Kind.BACKWARD_PASS, Kind.OPTIMIZER, Kind.INPUT)
+
+
+def only(trace: Trace, *kinds: str) -> Trace:
+    """The same trace without what is of ``kinds``."""
+    events = {rank: own.where(~np.isin(own.kind, kinds)) for rank, own in trace.events.items()}
+    return replace(trace, events=events)
+
+
+@pytest.mark.parametrize("slow", [{}, {(2, "backward"): 15.0}])
+def test_what_was_not_recorded_is_not_blamed(slow: dict[tuple[int, str], float]) -> None:
+    found = diagnose(only(synthetic_trace(replace(JOB, slow=slow)), *COMPUTED))
+    assert "rest" not in standing(found)
+    assert "outside of" not in found.verdict
+    if not slow and not standing(found):
+        assert found.verdict.startswith("Nothing stands out of what is recorded. Computation is not")
+
+
+def test_a_lone_rank_is_told_what_cannot_be_known() -> None:
+    trace = synthetic_trace(JOB)
+    manifest = trace.manifest.model_copy(update={"ranks": trace.manifest.ranks[:1]})
+    alone = replace(trace, manifest=manifest, events={0: trace.events[0]})
+    assert any("ranks that are not in this trace" in note for note in diagnose(alone).notes)
+    assert not any("ranks that are not" in note for note in diagnose(trace).notes)
+
+
+def test_who_cannot_be_planned_for_is_told_what_to_record() -> None:
+    slow = replace(JOB, gbps=0.05)
+    trace = synthetic_trace(slow)
+    bare = replace(trace, model=trace.model.model_copy(update={"parameters": ()}))
+    assert "(headway optimize)" in diagnose(trace).verdict
+    assert "(headway optimize finds them from a trace of headway record)" in diagnose(bare).verdict

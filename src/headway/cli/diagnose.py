@@ -59,7 +59,7 @@ def diagnose(
         raise click.BadParameter("a number of percent is expected.", param_hint="--threshold")
     from headway.cluster import Cluster
     from headway.diagnose import diagnose as diagnose_trace
-    from headway.diagnose.comparison import compare
+    from headway.diagnose.comparison import compare, unlike
     from headway.report.markdown import markdown
     from headway.report.text import print_diagnosis
     from headway.trace.folder import load_trace
@@ -74,8 +74,14 @@ def diagnose(
         trace = load_trace(folder)
     with _patience(words, "Diagnosing"):
         found = diagnose_trace(trace, cluster)
-        before = diagnose_trace(load_trace(baseline)) if baseline else None
+        before, differs = None, ""
+        if baseline is not None:
+            base = load_trace(baseline)
+            differs = unlike(trace, base)
+            before = diagnose_trace(base)
     comparison = compare(found, before, threshold / 100) if before else None
+    if differs:
+        words.print(differs, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         from headway.report.page import write_html
 

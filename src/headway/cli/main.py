@@ -26,6 +26,11 @@ COMMANDS = {
 }
 
 
+PIPE_CLOSED = (
+    141  # as shells say of a program that SIGPIPE ended; 1 would be an answer of diagnose --baseline
+)
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -80,5 +85,5 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("headway: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 1
+    except (BrokenPipeError, SystemExit):  # the latter is rich's, when nobody reads on
+        return PIPE_CLOSED

@@ -50,7 +50,7 @@ def find_causes(
     if (skewed := find_skew(trace, step_ms)) is not None:
         slow = any(one.cause == "straggler" and skewed.rank in one.ranks for one in found)
         found.append(skew_finding(skewed, slow=slow))
-    return told(found, step_ms)
+    return told(found, step_ms, plannable=bool(trace.model.parameters))
 
 
 def _of_mean_step(

@@ -10,6 +10,8 @@ from typing import Any
 from headway.diagnose.breakdown import PARTS, mean_breakdown
 from headway.diagnose.diagnosis import Diagnosis
 from headway.diagnose.findings import milliseconds, percent
+from headway.errors import TraceError
+from headway.trace.format import Trace
 
 PART_WORDS = {
     "computation": "in computation",
@@ -82,6 +84,27 @@ class Comparison:
             "new_causes": list(self.new_causes),
             "gone_causes": list(self.gone_causes),
         }
+
+
+def unlike(new: Trace, baseline: Trace) -> str:
+    """In words, how two traces are of jobs that differ; empty where nothing says that they do.
+
+    Raises TraceError where they are of different frameworks: their steps are not the same thing.
+    """
+    if new.manifest.framework != baseline.manifest.framework:
+        raise TraceError(
+            "the baseline is of another framework",
+            got=baseline.manifest.framework,
+            expected=f"{new.manifest.framework}, as the trace is",
+            fix="Compare recordings of one job.",
+        )
+    said = []
+    if new.world_size != baseline.world_size:
+        said.append(f"{new.world_size} ranks against {baseline.world_size}")
+    names, before = ({one.name for one in trace.model.parameters} for trace in (new, baseline))
+    if names and before and names != before:
+        said.append("other parameters")
+    return f"These are not recordings of the same job: {' and '.join(said)}." if said else ""
 
 
 def compare(new: Diagnosis, baseline: Diagnosis, threshold: float = DEFAULT_THRESHOLD) -> Comparison:

@@ -173,6 +173,11 @@ def _notes(
             f"{sum(dropped.values())} events were dropped while recording (most on rank {rank}): "
             "their time counts as rest."
         )
+    if trace.missing_ranks:
+        notes.append(
+            "Communication with ranks that are not in this trace holds what was waited for them, which cannot be told "
+            "apart."
+        )
     blank = [rank for rank, time in times.items() if not len(time.forward) and not len(time.backward)]
     if blank:
         notes.append(

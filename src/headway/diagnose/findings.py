@@ -58,16 +58,26 @@ def unexplained(
     ]
 
 
-def told(found: Sequence[Finding], step_ms: float) -> list[Finding]:
+PLANS = " (headway optimize)"
+
+
+def _without_plans(sentence: str) -> str:
+    return sentence.replace(PLANS, " (headway optimize finds them from a trace of headway record)")
+
+
+def told(found: Sequence[Finding], step_ms: float, *, plannable: bool = True) -> list[Finding]:
     """Findings in the order in which they are told: those that stand out first, the costliest before the others.
 
-    None costs more than the step, and what a sentence quotes of the trace can break no line.
+    None costs more than the step, and what a sentence quotes of the trace can break no line. Where a trace names no
+    parameters it is not ``plannable``, and sentences do not send readers to where it would be refused.
     """
     within = [
         replace(
             one,
             cost_ms=min(max(one.cost_ms, 0.0), step_ms),
-            sentence=one_line(one.sentence, limit=MOST_CHARACTERS),
+            sentence=one_line(
+                one.sentence if plannable else _without_plans(one.sentence), limit=MOST_CHARACTERS
+            ),
         )
         for one in found
     ]

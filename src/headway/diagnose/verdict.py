@@ -59,7 +59,7 @@ def usual_findings(
     found = []
     if stragglers and not moving:
         worst = stragglers[0]
-        sentence = _straggler(stragglers, step_ms)
+        sentence = _straggler(stragglers, step_ms, UNKNOWN if not mean.computation else worst.cause)
         stands_out = worst.blame_ms >= STRAGGLER_STANDS_OUT * step_ms
         # Part of what it is late by is hidden under what others wait for anyway, and would be gained as well.
         cost_ms = max(worst.blame_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
@@ -102,7 +102,7 @@ def usual_findings(
             "optimizer, input nor communication; look at what the loop does between them, such as logging, copies and "
             "evaluation.",
             (),
-            mean.rest >= REST_STANDS_OUT * step_ms,
+            mean.rest >= REST_STANDS_OUT * step_ms and mean.computation > 0,
         )
     )
     if stragglers and not moving:  # a part that is long on the straggler above all is not the job's
@@ -134,11 +134,11 @@ def _costliest(mean: Breakdown, findings: Sequence[Finding], step_ms: float, wor
     return first.sentence.removesuffix(".") + besides
 
 
-def _straggler(stragglers: tuple[Straggler, ...], step_ms: float) -> str:
+def _straggler(stragglers: tuple[Straggler, ...], step_ms: float, cause: str) -> str:
     worst = stragglers[0]
     sentence = f"Rank {worst.rank} is a straggler: the other ranks wait {of_each_step(worst.blame_ms, step_ms)} for it"
-    if worst.cause != UNKNOWN:
-        sentence += f", because {_PART_WORDS[worst.cause]} takes longer before it arrives"
+    if cause != UNKNOWN:
+        sentence += f", because {_PART_WORDS[cause]} takes longer before it arrives"
         if worst.own_ms > 1.05 * worst.others_ms:
             own, others = milliseconds(worst.own_ms), milliseconds(worst.others_ms)
             sentence += f" ({own} a step, the others {others})"
@@ -147,7 +147,7 @@ def _straggler(stragglers: tuple[Straggler, ...], step_ms: float) -> str:
     if len(stragglers) > 1:
         also = ", ".join(str(one.rank) for one in stragglers[1:4])
         sentence += f"; rank{'s' if len(stragglers) > 2 else ''} {also} to a lesser degree"
-    return f"{sentence}; {_ADVICE[worst.cause]}."
+    return f"{sentence}; {_ADVICE[cause]}."
 
 
 def _why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
@@ -199,6 +199,11 @@ def _why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
 def _nothing(mean: Breakdown, step_ms: float, world_size: int) -> str:
     others = {part: getattr(mean, part) / step_ms for part in _SHARE_WORDS}
     second = max(others, key=lambda part: others[part])
+    if not mean.computation:
+        return (
+            "Nothing stands out of what is recorded. Computation is not, and may be all of the "
+            f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step that nothing else accounts for."
+        )
     alone = " on the only rank" if world_size == 1 else ""
     follows = f", {_SHARE_WORDS[second]} {percent(others[second])}" if others[second] >= 0.01 else ""
     return (

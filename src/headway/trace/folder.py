@@ -124,10 +124,16 @@ def load_trace(path: str | Path) -> Trace:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise TraceError("trace not found", got=folder, expected="a folder that headway record wrote")
+        raise TraceError(
+            "trace not found", got=folder, expected="a folder that headway record or headway import wrote",
+            fix="Profiles of other tools are imported first: headway import.",
+        )  # fmt: skip
     if not (folder / MANIFEST).is_file():
         what = "the folder is empty" if not any(folder.iterdir()) else f"the folder has no {MANIFEST}"
-        raise TraceError(what, got=folder, expected="a folder that headway record wrote")
+        raise TraceError(
+            what, got=folder, expected="a folder that headway record or headway import wrote",
+            fix="Profiles of other tools are imported first: headway import.",
+        )  # fmt: skip
     manifest = files.validate(_json(folder / MANIFEST), Manifest, TraceError, f"{folder / MANIFEST}")
     model = files.validate(_json(folder / MODEL), ModelSpec, TraceError, f"{folder / MODEL}")
     _check_files(folder, manifest)

@@ -116,6 +116,23 @@ def test_cycles_of_a_profiler_are_one_recording() -> None:
         assert (one.dropped_events, one.notes) == (3, ["both", "cycle 0", "cycle 1", "cycle 2"])
 
 
+def test_cycles_repeat_their_operations() -> None:
+    def computing(names: list[str], **more: Any) -> ForeignRank:
+        one = recording(names[0], rank=0, **more)
+        computed = Events.from_columns(
+            kind=Kind.FORWARD, stream=Stream.COMPUTE, name=np.array(names, dtype=object),
+            start_ns=np.full(len(names), one.events.start_ns[0]),
+        )  # fmt: skip
+        one.events = Events.concatenated([one.events, computed])
+        return one
+
+    later: dict[str, Any] = {"begin_ns": 30 * 10**9, "steps": range(9, 12)}
+    job = settle([computing(["a", "b", "c"]), computing(["a", "b", "d"], **later)])
+    assert job.workers[0].events.whole_steps == {1, 2, 3, 9, 10, 11}
+    with pytest.raises(TraceError, match="rank 0 is there 2 times"):
+        settle([computing(["a", "b", "c"]), computing(["x", "y", "c"], **later)])
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-import numpy as np
-
 from headway.errors import TraceError
 from headway.trace.events import Events, Kind
 from headway.trace.format import MAX_WORLD_SIZE
 from headway.trace.readers.foreign import ForeignRank
 
+SAME_OPERATIONS = 0.5  # of the names in the smaller part: a job repeats itself
 APART_NS = 60_000_000_000  # recordings of one job whose wall clocks are further apart do not belong together
 _RANK_IN_NAME = re.compile(
     r"(?:^|[^a-z])(?:global[_-]?)?(?:rank|worker|server|trainer|replica|process|task)[_\-.=]*(\d{1,7})(?!\d)"
@@ -173,13 +172,18 @@ def _joined(rank: int, claims: list[ForeignRank], job: Job, lenient: bool) -> Fo
 
 
 def _follow_each_other(ordered: list[ForeignRank]) -> bool:
-    """Whether these are stretches of one recording: one after the other, no step twice."""
+    """Whether these are stretches of one recording: one after the other, no step twice, the same operations."""
     seen: set[int] = set()
+    names: set[str] = set()
     reach_ns: int | None = None
     for one in ordered:
         if not (one.absolute and len(one.events)) or one.clock != ordered[0].clock:
             return False
-        steps = set(np.unique(one.events.of_kind(Kind.STEP).step).tolist())
+        steps = one.events.whole_steps
+        own = set(one.events.name[one.events.kind != Kind.STEP].tolist())
+        if names and len(names & own) < SAME_OPERATIONS * min(len(names), len(own)):
+            return False
+        names |= own
         if seen & steps or (reach_ns is not None and int(one.events.start_ns[0]) < reach_ns):
             return False
         seen |= steps
