@@ -11,7 +11,7 @@ import numpy as np
 from headway.graph.dataflow import WAITS, Dataflow
 from headway.replay.engine import Schedule
 
-_LEFT, _READY = 0, 1  # of events at one time, those that free something come first
+_LEFT, _INSTANT, _READY = 0, 1, 2  # of events at one time, those that free something come first
 _Event = tuple[int, int, int, int]  # time (ns), kind, operation, which estimate of its end this is
 
 
@@ -28,15 +28,20 @@ def play(graph: Dataflow) -> Schedule:
     start_ns, end_ns, ready_ns = [0] * count, [0] * count, [0] * count
     events: list[_Event] = [(0, _READY, number, 0) for number in range(count) if waits_for[number] == 0]
     sharing = _Sharing(graph, events)
+
+    def kind_of(number: int) -> int:
+        takes = duration_ns[number] or latency_ns[number] or sharing.is_needed(number)
+        return _READY if takes else _INSTANT
+
     played = 0
     while events:
         now_ns, kind, number, estimate = heapq.heappop(events)
-        if kind == _READY and sharing.is_needed(number):
+        if kind != _LEFT and sharing.is_needed(number):
             if sharing.enqueue(number):
                 start_ns[number] = now_ns
                 sharing.begin(number, now_ns)
             continue
-        if kind == _READY:
+        if kind != _LEFT:
             start_ns[number] = now_ns
             done_ns = now_ns + duration_ns[number] + latency_ns[number]
         elif sharing.estimates[number] == estimate:
@@ -53,7 +58,7 @@ def play(graph: Dataflow) -> Schedule:
             ready_ns[successor] = max(ready_ns[successor], done_ns)
             waits_for[successor] -= 1
             if waits_for[successor] == 0:
-                heapq.heappush(events, (ready_ns[successor], _READY, successor, 0))
+                heapq.heappush(events, (ready_ns[successor], kind_of(successor), successor, 0))
     if played < count:
         raise ValueError(f"the graph has a cycle: {count - played} operations wait for each other")
     return Schedule(np.array(start_ns, dtype=np.int64), np.array(end_ns, dtype=np.int64))

@@ -80,8 +80,8 @@ def _stacked(programs: list[ChunkProgram]) -> ProgramColumns:
 class Structure:
     """Who waits for whom in one collective, by the rules of ``collectives.program``.
 
-    Its operations are, in this order: what it costs each rank at first, and for each step and rank a transfer and the
-    receiving rank's own "done". Successors below NONE are outside: OUTSIDE - r is the end of rank r.
+    Its operations are, in this order: what it costs each rank at first, and for each rank and step a transfer to others
+    and the rank's own "done". Successors below NONE are outside: OUTSIDE - r is the end of rank r.
     """
 
     edges: Edges
@@ -110,7 +110,7 @@ def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Str
     count = folded or world_size
     steps, ranks = len(columns.send_to), np.arange(count)
     number = np.arange(steps)[:, None]
-    transfer = count + 2 * (number * count + ranks)
+    transfer = count + 2 * (ranks * steps + number)  # what follows each other on a rank lies side by side
     done = np.concatenate(
         [ranks[None, :], transfer + 1]
     )  # after step n - 1: its row n; row 0 is the beginning

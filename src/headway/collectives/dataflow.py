@@ -144,8 +144,8 @@ class CollectiveBlock:
         own, ranks = slice(base, base + self.operations), len(self._ends)
         begins, transfers = slice(base, base + ranks), slice(base + ranks, base + self.operations, 2)
         for messages, rows in ((self._overheads, begins), (self._messages, transfers)):
-            into.wide[rows, DURATION] = messages.duration_ns.ravel()
-            into.narrow[rows, ROUTE] = messages.route.ravel()
+            into.wide[rows, DURATION] = messages.duration_ns.T.ravel()
+            into.narrow[rows, ROUTE] = messages.route.T.ravel()
         into.narrow[own, WAITS] = structure.waits
         slots = np.where(edges.slots >= 0, edges.slots + base, edges.slots)
         outside = self._ends[OUTSIDE - slots.ravel()[structure.outside]]

@@ -26,6 +26,7 @@ DURATION, START, END = 0, 1, 2
 ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
+FREE = 0  # the route of operations that use nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +179,7 @@ class DataflowBuilder:
         self._queues: dict[tuple[int, int], int] = {}
         self._routes: dict[tuple[int, int, int, int], int] = {}
         self._blocks: list[tuple[int, Block]] = []
-        self._free = self.route(NO_RESOURCE, NO_RESOURCE)
+        assert self.route(NO_RESOURCE, NO_RESOURCE) == FREE
 
     def route(self, sender: int, receiver: int, *, queue: int = 0, latency_ns: int = 0) -> int:
         """What operations use, as a number. Queues are counted by themselves on each sender's side."""
@@ -204,7 +205,7 @@ class DataflowBuilder:
         self._duration_ns.append(duration_ns)
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
         self._route.append(
-            self._free if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns)
+            FREE if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns)
         )
         for before in after:
             self.edge(before, number)

@@ -19,6 +19,7 @@ from headway.graph.dataflow import (
     DURATION,
     END,
     FOLLOWING,
+    FREE,
     LEFT,
     ROUTE,
     SLOTS,
@@ -208,7 +209,9 @@ def simulate(
     sides, heap = np.full((resources, 3), -1, np.int64), np.zeros(queues, np.int64)
     sides[:, LOAD] = 0
     # What will be done at a known time, and what is ready now (its times are all the same).
+    # Whatever takes no time and nothing else is done as soon as it is ready, before anything that takes something.
     done_at, done = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
+    instant = np.zeros(_FIRST_ROOM, np.int64)
     ready_at, ready = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
     under_way = to_be_done = to_begin = now = played = 0
     for number in range(len(wide)):
@@ -271,18 +274,31 @@ def simulate(
             push(done_at, done, to_be_done, wide[finished, END], finished)
             to_be_done += 1
             continue
-        played += 1
-        spill = narrow[finished, SPILL]
-        for place in range(SLOTS + (spilled[spill] if spill >= 0 else 0)):
-            if place < SLOTS:
-                successor = narrow[finished, SUCCESSORS + place]
-                if successor < 0:
-                    break
-            else:
-                successor = spilled[spill + 1 + place - SLOTS]
-            narrow[successor, LEFT] -= 1
-            if narrow[successor, LEFT] == 0:
-                if to_begin == len(ready):
-                    ready_at, ready = roomier(ready_at), roomier(ready)
-                push(ready_at, ready, to_begin, 0, successor)
-                to_begin += 1
+        instant[0] = finished
+        at_once = 1
+        while at_once:
+            at_once -= 1
+            finished = instant[at_once]
+            played += 1
+            spill = narrow[finished, SPILL]
+            for place in range(SLOTS + (spilled[spill] if spill >= 0 else 0)):
+                if place < SLOTS:
+                    successor = narrow[finished, SUCCESSORS + place]
+                    if successor < 0:
+                        break
+                else:
+                    successor = spilled[spill + 1 + place - SLOTS]
+                narrow[successor, LEFT] -= 1
+                if narrow[successor, LEFT]:
+                    continue
+                if narrow[successor, ROUTE] == FREE and wide[successor, DURATION] == 0:
+                    wide[successor, START] = wide[successor, END] = now
+                    if at_once == len(instant):
+                        instant = roomier(instant)
+                    instant[at_once] = successor
+                    at_once += 1
+                else:
+                    if to_begin == len(ready):
+                        ready_at, ready = roomier(ready_at), roomier(ready)
+                    push(ready_at, ready, to_begin, 0, successor)
+                    to_begin += 1
