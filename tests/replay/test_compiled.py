@@ -32,3 +32,23 @@ assert large is not kernel.simulate
 assert simulate_for(1) is large, "once it is loaded it serves all"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_where_nothing_can_be_kept_loops_are_compiled_every_time() -> None:
+    code = """
+import numba.core.caching as caching
+def nowhere(*_):
+    raise RuntimeError("cannot cache function: no locator available")
+caching.FunctionCache.__init__ = nowhere
+from headway.graph.dataflow import DataflowBuilder
+from headway.replay.compiled import simulate_for
+from headway.replay.engine import play
+simulate_for(10**9)
+builder = DataflowBuilder(1)
+builder.operation(5, sender=0)
+print(play(builder.close()).end_ns[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "5"

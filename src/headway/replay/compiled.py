@@ -36,6 +36,9 @@ def _compiled() -> Callable[..., int]:
         assert isinstance(loop, FunctionType)
         own = FunctionType(loop.__code__, names, loop.__name__)
         own.__module__, own.__qualname__ = loop.__module__, loop.__qualname__
-        names[loop.__name__] = njit(cache=True)(own)
+        try:
+            names[loop.__name__] = njit(cache=True)(own)
+        except RuntimeError:  # nowhere to keep it
+            names[loop.__name__] = njit(own)
     simulate: Callable[..., int] = names["simulate"]
     return simulate
