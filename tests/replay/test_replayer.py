@@ -232,3 +232,20 @@ def test_everything_that_is_launched_counts_to_the_size(point: str, monkeypatch:
     replayer.timelines = replayer.timelines | {0: (more, *others)}
     with pytest.raises(UserError, match="too large"):
         replayer.replay()
+
+
+def test_a_slow_rank_and_a_slow_link_hold_everybody_up() -> None:
+    one = job(world_size=4)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    usual = replayer.replay()
+    slow = replayer.replay(what_if=WhatIf(of_ranks={2: 2.0}))
+    assert diagnose(replayed_trace(replayer, slow)).stragglers[0].rank == 2
+    assert slow.step_ms > 1.2 * usual.step_ms
+    both = [
+        replayer.replay(what_if=WhatIf.parse([f"bandwidth:host1:{way}=0.1x"])).step_ms
+        for way in ("up", "down")
+    ]
+    assert min(both) > 1.3 * usual.step_ms
+    assert both[0] == pytest.approx(both[1], rel=0.01)  # a ring uses every link in either direction alike
+    with pytest.raises(UserError, match="no such rank"):
+        replayer.replay(what_if=WhatIf.parse(["compute:4=2x"]))

@@ -16,7 +16,8 @@ def test_what_ifs_compose() -> None:
 
 @pytest.mark.parametrize(
     "text", ["bandwidth", "bandwidth=", "bandwidth=0x", "bandwidth=-2x", "workers=0", "workers=2.5", "workers=99999",
-             "magic=2x", "", "compute=nan", "latency=1e20x", "bandwidth=1e-200x"],
+             "magic=2x", "", "compute=nan", "latency=1e20x", "bandwidth=1e-200x",
+             "bandwidth:=2x", "compute:x=2x", "compute:-1=2x", "latency:a=2x", "compute:1=1e9x", "bandwidth:a=0x"],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused_on_one_line(text: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -29,3 +30,34 @@ def test_quicker_hosts_spend_less_on_optimizers_calls() -> None:
     costs = {name: AlgorithmCost(overhead_us=100) for name in (DEFERRED_UPDATE, STEP_CALL, "ring")}
     changed = WhatIf(compute=0.5).apply(Cluster(hosts=hosts, algorithms=costs))
     assert [changed.cost_of(name).overhead_us for name in costs] == [50, 50, 100]
+
+
+TWO = Cluster(hosts=tuple(Host(name=name, workers=2, up_gbps=8, down_gbps=4) for name in ("a", "b:c")))
+
+
+def test_single_links_and_ranks() -> None:
+    what_if = WhatIf.parse(
+        [
+            "bandwidth:a=0.5x",
+            "bandwidth:b:c:up=0.25x",
+            "bandwidth:a:down=0.5x",
+            "bandwidth=2x",
+            "compute:3=1.5x",
+        ]
+    )
+    assert [(host.up_gbps, host.down_gbps) for host in what_if.apply(TWO).hosts] == [(8, 2), (4, 8)]
+    assert dict(what_if.of_ranks) == {3: 1.5}
+    assert "bandwidth up of b:c 0.25 times the recorded" in what_if.describe()
+    assert "compute time of rank 3 1.5 times the recorded" in what_if.describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("bandwidth:c=2x", "there is no such host; got 'c'; expected a, b:c"), ("compute:4=2x", "no such rank; got 4; expected 0 to 3")],
+)  # fmt: skip
+def test_whom_there_is_not(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        WhatIf.parse([text]).apply(TWO)
+    assert (
+        WhatIf.parse([text, "workers=9"]).apply(TWO).world_size == 9 if text.startswith("compute") else True
+    )

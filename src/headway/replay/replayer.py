@@ -138,8 +138,9 @@ class Replayer:
         cluster = what_if.apply(self.cluster)
         model = self.trace.model
         schedule = strategy.decide(model)
-        ranks = self._ranks(cluster.world_size, what_if.compute)
-        period = period_of(cluster, len(self.timelines)) if fold else cluster.world_size
+        ranks = self._ranks(cluster.world_size, what_if)
+        alike = fold and not what_if.of_ranks
+        period = period_of(cluster, len(self.timelines)) if alike else cluster.world_size
         del ranks[period:]
         _check_size(ranks, cluster.world_size, schedule)
         graph = GraphBuilder(cluster, model, schedule, period if period < cluster.world_size else 0)
@@ -169,12 +170,13 @@ class Replayer:
     def _recorded_schedule(self) -> BucketSchedule:
         return self.recorded_strategy.decide(self.trace.model)
 
-    def _ranks(self, world_size: int, compute: float) -> list[list[Timeline]]:
+    def _ranks(self, world_size: int, what_if: WhatIf) -> list[list[Timeline]]:
         """One list of timelines a rank; ranks that were not recorded repeat the recorded ones in turn."""
         recorded = sorted(self.timelines)
         ranks = []
         for rank in range(world_size):
             timelines = self.timelines[recorded[rank % len(recorded)]]
+            compute = what_if.compute * what_if.of_ranks.get(rank, 1.0)
             if compute != 1.0:
                 timelines = tuple(timeline.scaled(compute) for timeline in timelines)
             ranks.append([timelines[0], *timelines])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from headway.cluster import Cluster
+from headway.cluster import Cluster, Host
 from headway.errors import UserError
 from headway.units import parse_factor
 
 MAX_WORKERS = 65_536
 LEAST_FACTOR = 1e-6
-FORMS = "bandwidth=2x, latency=0.5x, compute=0.5x or workers=8"
+FORMS = "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, bandwidth:HOST=0.5x or compute:RANK=2x"
+UP, DOWN = "up", "down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,37 +20,68 @@ class WhatIf:
     """Multipliers on what was recorded, and another number of workers.
 
     ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
-    stands for devices twice as fast). Each worker keeps its batch when their number changes.
+    stands for devices twice as fast). ``of_links`` multiplies the rate of single links, by the name of their host and
+    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks. Each worker keeps
+    its batch when their number changes.
     """
 
     bandwidth: float = 1.0
     latency: float = 1.0
     compute: float = 1.0
     workers: int | None = None
+    of_links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    of_ranks: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
         """Read ``K=V`` texts; later ones multiply with earlier ones. Raises UserError for what has no meaning."""
         factors = {"bandwidth": 1.0, "latency": 1.0, "compute": 1.0}
+        of_links: dict[tuple[str, str], float] = {}
+        of_ranks: dict[int, float] = {}
         workers: int | None = None
         for text in texts:
             key, equals, value = text.partition("=")
+            what, colon, whose = key.partition(":")
             if equals and key == "workers":
                 workers = _parse_workers(value)
             elif equals and key in factors:
                 factors[key] *= parse_factor(value, f"--what-if {key}")
+            elif equals and colon and what == "bandwidth" and whose:
+                factor = parse_factor(value, f"--what-if {key}")
+                for link in _links(whose):
+                    of_links[link] = of_links.get(link, 1.0) * factor
+            elif equals and colon and what == "compute" and whose.isdecimal() and len(whose) < 10:
+                factor = parse_factor(value, f"--what-if {key}")
+                of_ranks[int(whose)] = of_ranks.get(int(whose), 1.0) * factor
             else:
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
-        for key, factor in factors.items():
+        for named, factor in (*factors.items(), *of_links.items(), *of_ranks.items()):
             if not LEAST_FACTOR <= factor <= 1 / LEAST_FACTOR:
                 expected = f"{LEAST_FACTOR:g}x to {1 / LEAST_FACTOR:g}x in all"
-                raise UserError(f"--what-if {key} is out of range", got=f"{factor:g}x", expected=expected)
-        return cls(workers=workers, **factors)
+                raise UserError(f"--what-if {named} is out of range", got=f"{factor:g}x", expected=expected)
+        return cls(workers=workers, of_links=of_links, of_ranks=of_ranks, **factors)
 
     def apply(self, cluster: Cluster) -> Cluster:
-        """The cluster under this what-if."""
+        """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
         changed = cluster.scaled(bandwidth=self.bandwidth, latency=self.latency, host=self.compute)
-        return changed if self.workers is None else changed.resized(self.workers)
+        if self.workers is not None:
+            changed = changed.resized(self.workers)
+        names = {host.name for host in changed.hosts}
+        for name, _ in self.of_links:
+            if name not in names:
+                known = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
+                raise UserError("--what-if bandwidth: there is no such host", got=repr(name), expected=known)
+        for rank in self.of_ranks:
+            if rank >= changed.world_size:
+                expected = f"0 to {changed.world_size - 1}"
+                raise UserError("--what-if compute: there is no such rank", got=rank, expected=expected)
+        if not self.of_links:
+            return changed
+        return changed.model_copy(update={"hosts": tuple(map(self._linked, changed.hosts))})
+
+    def _linked(self, host: Host) -> Host:
+        up, down = (self.of_links.get((host.name, way), 1.0) for way in (UP, DOWN))
+        return host.model_copy(update={"up_gbps": host.up_gbps * up, "down_gbps": host.down_gbps * down})
 
     def describe(self) -> str:
         """Say in words what differs; empty where nothing does."""
@@ -59,12 +91,22 @@ class WhatIf:
                 ("bandwidth", self.bandwidth),
                 ("latency", self.latency),
                 ("compute time", self.compute),
+                *((f"bandwidth {way} of {name}", factor) for (name, way), factor in self.of_links.items()),
+                *((f"compute time of rank {rank}", factor) for rank, factor in self.of_ranks.items()),
             )
             if factor != 1.0
         ]
         if self.workers is not None:
             said.append(f"{self.workers} workers")
         return ", ".join(said)
+
+
+def _links(whose: str) -> list[tuple[str, str]]:
+    """The links of ``HOST``, or the one of ``HOST:up`` or ``HOST:down``."""
+    name, colon, way = whose.rpartition(":")
+    if colon and name and way in (UP, DOWN):
+        return [(name, way)]
+    return [(whose, UP), (whose, DOWN)]
 
 
 def _parse_workers(value: str) -> int:
