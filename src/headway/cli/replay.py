@@ -12,8 +12,14 @@ from headway.cli import output
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--what-if", "what_ifs", multiple=True, metavar="K=V",
-              help="bandwidth=2x, latency=0.5x, compute=0.5x (its time), workers=8, bandwidth:HOST=0.5x or compute:RANK=2x; may be repeated.")  # fmt: skip
+@click.option(
+    "--what-if",
+    "what_ifs",
+    multiple=True,
+    metavar="K=V",
+    help="bandwidth=2x, latency=0.5x, compute=0.5x (its time), workers=8, bandwidth:HOST=0.5x or compute:RANK=2x; "
+    "may be repeated.",
+)
 @click.option(
     "--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan's strategy."
 )
