@@ -36,9 +36,9 @@ OUT_OF_RANGE = -1
 _FIRST_ROOM = 1024
 
 # Columns of ``lines``: the front and the last of the queue; the resources of the front, and the queues after and before
-# this one on them, at the sender's end and at the receiver's; its place in the heap; since when its work is right, and
-# when it leaves.
-FRONT, LAST, SIDE, AFTER, BEFORE, PLACE, SINCE, LEAVES, COLUMNS = 0, 1, 2, 4, 6, 8, 9, 10, 11
+# this one on them, at the sender's end and at the receiver's; its place in the heap; since when its work is right,
+# when it leaves, and how long it takes where it is alone.
+FRONT, LAST, SIDE, AFTER, BEFORE, PLACE, SINCE, LEAVES, TAKES, COLUMNS = 0, 1, 2, 4, 6, 8, 9, 10, 11, 12
 REST, RATE = 0, 1  # of ``work``
 LOAD = 2  # of ``sides``
 
@@ -147,17 +147,25 @@ def share_anew(
 
 def let_on(queue: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array) -> int:
     """Let the front of a queue onto its resources, which ``lines`` names; returns how many are under way."""
+    alone = True
     for end in range(2):
         side = lines[queue, SIDE + end]
         if side >= 0:
             sides[side, LOAD] += 1
+            alone = alone and sides[side, LOAD] == 1
             after = sides[side, end]
             lines[queue, BEFORE + end], lines[queue, AFTER + end] = -1, after
             if after >= 0:
                 lines[after, BEFORE + end] = queue
             sides[side, end] = queue
-    work[queue, RATE] = 0.0
     lines[queue, SINCE] = now
+    if alone:  # what share_anew would come to
+        work[queue, RATE] = 1.0
+        lines[queue, LEAVES] = now + lines[queue, TAKES]
+        heap[under_way] = queue
+        settle(lines, heap, under_way + 1, under_way)
+        return under_way + 1
+    work[queue, RATE] = 0.0
     for end in range(2):
         if lines[queue, SIDE + end] >= 0:
             under_way = share_anew(lines[queue, SIDE + end], now, under_way, lines, work, sides, heap)
@@ -262,7 +270,7 @@ def simulate(
             return OUT_OF_RANGE
         if beginning >= 0:
             number = lines[beginning, FRONT]
-            work[beginning, REST] = wide[number, DURATION]
+            work[beginning, REST] = lines[beginning, TAKES] = wide[number, DURATION]
             lines[beginning, SIDE] = sender[narrow[number, ROUTE]]
             lines[beginning, SIDE + 1] = receiver[narrow[number, ROUTE]]
             under_way = let_on(beginning, now, under_way, lines, work, sides, heap)
