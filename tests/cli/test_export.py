@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.synthetic import SyntheticJob, write_trace
+from tests.replay.test_replayer import as_bucketed
+from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
 from tests.trace.export.perfetto_file import read
 
 from headway.cli.main import run
+from headway.trace import folder as folder_of
 
 
 @pytest.fixture
@@ -33,6 +35,17 @@ def test_json_says_what_was_written(trace: Path, tmp_path: Path, capsys: pytest.
     assert (said["kind"], said["path"], said["format"]) == ("export", str(target), "perfetto")
     assert said["bytes"] == target.stat().st_size
     assert said["events"] == len([one for one in read(target).slices if one.category != "cause"])
+
+
+def test_goal_of_what_a_replay_plays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = as_bucketed(synthetic_trace(SyntheticJob(world_size=2, steps=2)))
+    folder, target = tmp_path / "trace", tmp_path / "out.goal"
+    folder.mkdir()
+    folder_of.write_trace(folder, recorded.manifest, recorded.model, recorded.events)
+    assert run(["export", str(folder), "--to", "goal", "-o", str(target)]) == 0
+    assert "txt2bin" in capsys.readouterr().out
+    assert target.read_text().startswith("num_ranks 2\n")
+    assert run(["export", str(folder), "--to", "goal", "-o", str(target)]) == 2
 
 
 def test_chakra_traces(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

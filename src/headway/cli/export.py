@@ -11,7 +11,7 @@ from headway.cli import output as output_of
 from headway.errors import UserError
 from headway.units import format_bytes
 
-PERFETTO, CHAKRA = "perfetto", "chakra"
+PERFETTO, CHAKRA, GOAL = "perfetto", "chakra", "goal"
 
 
 @click.command("export")
@@ -19,9 +19,10 @@ PERFETTO, CHAKRA = "perfetto", "chakra"
 @click.option(
     "--to",
     "format_name",
-    type=click.Choice([PERFETTO, CHAKRA]),
+    type=click.Choice([PERFETTO, CHAKRA, GOAL]),
     required=True,
-    help="perfetto: one file to look at in ui.perfetto.dev. chakra: a folder with one execution trace a rank.",
+    help="perfetto: one file to look at in ui.perfetto.dev. chakra: a folder with one execution trace a rank. "
+    "goal: what a replay of the trace plays, for LogGOPSim and ATLAHS.",
 )
 @click.option(
     "-o",
@@ -47,6 +48,15 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
             write_perfetto(trace, output, show)
         written = [output]
         following = "open it in https://ui.perfetto.dev"
+    elif format_name == GOAL:
+        from headway.graph.goal import GoalWriter
+        from headway.replay.replayer import Replayer
+
+        trace = load_trace(folder)
+        with output_of.progress("Exporting"):
+            GoalWriter(*Replayer(trace).lay_out()).write(output)
+        written = [output]
+        following = "make it binary with txt2bin and play it with LogGOPSim"
     else:
         from headway.trace.export.chakra import write_chakra
 

@@ -167,11 +167,12 @@ def expand(
     ends: Sequence[int],
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
     connection: int = 0,
-) -> None:
+) -> int:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
     Collectives under way together on one ``connection`` send their messages one after the other. Who waits for whom
     is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
+    Returns the number of its first operation.
     """
     world_size, folded = links.world_size, links.folded
     assert len(begins) == len(ends) == (folded or world_size)
@@ -183,6 +184,7 @@ def expand(
     base = builder.block(block)
     for rank, begin in enumerate(begins):
         builder.edge(begin, base + rank)
+    return base
 
 
 def alone(

@@ -62,6 +62,7 @@ class PlacedCollective:
     begins: list[int]
     ends: list[int]
     channel: int
+    base: int = -1  # its first operation, once the graph is closed
 
 
 class StrategyDataflow(Protocol):
@@ -173,7 +174,7 @@ class GraphBuilder:
     def close(self) -> Dataflow:
         """Expand every collective into its transfers and close the graph."""
         for collective in self.collectives:
-            expand(
+            collective.base = expand(
                 self._operations,
                 self._links,
                 collective.selection.program_of,

@@ -15,6 +15,7 @@ from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.dataflow import Dataflow
 from headway.graph.timeline import Point, Timeline, timelines_of
 from headway.network.fit import cluster_from_trace, host_costs
 from headway.replay.disturbance import play_disturbed
@@ -131,32 +132,46 @@ class Replayer:
 
     def _replay(self, strategy: Strategy | None, what_if: WhatIf, *, fold: bool) -> ReplayResult:
         begun = time.perf_counter()
-        strategy = self._strategy_run(strategy)
-        if not self._checked:
-            check_fidelity(self.trace, self.recorded_strategy, self.timelines[0], self.cluster)
-            self._checked = True
-        cluster = what_if.apply(self.cluster)
-        model = self.trace.model
-        schedule = strategy.decide(model)
-        ranks = self._ranks(cluster.world_size, what_if)
-        alike = fold and not what_if.of_ranks
-        period = period_of(cluster, len(self.timelines)) if alike else cluster.world_size
-        del ranks[period:]
-        _check_size(ranks, cluster.world_size, schedule)
-        graph = GraphBuilder(cluster, model, schedule, period if period < cluster.world_size else 0)
-        walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
-        dataflow = graph.close()
-        played = play_disturbed(graph, dataflow, cluster.compute_slowdown)
+        graph, dataflow = self._laid_out(strategy, what_if, fold=fold)
+        played = play_disturbed(graph, dataflow, graph.cluster.compute_slowdown)
         times_ms = _step_times_ms(graph, played)
         return ReplayResult(
             step_ms=float(np.mean(times_ms)),
             step_times_ms=tuple(times_ms),
             operations=len(dataflow),
             elapsed_s=time.perf_counter() - begun,
-            peak_bytes=peak_bytes(model, schedule, cluster.world_size),
+            peak_bytes=peak_bytes(graph.model, graph.schedule, graph.world_size),
             graph=graph,
             schedule=played,
         )
+
+    def lay_out(
+        self,
+        strategy: Strategy | None = None,
+        what_if: WhatIf = WhatIf(),  # noqa: B008
+    ) -> tuple[GraphBuilder, Dataflow]:
+        """The graph that ``replay`` would play, with all ranks."""
+        with times_in_range():
+            return self._laid_out(strategy, what_if, fold=False)
+
+    def _laid_out(
+        self, strategy: Strategy | None, what_if: WhatIf, *, fold: bool
+    ) -> tuple[GraphBuilder, Dataflow]:
+        strategy = self._strategy_run(strategy)
+        if not self._checked:
+            check_fidelity(self.trace, self.recorded_strategy, self.timelines[0], self.cluster)
+            self._checked = True
+        cluster = what_if.apply(self.cluster)
+        schedule = strategy.decide(self.trace.model)
+        ranks = self._ranks(cluster.world_size, what_if)
+        alike = fold and not what_if.of_ranks
+        period = period_of(cluster, len(self.timelines)) if alike else cluster.world_size
+        del ranks[period:]
+        _check_size(ranks, cluster.world_size, schedule)
+        folded = period if period < cluster.world_size else 0
+        graph = GraphBuilder(cluster, self.trace.model, schedule, folded)
+        walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
+        return graph, graph.close()
 
     def _strategy_run(self, asked: Strategy | None) -> Strategy:
         if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):

@@ -1,0 +1,135 @@
+"""A graph in GOAL, the language of LogGOPSim and ATLAHS (Hoefler, Siebert, Lumsdaine, ICPP 2009), for other simulators.
+
+A rank's operations are computations (``calc``, in ns), and messages that it sends and receives; each may require
+others of the same rank. What links cost is not in it: simulators have a model of their own for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from headway import files
+from headway.collectives.columns import columns_of, piece_sizes
+from headway.errors import UserError
+from headway.graph.build import GraphBuilder, PlacedCollective
+from headway.graph.dataflow import DURATION, Dataflow
+
+MAX_OPERATIONS = 5_000_000
+LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits
+MAIN, BESIDE, COMMUNICATION = (
+    0,
+    1,
+    2,
+)  # processors: the main thread, updates beside it, and what messages cost
+
+
+class GoalWriter:
+    """Writes one graph whose ranks are all there. Raises UserError for one that is too large to be read by anybody."""
+
+    def __init__(self, graph: GraphBuilder, dataflow: Dataflow) -> None:
+        assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
+        if len(dataflow) > MAX_OPERATIONS:
+            raise UserError(
+                "the graph is too large for GOAL",
+                got=f"{len(dataflow)} operations",
+                expected=f"at most {MAX_OPERATIONS}",
+                fix="Record fewer steps.",
+            )
+        count = len(dataflow)
+        self._dataflow = dataflow
+        self._world_size = graph.world_size
+        self._rank = np.full(count, -1, dtype=np.int64)
+        self._processor = np.full(count, COMMUNICATION, dtype=np.int64)
+        self._to = np.full(count, -1, dtype=np.int64)  # of messages: who receives them
+        self._size_bytes = np.zeros(count, dtype=np.int64)
+        self._tag = np.zeros(count, dtype=np.int64)
+        for stretch in graph.stretches:
+            self._rank[stretch.operation], self._processor[stretch.operation] = stretch.rank, MAIN
+        for work in graph.works:
+            self._rank[work.operation], self._processor[work.operation] = work.rank, BESIDE
+        tag = 0
+        for collective in graph.collectives:
+            tag = self._place(graph, collective, tag)
+        assert (self._rank >= 0).all(), "an operation of no rank"
+
+    def _place(self, graph: GraphBuilder, collective: PlacedCollective, tag: int) -> int:
+        """Note whose the operations of a collective are; returns the next tag."""
+        world_size = self._world_size
+        ranks = np.arange(world_size)
+        self._rank[collective.begins] = self._rank[collective.ends] = ranks
+        columns = columns_of(collective.selection.program_of, world_size)
+        steps = len(columns.send_to)
+        base = collective.base
+        self._rank[base : base + world_size] = ranks
+        first = base + world_size
+        last = first + 2 * steps * world_size
+        self._rank[first:last] = np.repeat(ranks, 2 * steps)
+        cost = collective.selection.cost(graph.cluster)
+        sizes = piece_sizes(round(collective.size_bytes * cost.byte_factor), columns.chunks, columns.pieces)
+        self._to[first:last:2] = columns.send_to.T.ravel()
+        self._size_bytes[first:last:2] = sizes[columns.send_piece].T.ravel()
+        self._tag[first:last:2] = np.tile(tag + np.arange(steps), world_size)
+        return tag + steps
+
+    def write(self, path: Path) -> int:
+        """Write the file; returns how many operations it has, sends and receives each counted."""
+        written = 0
+        with files.file_written_whole(path) as file:
+            file.write(f"num_ranks {self._world_size}\n".encode())
+            for rank, text, count in self._ranks():
+                file.write(f"\nrank {rank} {{\n{text}}}\n".encode())
+                written += count
+        return written
+
+    def _ranks(self) -> Iterator[tuple[int, str, int]]:
+        requires: dict[int, list[tuple[str, str]]] = {rank: [] for rank in range(self._world_size)}
+        for before in range(len(self._dataflow)):
+            for part, following in pairwise(self._parts(before)):
+                requires[int(self._rank[before])].append((part, following))
+            for after in self._dataflow.successors(before):
+                rank, edge = self._edge(before, after)
+                requires[rank].append(edge)
+        own = [np.flatnonzero(self._rank == rank) for rank in range(self._world_size)]
+        incoming = [np.flatnonzero(self._to == rank) for rank in range(self._world_size)]
+        for rank in range(self._world_size):
+            lines = [line for number in own[rank].tolist() for line in self._operation(number)]
+            lines += [self._receive(number) for number in incoming[rank].tolist()]
+            count = len(lines)
+            lines += [f"{after} requires {before}" for before, after in requires.pop(rank)]
+            yield rank, "".join(f"{line}\n" for line in lines), count
+
+    def _operation(self, number: int) -> Iterator[str]:
+        if self._to[number] >= 0:
+            yield (
+                f"o{number}: send {self._size_bytes[number]}b to {self._to[number]} tag {self._tag[number]} "
+                f"cpu {COMMUNICATION}"
+            )
+            return
+        parts, left_ns = divmod(int(self._dataflow.wide[number, DURATION]), LONGEST_NS)
+        for part in range(parts):
+            yield f"o{number}_{part}: calc {LONGEST_NS} cpu {self._processor[number]}"
+        yield f"o{number}: calc {left_ns} cpu {self._processor[number]}"
+
+    def _parts(self, number: int) -> list[str]:
+        """What is longer than can be read is several, of which the last one has the name."""
+        parts = int(self._dataflow.wide[number, DURATION]) // LONGEST_NS if self._to[number] < 0 else 0
+        return [*(f"o{number}_{part}" for part in range(parts)), f"o{number}"]
+
+    def _receive(self, number: int) -> str:
+        return (
+            f"r{number}: recv {self._size_bytes[number]}b from {self._rank[number]} tag {self._tag[number]} "
+            f"cpu {COMMUNICATION}"
+        )
+
+    def _edge(self, before: int, after: int) -> tuple[int, tuple[str, str]]:
+        """Whose an edge is, and between what: a message is the sender's, and its receipt the receiver's."""
+        rank = int(self._rank[after])
+        if self._to[after] >= 0 and self._rank[before] != rank:
+            return int(self._to[after]), (f"o{before}", f"r{after}")  # the receive is posted
+        if self._to[before] >= 0 and self._rank[before] != rank:
+            return rank, (f"r{before}", self._parts(after)[0])
+        return rank, (f"o{before}", self._parts(after)[0])

@@ -1,0 +1,64 @@
+"""Graphs in GOAL, read back and played by rules of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.graph.goal_player import ends_ns, parse
+from tests.replay.test_folding import STRATEGIES
+from tests.replay.test_replayer import as_bucketed, job
+from tests.synthetic import synthetic_trace
+
+from headway.cluster import Cluster, Host
+from headway.errors import UserError
+from headway.graph import goal
+from headway.replay.engine import play
+from headway.replay.replayer import Replayer
+from headway.strategies.base import Strategy
+
+
+def instant(world_size: int) -> Cluster:
+    """Links that cost next to nothing."""
+    hosts = tuple(Host(name=f"h{rank}", workers=1, up_gbps=1e6, down_gbps=1e6) for rank in range(world_size))
+    return Cluster(hosts=hosts, latency_us=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.describe())
+def test_it_plays_as_the_graph_does_where_links_cost_nothing(
+    tmp_path: Path, strategy: Strategy, world_size: int
+) -> None:
+    replayer = Replayer(
+        as_bucketed(synthetic_trace(job(world_size=world_size, slow={(0, "forward"): 5.0}))),
+        instant(world_size),
+    )
+    graph, dataflow = replayer.lay_out(strategy)
+    count = goal.GoalWriter(graph, dataflow).write(tmp_path / "out.goal")
+    text = (tmp_path / "out.goal").read_text()
+    assert count == len(parse(text))
+    ends, played = ends_ns(text), play(dataflow).end_ns
+    for rank, operation in ((stretch.rank, stretch.operation) for stretch in graph.stretches):
+        # The engine rounds each of some hundred messages up to a nanosecond.
+        assert ends[rank, f"o{operation}"] == pytest.approx(int(played[operation]), abs=20_000)
+    messages = [one for one in parse(text).values() if one.what == "send"]
+    assert bool(messages) is (world_size > 1)
+
+
+def test_long_computation_is_cut_into_what_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayer = Replayer(as_bucketed(synthetic_trace(job())), instant(2))
+    graph, dataflow = replayer.lay_out()
+    goal.GoalWriter(graph, dataflow).write(tmp_path / "whole.goal")
+    monkeypatch.setattr(goal, "LONGEST_NS", 1_000_000)
+    goal.GoalWriter(graph, dataflow).write(tmp_path / "cut.goal")
+    whole, cut = (ends_ns((tmp_path / name).read_text()) for name in ("whole.goal", "cut.goal"))
+    assert len(cut) > len(whole)
+    assert {label: cut[label] for label in whole} == whole
+
+
+def test_what_nobody_can_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goal, "MAX_OPERATIONS", 10)
+    with pytest.raises(UserError, match="too large for GOAL"):
+        goal.GoalWriter(*Replayer(as_bucketed(synthetic_trace(job())), instant(2)).lay_out())
