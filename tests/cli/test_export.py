@@ -69,7 +69,7 @@ def test_refusals_are_one_line_and_status_2(
         ([str(trace), "--to", "perfetto", "-o", str(tmp_path / "empty")], "is a folder"),
         ([str(trace), "--to", "perfetto", "-o", str(tmp_path / "no" / "file")], "cannot be written"),
         ([str(tmp_path / "no"), "--to", "perfetto", "-o", str(tmp_path / "new")], "not found"),
-        ([str(trace), "--to", "goal", "-o", str(tmp_path / "new")], "not one of"),
+        ([str(trace), "--to", "vcd", "-o", str(tmp_path / "new")], "not one of"),
     ):
         assert run(["export", *arguments]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
