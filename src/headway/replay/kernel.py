@@ -255,12 +255,23 @@ def simulate(
             now = leaving
             queue = heap[0]
             finished = lines[queue, FRONT]
-            under_way = take_off_first(now, under_way, lines, work, sides, heap)
-            wide[finished, END] = now + latency[narrow[finished, ROUTE]]
-            lines[queue, FRONT] = narrow[finished, FOLLOWING]
-            if lines[queue, FRONT] >= 0:
-                wide[lines[queue, FRONT], START] = now
-                beginning = queue
+            route = narrow[finished, ROUTE]
+            wide[finished, END] = now + latency[route]
+            following = narrow[finished, FOLLOWING]
+            lines[queue, FRONT] = following
+            if following >= 0:
+                wide[following, START] = now
+            if following >= 0 and narrow[following, ROUTE] == route:
+                # It takes the place of the one before: nobody else is held up more or less.
+                work[queue, REST] = lines[queue, TAKES] = wide[following, DURATION]
+                lines[queue, SINCE] = now
+                wait = work[queue, REST] / work[queue, RATE] - 1e-6
+                lines[queue, LEAVES] = NEVER if wait > LATEST_NS else now + ceil(wait)
+                settle(lines, heap, under_way, 0)
+            else:
+                under_way = take_off_first(now, under_way, lines, work, sides, heap)
+                if following >= 0:
+                    beginning = queue
         else:
             now = finishing
             finished = done[0]
