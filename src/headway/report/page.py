@@ -194,9 +194,10 @@ def _ranks_tile(trace: Trace) -> tuple[str, str]:
     present, world_size = len(trace.events), trace.world_size
     if present == world_size:
         return f"{world_size:,}", "ranks" if world_size != 1 else "rank"
+    if present == 1:
+        return f"rank {next(iter(trace.events))}", f"alone, of {world_size:,}"
     which = words.runs(trace.events)
-    label = f"rank{'s' if present != 1 else ''} in this trace"
-    return f"{which or f'{present:,}'} of {world_size:,}", label
+    return f"{which or f'{present:,}'} of {world_size:,}", "ranks in this trace"
 
 
 def _history_hint(past: History) -> str:
