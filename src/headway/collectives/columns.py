@@ -84,6 +84,7 @@ class Structure:
     and the rank's own "done". Successors below NONE are outside: OUTSIDE - r is the end of rank r.
     """
 
+    ranks: int
     edges: Edges
     waits: Numbers
     outside: npt.NDArray[np.intp]  # where among all slots successors are outside
@@ -92,6 +93,14 @@ class Structure:
     def operations(self) -> int:
         """How many operations there are."""
         return len(self.waits)
+
+    def places(self, base: int) -> tuple[slice, slice, slice]:
+        """Where they are in a graph that has them from ``base`` on: beginnings, transfers, and what is done by them.
+
+        Of the latter two all of one rank's steps come before the next rank's.
+        """
+        first, end = base + self.ranks, base + self.operations
+        return slice(base, first), slice(first, end, 2), slice(first + 1, end, 2)
 
 
 OUTSIDE = NONE - 1
@@ -130,10 +139,16 @@ def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Str
     edges = edges_of(before, after, operations)
     assert not len(edges.targets) or edges.spilled[edges.targets].min() >= 0, "an end among what spills"
     return Structure(
+        ranks=count,
         edges=edges,
         waits=np.bincount(after[after >= 0], minlength=operations).astype(np.int32),
         outside=np.flatnonzero(edges.slots.ravel() <= OUTSIDE),
     )
+
+
+def message_bytes(columns: ProgramColumns, size_bytes: int, byte_factor: float) -> Ints:
+    """How large the message of every step and rank is in a collective of ``size_bytes``."""
+    return piece_sizes(round(size_bytes * byte_factor), columns.chunks, columns.pieces)[columns.send_piece]
 
 
 def piece_sizes(numel: int, chunks: int, pieces: int) -> Ints:

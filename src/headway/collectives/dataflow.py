@@ -13,12 +13,13 @@ from headway.collectives.columns import (
     ProgramColumns,
     Structure,
     columns_of,
-    piece_sizes,
+    message_bytes,
     structure_of,
 )
 from headway.collectives.program import ProgramOf
 from headway.graph.dataflow import (
     DURATION,
+    LATEST_NS,
     NO_RESOURCE,
     NONE,
     ROUTE,
@@ -32,8 +33,6 @@ from headway.graph.dataflow import (
 )  # fmt: skip
 
 __all__ = ["Links", "ProgramOf", "alone", "expand"]
-
-MOST_NS = 2**60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +96,7 @@ class Links:
         between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
         rate_gbps = np.where(source == target, self._cluster.local_gbps, between_gbps)
         duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
-        if duration_ns.size and duration_ns.max() >= MOST_NS:
+        if duration_ns.size and duration_ns.max() >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
 
@@ -141,8 +140,8 @@ class CollectiveBlock:
     def fill(self, into: Dataflow, base: int, spill: int) -> None:
         """Write the rows (``graph.dataflow.Block``)."""
         structure, edges = self._structure, self._structure.edges
-        own, ranks = slice(base, base + self.operations), len(self._ends)
-        begins, transfers = slice(base, base + ranks), slice(base + ranks, base + self.operations, 2)
+        own = slice(base, base + self.operations)
+        begins, transfers, _ = structure.places(base)
         for messages, rows in ((self._overheads, begins), (self._messages, transfers)):
             into.wide[rows, DURATION] = messages.duration_ns.T.ravel()
             into.narrow[rows, ROUTE] = messages.route.T.ravel()
@@ -177,8 +176,8 @@ def expand(
     world_size, folded = links.world_size, links.folded
     assert len(begins) == len(ends) == (folded or world_size)
     columns = columns_of(program_of, world_size, folded)
-    sizes_bytes = piece_sizes(round(size_bytes * cost.byte_factor), columns.chunks, columns.pieces)
-    messages = links.messages(builder, columns, sizes_bytes[columns.send_piece], connection)
+    sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
+    messages = links.messages(builder, columns, sizes_bytes, connection)
     overheads = links.overheads(builder, cost)
     block = CollectiveBlock(structure_of(program_of, world_size, folded), overheads, messages, ends)
     base = builder.block(block)

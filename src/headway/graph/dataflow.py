@@ -18,6 +18,7 @@ Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
 NO_RESOURCE = -1
 MOST_OPERATIONS = 2**31 - 1
+LATEST_NS = 2**60  # a sum of three such times still fits
 OPERATION_BYTES = 64
 
 # Columns of ``Dataflow.wide``.

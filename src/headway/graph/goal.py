@@ -13,18 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from headway import files
-from headway.collectives.columns import columns_of, piece_sizes
+from headway.collectives.columns import columns_of, message_bytes, structure_of
 from headway.errors import UserError
 from headway.graph.build import GraphBuilder, PlacedCollective
 from headway.graph.dataflow import DURATION, Dataflow
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits
-MAIN, BESIDE, COMMUNICATION = (
-    0,
-    1,
-    2,
-)  # processors: the main thread, updates beside it, and what messages cost
+# Processors: the main thread, updates beside it, and what messages cost.
+MAIN, BESIDE, COMMUNICATION = 0, 1, 2
 
 
 class GoalWriter:
@@ -61,18 +58,18 @@ class GoalWriter:
         world_size = self._world_size
         ranks = np.arange(world_size)
         self._rank[collective.begins] = self._rank[collective.ends] = ranks
-        columns = columns_of(collective.selection.program_of, world_size)
+        program_of = collective.selection.program_of
+        columns = columns_of(program_of, world_size)
+        begins, transfers, dones = structure_of(program_of, world_size).places(collective.base)
         steps = len(columns.send_to)
-        base = collective.base
-        self._rank[base : base + world_size] = ranks
-        first = base + world_size
-        last = first + 2 * steps * world_size
-        self._rank[first:last] = np.repeat(ranks, 2 * steps)
+        self._rank[begins] = ranks
+        self._rank[transfers] = self._rank[dones] = np.repeat(ranks, steps)
         cost = collective.selection.cost(graph.cluster)
-        sizes = piece_sizes(round(collective.size_bytes * cost.byte_factor), columns.chunks, columns.pieces)
-        self._to[first:last:2] = columns.send_to.T.ravel()
-        self._size_bytes[first:last:2] = sizes[columns.send_piece].T.ravel()
-        self._tag[first:last:2] = np.tile(tag + np.arange(steps), world_size)
+        self._to[transfers] = columns.send_to.T.ravel()
+        self._size_bytes[transfers] = message_bytes(
+            columns, collective.size_bytes, cost.byte_factor
+        ).T.ravel()
+        self._tag[transfers] = np.tile(tag + np.arange(steps), world_size)
         return tag + steps
 
     def write(self, path: Path) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.graph.dataflow import END, START, Dataflow, Ints
+from headway.graph.dataflow import END, LATEST_NS, START, Dataflow, Ints
 from headway.replay import kernel
 from headway.replay.compiled import simulate_for
 
@@ -35,7 +35,7 @@ def play(graph: Dataflow) -> Schedule:
     longest_ns = max(int(graph.duration_ns.max()), int(routes.latency_ns.max()))
     played = (
         kernel.OUT_OF_RANGE
-        if longest_ns > kernel.LATEST_NS
+        if longest_ns > LATEST_NS
         else simulate_for(count)(
             graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.queue, routes.latency_ns,
             graph.resources, graph.queues,

@@ -20,6 +20,7 @@ from headway.graph.dataflow import (
     END,
     FOLLOWING,
     FREE,
+    LATEST_NS,
     LEFT,
     ROUTE,
     SLOTS,
@@ -31,14 +32,13 @@ from headway.graph.dataflow import (
 
 Array = Any  # of numbers; what a compiler makes of it is its own
 NEVER = 2**62
-LATEST_NS = 2**60  # a sum of three such times still fits
 OUT_OF_RANGE = -1
 _FIRST_ROOM = 1024
 
 # Columns of ``lines``: the front and the last of the queue; the resources of the front, and the queues after and before
-# this one on them, at the sender's end and at the receiver's; its place in the heap; since when its work is right,
-# when it leaves, and how long it takes where it is alone.
-FRONT, LAST, SIDE, AFTER, BEFORE, PLACE, SINCE, LEAVES, TAKES, COLUMNS = 0, 1, 2, 4, 6, 8, 9, 10, 11, 12
+# this one on them, at the sender's end and at the receiver's; its place in the heap; since when its work is right, and
+# when it leaves.
+FRONT, LAST, SIDE, AFTER, BEFORE, PLACE, SINCE, LEAVES, COLUMNS = 0, 1, 2, 4, 6, 8, 9, 10, 11
 REST, RATE = 0, 1  # of ``work``
 LOAD = 2  # of ``sides``
 
@@ -113,6 +113,12 @@ def settle(lines: Array, heap: Array, size: int, place: int) -> None:
     lines[queue, PLACE] = place
 
 
+def leaves_at(now: int, rest: float, rate: float) -> int:
+    """When what has so much left, and goes on at this rate, is through."""
+    wait = rest / rate - 1e-6
+    return NEVER if wait > LATEST_NS else now + ceil(wait)
+
+
 def share_anew(
     resource: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array
 ) -> int:
@@ -134,8 +140,7 @@ def share_anew(
                 work[queue, REST] -= work[queue, RATE] * (now - lines[queue, SINCE])
                 work[queue, RATE] = share
                 lines[queue, SINCE] = now
-                wait = max(work[queue, REST], 0.0) / share - 1e-6
-                lines[queue, LEAVES] = NEVER if wait > LATEST_NS else now + ceil(wait)
+                lines[queue, LEAVES] = leaves_at(now, max(work[queue, REST], 0.0), share)
                 if lines[queue, PLACE] < 0:
                     lines[queue, PLACE] = under_way
                     heap[under_way] = queue
@@ -161,7 +166,7 @@ def let_on(queue: int, now: int, under_way: int, lines: Array, work: Array, side
     lines[queue, SINCE] = now
     if alone:  # what share_anew would come to
         work[queue, RATE] = 1.0
-        lines[queue, LEAVES] = now + lines[queue, TAKES]
+        lines[queue, LEAVES] = leaves_at(now, work[queue, REST], 1.0)
         heap[under_way] = queue
         settle(lines, heap, under_way + 1, under_way)
         return under_way + 1
@@ -263,10 +268,9 @@ def simulate(
                 wide[following, START] = now
             if following >= 0 and narrow[following, ROUTE] == route:
                 # It takes the place of the one before: nobody else is held up more or less.
-                work[queue, REST] = lines[queue, TAKES] = wide[following, DURATION]
+                work[queue, REST] = wide[following, DURATION]
                 lines[queue, SINCE] = now
-                wait = work[queue, REST] / work[queue, RATE] - 1e-6
-                lines[queue, LEAVES] = NEVER if wait > LATEST_NS else now + ceil(wait)
+                lines[queue, LEAVES] = leaves_at(now, work[queue, REST], work[queue, RATE])
                 settle(lines, heap, under_way, 0)
             else:
                 under_way = take_off_first(now, under_way, lines, work, sides, heap)
@@ -281,7 +285,7 @@ def simulate(
             return OUT_OF_RANGE
         if beginning >= 0:
             number = lines[beginning, FRONT]
-            work[beginning, REST] = lines[beginning, TAKES] = wide[number, DURATION]
+            work[beginning, REST] = wide[number, DURATION]
             lines[beginning, SIDE] = sender[narrow[number, ROUTE]]
             lines[beginning, SIDE + 1] = receiver[narrow[number, ROUTE]]
             under_way = let_on(beginning, now, under_way, lines, work, sides, heap)
