@@ -19,8 +19,10 @@ TORCHRUN = "Run it as: torchrun --nproc-per-node N --no-python headway probe -o 
 @click.command()
 @click.option("-o", "--output", "cluster_path", type=click.Path(path_type=Path), default=Path("cluster.yaml"),
               show_default=True, help="The cluster file to write.")  # fmt: skip
+@click.option("--idle-cores", is_flag=True,
+              help="Training leaves the cores to communication: it computes on accelerators.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def probe(cluster_path: Path, as_json: bool) -> None:
+def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
     """Measure the links between the ranks of a job, started in each of them.
 
     torchrun --nproc-per-node 2 --no-python headway probe -o cluster.yaml
@@ -45,7 +47,8 @@ def probe(cluster_path: Path, as_json: bool) -> None:
                 fix="Choose another with -o.",
             )  # fmt: skip
         cluster = probe_cluster(
-            (lambda what: words.print(f"probing {what}")) if first else lambda _what: None
+            (lambda what: words.print(f"probing {what}")) if first else lambda _what: None,
+            busy_cores=not idle_cores,
         )
         dist.barrier()
         torch_private.let_gloo_finish()

@@ -24,6 +24,13 @@ BURST_BYTES = 72_090
 """The least bucket: one 64 KiB segmentation-offload packet and its headers."""
 BURST_S = 0.002
 QUEUE_S = 0.1
+_SETTINGS = {
+    # Gloo may otherwise choose a link-local address that is not yet usable.
+    "ipv6/conf/default/disable_ipv6": "1",
+    # A real card is handed no more than it is about to send. Here the shaper would take megabytes of a connection at
+    # once, and whatever follows on another connection, be it a word that a receiver is ready, would wait behind them.
+    "ipv4/tcp_limit_output_bytes": "65536",
+}
 QUEUE_LEAST_BYTES = 256 * 2**10
 QUEUE_MOST_BYTES = 4 * 2**20
 
@@ -68,9 +75,9 @@ class Network:
         try:
             unshare(CLONE_NEWNET)
             self._hosts.append(own_network())
-            # Gloo may otherwise choose a link-local address that is not yet usable.
-            with suppress(OSError):
-                Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+            for setting, value in _SETTINGS.items():
+                with suppress(OSError):
+                    Path("/proc/sys/net", setting).write_text(value)
         finally:
             enter_network(self._hub)
         peer = {"ifname": INTERFACE, "net_ns_fd": self._hosts[index]}

@@ -62,16 +62,18 @@ class Aside(threading.Thread):
             raise self._failure
 
 
-def timed(action: Callable[[], None], work: Work) -> float:
+def timed(action: Callable[[], None], work: Work | None) -> float:
     """Seconds of ``action`` on a thread of its own, as the slowest rank sees it. Every rank calls it at once.
 
-    Every rank computes meanwhile, as it will in training: on busy cores a thread waits for its turn at every message.
+    Every rank does ``work`` meanwhile, as it will in training: on busy cores a thread waits for its turn at every
+    message. It is None where training leaves the cores alone.
     """
     dist.barrier()
     took_s: list[float] = []
     thread = Aside(partial(_stopwatch, action, took_s))
     thread.start()
-    work.seconds_each(thread.is_alive)
+    if work is not None:
+        work.seconds_each(thread.is_alive)
     thread.finish()
     longest = torch.tensor(took_s, dtype=torch.float64)
     dist.all_reduce(longest, dist.ReduceOp.MAX)

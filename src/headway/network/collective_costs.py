@@ -75,12 +75,15 @@ CANDIDATES = (
 )
 
 
-def measure_costs(cluster: Cluster, second: dist.ProcessGroup | None = None) -> dict[str, AlgorithmCost]:
+def measure_costs(
+    cluster: Cluster, second: dist.ProcessGroup | None = None, *, busy_cores: bool = True
+) -> dict[str, AlgorithmCost]:
     """Time every candidate on this job's ranks, which all call it; the cost of each by its name.
 
-    Candidates take turns, so that what disturbs the machine for a while disturbs them all.
+    Candidates take turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile
+    where ``busy_cores``.
     """
-    work = Work()
+    work = Work() if busy_cores else None
     measured_s: dict[str, list[float]] = {candidate.name: [] for candidate in CANDIDATES}
     ideal_s: dict[str, list[float]] = {candidate.name: [] for candidate in CANDIDATES}
     for size_bytes, count in SIZES_BYTES.items():

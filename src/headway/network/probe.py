@@ -36,9 +36,10 @@ class Places:
     ranks: tuple[tuple[int, ...], ...]
 
 
-def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
+def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool = True) -> Cluster:
     """Measure this job's cluster. Every rank calls it, with the default process group initialised on Gloo.
 
+    ``busy_cores`` says that training computes on the cores that communicate, so ranks compute while they are timed.
     Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile.
     """
     places = _places()
@@ -70,7 +71,9 @@ def probe_cluster(progress: Progress = lambda _what: None) -> Cluster:
     if cluster.world_size == 1:
         return cluster
     progress("ring and native collectives")
-    costs = measure_costs(cluster, second)
+    costs = measure_costs(cluster, second, busy_cores=busy_cores)
+    if not busy_cores:
+        return cluster.model_copy(update={"algorithms": costs})
     progress("computation beside communication")
     beside = CANDIDATES[0]
     slowdown, update_s = beside_communication(

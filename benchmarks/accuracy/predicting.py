@@ -1,0 +1,45 @@
+"""What replay says of each configuration, from the base run's trace and the links probed in the same job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accuracy.configurations import BASE_WORKERS, LINK_SHARE, SLOW_BY, SLOW_HOST, SLOW_RANK, Lab, Subject, plans_of
+from accuracy.job import PROBED, TRACE
+from headway.cluster import Cluster
+from headway.replay.replayer import Replayer
+from headway.replay.what_if import WhatIf
+from headway.trace.folder import load_trace
+
+
+class BaseRun:
+    """The recorded run of one model."""
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self.subject = subject
+        self.replayer = Replayer(load_trace(folder / TRACE), Cluster.load(folder / PROBED))
+
+    @property
+    def recorded_ms(self) -> float:
+        """The mean recorded step."""
+        return self.replayer.recorded_step_ms
+
+    def predicted_ms(self, lab: Lab) -> dict[str, float]:
+        """The step that replay says of every plan on ``lab``."""
+        what_if = WhatIf.parse(_differences(lab))
+        plans = plans_of(self.subject, lab)
+        return {name: self.replayer.replay(plan, what_if).step_ms for name, plan in plans.items()}
+
+
+def _differences(lab: Lab) -> list[str]:
+    """What a user would pass as ``--what-if``."""
+    asked = []
+    if lab.workers != BASE_WORKERS:
+        asked.append(f"workers={lab.workers}")
+    if lab.rate != 1:
+        asked.append(f"bandwidth={lab.rate}x")
+    if lab.slow_rank:
+        asked.append(f"compute:{SLOW_RANK}={SLOW_BY}x")
+    if lab.slow_link:
+        asked.append(f"bandwidth:{SLOW_HOST}={LINK_SHARE}x")
+    return asked

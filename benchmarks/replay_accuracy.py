@@ -1,0 +1,122 @@
+"""Replay against reality: one recorded run of a model predicts all other configurations of it, each of which is run.
+
+    python benchmarks/replay_accuracy.py [--quick] [--only MODEL] [--json FILE]
+
+Paced models (`headway.models.paced`) on the lab's shaped links. Of every model one run is recorded and its links are
+probed; every configuration is predicted from these alone. A case is a model; each is kept as soon as it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from accuracy.configurations import (
+    BASE_LAB,
+    BASE_PLAN,
+    FULL,
+    LABS,
+    LINK_SHARE,
+    PACED,
+    QUICK,
+    SLOW_HOST,
+    TENANT_SHARE,
+    Effort,
+    Lab,
+    Subject,
+)
+from accuracy.job import work
+from accuracy.predicting import BaseRun
+from common import parse_arguments, report
+
+from headway.lab import launch
+from headway.lab.spec import LabSpec, parse_spec
+
+WORKER = "--worker"
+TIMEOUT_S = 1200.0
+WORDS = "Predicted and measured steps."
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__ or "", PACED)
+    effort = QUICK if arguments.quick else FULL
+    models = [arguments.only] if arguments.only else list(PACED)
+    rows: list[dict[str, Any]] = []
+    for model in models:
+        rows += _of_model(model, list(LABS.values()), effort)
+    report("replay_accuracy", rows, arguments, WORDS)
+
+
+def _of_model(model: str, labs: list[Lab], effort: Effort) -> list[dict[str, Any]]:
+    subject = Subject.of(model)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(os.environ.get("HEADWAY_ACCURACY_FOLDER", name)) / model
+        folder.mkdir(parents=True, exist_ok=True)
+        for lab in labs:
+            if (folder / f"{lab.name}.json").exists():
+                continue
+            print(f"{model} {lab.name} …", file=sys.stderr, flush=True)
+            _run(subject, lab, effort, folder)
+        base = BaseRun(subject, folder)
+        for lab in labs:
+            measured = json.loads((folder / f"{lab.name}.json").read_text())
+            predicted = base.predicted_ms(lab)
+            for plan, steps_ms in measured.items():
+                rows.append(_row(model, lab, plan, predicted[plan], steps_ms))
+                print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def _row(model: str, lab: Lab, plan: str, predicted_ms: float, steps_ms: list[float]) -> dict[str, Any]:
+    measured_ms = statistics.fmean(steps_ms)
+    low, _, high = statistics.quantiles(steps_ms, n=4)
+    return {
+        "case": model,
+        "method": plan,
+        "lab": lab.name,
+        "class": "reproduction" if (lab, plan) == (BASE_LAB, BASE_PLAN) else lab.kind,
+        "time_ms": measured_ms,
+        "spread_ms": [low, high],
+        "predicted_ms": predicted_ms,
+        "error": predicted_ms / measured_ms - 1,
+    }
+
+
+def _run(subject: Subject, lab: Lab, effort: Effort, folder: Path) -> None:
+    command = [sys.executable, __file__, WORKER, subject.model, lab.name, str(int(effort == QUICK)), str(folder)]
+    lines: list[str] = []
+    status = launch.run(
+        _spec(subject, lab),
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout_s=TIMEOUT_S,
+        on_line=lambda rank, _, line: lines.append(f"[{rank}] {line}"),
+        on_notice=lines.append,
+    )
+    if status != 0:
+        raise SystemExit("\n".join([*lines[-20:], f"{lab.name}: the job ended with status {status}"]))
+
+
+def _spec(subject: Subject, lab: Lab) -> LabSpec:
+    rate_mbit = subject.rate_mbit * lab.rate
+    hosts: list[dict[str, Any]] = [{"name": f"host{rank}"} for rank in range(lab.workers)]
+    if lab.slow_link:
+        hosts[[host["name"] for host in hosts].index(SLOW_HOST)]["rate"] = f"{rate_mbit * LINK_SHARE:.3f}mbit"
+    spec: dict[str, Any] = {"hosts": hosts, "rate": f"{rate_mbit:.3f}mbit"}
+    if lab.tenant:
+        traffic = {"from": "host0", "to": "host1", "rate": f"{rate_mbit * TENANT_SHARE:.3f}mbit"}
+        spec["timeline"] = [{"at": "0s", "traffic": traffic}]
+    return parse_spec(spec)
+
+
+if __name__ == "__main__":
+    if WORKER in sys.argv:
+        work(sys.argv[2], sys.argv[3], QUICK if int(sys.argv[4]) else FULL, Path(sys.argv[5]))
+    else:
+        main()
