@@ -89,7 +89,15 @@ def _row(model: str, lab: Lab, plan: str, predicted_ms: float, steps_ms: list[fl
 
 
 def _run(subject: Subject, lab: Lab, effort: Effort, folder: Path) -> None:
-    command = [sys.executable, __file__, WORKER, subject.model, lab.name, str(int(effort == QUICK)), str(folder)]
+    command = [
+        sys.executable,
+        __file__,
+        WORKER,
+        subject.model,
+        lab.name,
+        str(int(effort == QUICK)),
+        str(folder),
+    ]
     lines: list[str] = []
     status = launch.run(
         _spec(subject, lab),

@@ -90,7 +90,8 @@ def _run(ranks: int, tensors: int) -> dict[str, Any]:
 def _measure(ranks: int, tensors: int) -> dict[str, Any]:
     from headway.cluster import Cluster, Host
     from headway.collectives.algorithms import ALL_REDUCE, RING, program_of
-    from headway.collectives.dataflow import Links, expand
+    from headway.collectives.dataflow import expand
+    from headway.collectives.links import Links
     from headway.graph.dataflow import DataflowBuilder
     from headway.replay.compiled import simulate_for
     from headway.replay.engine import play

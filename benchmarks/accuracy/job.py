@@ -59,7 +59,9 @@ def work(model: str, lab_name: str, effort: Effort, folder: Path) -> None:
 
 
 @contextmanager
-def _training(subject: Subject, dilation: float, strategy: Strategy) -> Iterator[tuple[PacedModel, nn.Module, Any]]:
+def _training(
+    subject: Subject, dilation: float, strategy: Strategy
+) -> Iterator[tuple[PacedModel, nn.Module, Any]]:
     """The model, as it is wrapped, and its optimizer."""
     pacing = Pacing(scale=1 / subject.shrink, dilation=dilation, rank=dist.get_rank())
     model = PacedModel(MODELS[subject.model](), pacing)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accuracy.configurations import BASE_WORKERS, LINK_SHARE, SLOW_BY, SLOW_HOST, SLOW_RANK, Lab, Subject, plans_of
+from accuracy.configurations import (
+    BASE_WORKERS,
+    LINK_SHARE,
+    SLOW_BY,
+    SLOW_HOST,
+    SLOW_RANK,
+    Lab,
+    Subject,
+    plans_of,
+)
 from accuracy.job import PROBED, TRACE
 from headway.cluster import Cluster
 from headway.replay.replayer import Replayer

@@ -9,7 +9,7 @@ Rates are goodput, payload bits a second, not the nominal rate of the wire.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,7 @@ HOST_COSTS = (DEFERRED_UPDATE, STEP_CALL)
 
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to a quarter of an hour
+Moment = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Host(BaseModel):
@@ -36,6 +37,31 @@ class Host(BaseModel):
     workers: int = Field(ge=1, le=4096)
     up_gbps: Rate
     down_gbps: Rate
+
+
+class Traffic(BaseModel):
+    """What others send from the host ``source`` to the host ``target``: ``gbps`` of goodput, at most.
+
+    It begins ``start_ms`` after the beginning of what is replayed, and goes on for good where ``end_ms`` is None. Its
+    ``connections`` share a link with the job's, so that something is left for both however much is asked for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    target: str
+    gbps: Rate
+    start_ms: Moment = 0.0
+    end_ms: Moment | None = None
+    connections: int = Field(default=4, ge=1, le=1000)
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> Traffic:
+        if self.source == self.target:
+            raise ValueError(f"traffic goes from {self.source!r} to itself")
+        if self.end_ms is not None and self.end_ms <= self.start_ms:
+            raise ValueError("traffic ends before it begins")
+        return self
 
 
 class AlgorithmCost(BaseModel):
@@ -56,6 +82,10 @@ class Cluster(BaseModel):
 
     ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
     stands for a fifth longer). It is 0 for devices that compute by themselves.
+
+    ``message_us`` is what every message costs the cores of its receiver. ``shared_cores`` is how many cores all ranks
+    share, where the hosts are one machine's. ``burst_bytes`` is what a link that was idle lets through at once, as one
+    that a token bucket shapes. ``traffic`` is what others send over the same links.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,12 +97,20 @@ class Cluster(BaseModel):
     local_latency_us: Latency = 30.0
     algorithms: dict[str, AlgorithmCost] = {}
     compute_slowdown: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    message_us: Latency = 0.0
+    shared_cores: int | None = Field(default=None, ge=1, le=100_000)
+    burst_bytes: int = Field(default=0, ge=0, le=10**9)
+    traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)
     source: str = "written by hand"
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Cluster:
         if len({host.name for host in self.hosts}) != len(self.hosts):
             raise ValueError("host names repeat; every host needs a name of its own")
+        known = {host.name for host in self.hosts}
+        for name in (name for each in self.traffic for name in (each.source, each.target)):
+            if name not in known:
+                raise ValueError(f"traffic names a host that is not there: {name!r}")
         return self
 
     @property
@@ -117,7 +155,10 @@ class Cluster(BaseModel):
         return self.model_copy(update=changed)
 
     def resized(self, world_size: int) -> Cluster:
-        """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used."""
+        """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used.
+
+        Where all share the cores of one machine, more of them get less of it each.
+        """
         hosts: list[Host] = []
         missing = world_size
         while missing > 0:
@@ -127,7 +168,19 @@ class Cluster(BaseModel):
             name = like.name if first_round else f"{like.name}+{len(hosts) // len(self.hosts)}"
             hosts.append(like.model_copy(update={"name": name, "workers": workers}))
             missing -= workers
-        return self.model_copy(update={"hosts": tuple(hosts)})
+        names = {host.name for host in hosts}
+        changed: dict[str, Any] = {
+            "hosts": tuple(hosts),
+            "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
+        }
+        if self.shared_cores is not None:
+            before, after = (max(1.0, ranks / self.shared_cores) for ranks in (self.world_size, world_size))
+            changed["message_us"] = self.message_us * after / before
+            changed["algorithms"] = {
+                name: cost.model_copy(update={"overhead_us": cost.overhead_us * after / before})
+                for name, cost in self.algorithms.items()
+            }
+        return self.model_copy(update=changed)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

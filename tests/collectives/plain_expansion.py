@@ -57,7 +57,8 @@ class Links:
                 sender=2 * len(cluster.hosts) + sender if size_bytes else NO_RESOURCE,
                 queue=queue,
             )
-        rate_gbps = min(cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps)
+        up_gbps, down_gbps = cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps
+        rate_gbps = min(up_gbps, down_gbps)
         return builder.operation(
             round(size_bytes * 8 / rate_gbps),
             after=after,
@@ -65,7 +66,14 @@ class Links:
             sender=2 * source if size_bytes else NO_RESOURCE,
             receiver=2 * target + 1 if size_bytes else NO_RESOURCE,
             queue=queue,
+            shares=(rate_gbps / up_gbps, rate_gbps / down_gbps),
         )
+
+    def handle(self, builder: DataflowBuilder, rank: int, after: list[int]) -> int:
+        """Add what a message costs its receiver."""
+        cost_ns = round(self._cluster.message_us * 1e3)
+        resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
+        return builder.operation(cost_ns, after=after, sender=resource if cost_ns else NO_RESOURCE)
 
 
 def expand(
@@ -106,7 +114,7 @@ def expand(
             last_sent[rank] = arrivals[receiver]
         for rank, steps in enumerate(done):
             before = steps[-1] if steps else begun[rank]
-            steps.append(builder.operation(after=[arrivals[rank], before]))
+            steps.append(links.handle(builder, rank, [arrivals[rank], before]))
     for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
         builder.edge(steps[-1] if steps else start, end)
         builder.edge(sent, end)

@@ -49,7 +49,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     ]
     return Cluster(
         hosts=tuple(hosts), latency_us=draw(st.sampled_from([0.0, 50.0])), local_gbps=draw(rates),
-        local_latency_us=draw(st.sampled_from([0.0, 7.0])),
+        local_latency_us=draw(st.sampled_from([0.0, 7.0])), message_us=draw(st.sampled_from([0.0, 40.0])),
     )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from headway.collectives.algorithms import (
     RING,
     program_of,
 )
-from headway.collectives.dataflow import Links, ProgramOf, expand
+from headway.collectives.dataflow import ProgramOf, expand
+from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from headway.graph.dataflow import DataflowBuilder
 from headway.replay.engine import play

@@ -12,7 +12,7 @@ from headway.collectives.algorithms import (
     RING,
     sent_bytes,
 )
-from headway.collectives.selection import RINGS, Algorithms, Selection
+from headway.collectives.selection import RINGS, Algorithms, Selection, native
 
 MIB = 2**20
 
@@ -31,10 +31,14 @@ def test_chunks_of_two_mebibytes_and_more_are_cut_into_two_pieces() -> None:
     assert len(RINGS.select(ALL_GATHER, 8 * MIB, 4).program_of(0, 4).steps) == 2 * 3
 
 
-def test_each_half_has_its_own_algorithm_and_native_ones_are_never_cut() -> None:
+def test_each_half_has_its_own_algorithm_and_native_ones_are_cut_as_gloo_cuts_them() -> None:
     mixed = Algorithms(all_gather="native")
     assert mixed.select(REDUCE_SCATTER, 64 * MIB, 2) == Selection(RING, REDUCE_SCATTER, 2)
-    assert mixed.select(ALL_GATHER, 64 * MIB, 2) == Selection(NATIVE, ALL_GATHER, 1)
+    gather = mixed.select(ALL_GATHER, 64 * MIB, 2)
+    assert (gather.algorithm, gather.kind) == (NATIVE, ALL_GATHER)
+    assert len(gather.program_of(0, 4).steps) == 2 * 3
+    for size_bytes, segments in ((1, 2), (8 * MIB, 2), (8 * MIB + 1, 3), (64 * MIB, 16)):
+        assert native(ALL_REDUCE, size_bytes, 4).pieces == segments
 
 
 def test_a_ring_in_pieces_costs_what_was_measured_of_it_or_else_what_whole_chunks_cost() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import strategies as st
 
-from headway.graph.dataflow import Dataflow, DataflowBuilder
+from headway.graph.dataflow import WHOLE, Dataflow, DataflowBuilder, Resources
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,17 @@ class DrawnOperation:
     receiver: int
     queue: int
     after: tuple[int, ...]
+    shares: tuple[float, float] = (1.0, 1.0)
 
 
 RESOURCES = 5
 
 
 @st.composite
-def drawn_operations(draw: st.DrawFn, most: int = 40) -> list[DrawnOperation]:
+def drawn_operations(draw: st.DrawFn, most: int = 40, least_share: float = 1.0) -> list[DrawnOperation]:
     """Operations in an order in which each may wait for earlier ones only."""
     operations = []
+    share = st.just(1.0) | st.floats(least_share, 1.0)
     for number in range(draw(st.integers(1, most))):
         sender, receiver = draw(st.integers(-1, RESOURCES - 1)), draw(st.integers(-1, RESOURCES - 1))
         operations.append(
@@ -38,16 +41,28 @@ def drawn_operations(draw: st.DrawFn, most: int = 40) -> list[DrawnOperation]:
                 receiver=receiver,
                 queue=draw(st.integers(0, 2)),
                 after=tuple(draw(st.lists(st.integers(0, number - 1), max_size=3))) if number else (),
+                shares=(draw(share), draw(share)),
             )
         )
     return operations
 
 
-def graph_of(operations: list[DrawnOperation]) -> Dataflow:
-    builder = DataflowBuilder(RESOURCES)
+@st.composite
+def drawn_resources(draw: st.DrawFn) -> Resources:
+    """Some that save nothing, and changes of how much there is of them."""
+    burst_ns = draw(st.lists(st.just(0) | st.integers(1, 50), min_size=RESOURCES, max_size=RESOURCES))
+    change = st.tuples(
+        st.integers(0, 2000), st.integers(0, RESOURCES - 1), st.integers(WHOLE // 100, 2 * WHOLE)
+    )
+    changes = sorted(draw(st.lists(change, max_size=5)))
+    return Resources(np.array(burst_ns, dtype=np.int64), np.array(changes, dtype=np.int64).reshape(-1, 3))
+
+
+def graph_of(operations: list[DrawnOperation], resources: Resources | None = None) -> Dataflow:
+    builder = DataflowBuilder(resources or RESOURCES)
     for one in operations:
         builder.operation(
             one.duration_ns, after=one.after, latency_ns=one.latency_ns, sender=one.sender, receiver=one.receiver,
-            queue=one.queue,
+            queue=one.queue, shares=one.shares,
         )  # fmt: skip
     return builder.close()

@@ -8,19 +8,17 @@ from collections import deque
 
 import numpy as np
 
-from headway.graph.dataflow import WAITS, Dataflow
+from headway.graph.dataflow import ROUTE, WAITS, WHOLE, Dataflow
 from headway.replay.engine import Schedule
 
-_LEFT, _INSTANT, _READY = 0, 1, 2  # of events at one time, those that free something come first
+_CHANGED, _LEFT, _INSTANT, _READY = -1, 0, 1, 2  # of events at one time, those that free something come first
 _Event = tuple[int, int, int, int]  # time (ns), kind, operation, which estimate of its end this is
 
 
 def play(graph: Dataflow) -> Schedule:
     """Start every operation as soon as what it waits for is done.
 
-    One that needs resources first waits for those in front of it in its queue. Then it shares them evenly with the
-    operations of other queues, as connections share a link: it goes on at one over the number of operations on the
-    busier of its resources. Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle.
+    See ``engine.play`` for what that means for those that need resources.
     """
     count = len(graph)
     waits_for = graph.narrow[:, WAITS].tolist()
@@ -28,6 +26,8 @@ def play(graph: Dataflow) -> Schedule:
     start_ns, end_ns, ready_ns = [0] * count, [0] * count, [0] * count
     events: list[_Event] = [(0, _READY, number, 0) for number in range(count) if waits_for[number] == 0]
     sharing = _Sharing(graph, events)
+    for place, (time_ns, _, _) in enumerate(graph.resources.changes.tolist()):
+        heapq.heappush(events, (time_ns, _CHANGED, place, 0))
 
     def kind_of(number: int) -> int:
         takes = duration_ns[number] or latency_ns[number] or sharing.is_needed(number)
@@ -36,6 +36,9 @@ def play(graph: Dataflow) -> Schedule:
     played = 0
     while events:
         now_ns, kind, number, estimate = heapq.heappop(events)
+        if kind == _CHANGED:
+            sharing.change(number, now_ns)
+            continue
         if kind != _LEFT and sharing.is_needed(number):
             if sharing.enqueue(number):
                 start_ns[number] = now_ns
@@ -77,7 +80,21 @@ class _Sharing:
         self._resources = [tuple(side for side in pair if side >= 0) for pair in sides]
         self._key = graph.queue.tolist()
         self._queues: dict[int, deque[int]] = {}  # the first of each is under way
-        self._under_way: list[list[int]] = [[] for _ in range(graph.resources)]
+        shares = (graph.routes.sender_share, graph.routes.receiver_share)
+        asked = zip(*(share[graph.narrow[:, ROUTE]].tolist() for share in shares), strict=True)
+        self._asked = [
+            tuple(share for side, share in zip(pair, own, strict=True) if side >= 0)
+            for pair, own in zip(
+                zip(graph.sender.tolist(), graph.receiver.tolist(), strict=True), asked, strict=True
+            )
+        ]
+        self._changes = graph.resources.changes.tolist()
+        self._burst_ns = graph.resources.burst_ns.tolist()
+        self._saved_ns = graph.resources.burst_ns.tolist()
+        self._idle_since_ns = [0] * len(graph.resources)
+        self._room = [WHOLE] * len(graph.resources)
+        self._load = [0] * len(graph.resources)
+        self._under_way: list[list[int]] = [[] for _ in range(len(graph.resources))]
         self._left_ns: dict[int, float] = {}  # of work, at full rate
         self._rate: dict[int, float] = {}
         self._since_ns: dict[int, int] = {}  # when ``_left_ns`` was right
@@ -96,27 +113,56 @@ class _Sharing:
     def begin(self, number: int, now_ns: int) -> None:
         """Let an operation onto its resources."""
         self._left_ns[number] = float(self._duration_ns[number])
+        if all(self._burst_ns[r] and not self._load[r] for r in self._resources[number]) and len(
+            set(self._resources[number])
+        ) == len(self._resources[number]):
+            self._spend(number, now_ns)
         self._rate[number] = 0.0
         self._since_ns[number] = now_ns
         for resource in self._resources[number]:
             self._under_way[resource].append(number)
-        self._share_anew(number, now_ns)
+        for resource, asked in zip(self._resources[number], self._asked[number], strict=True):
+            self._load[resource] += asked
+        self._share_anew(self._resources[number], now_ns)
+
+    def _spend(self, number: int, now_ns: int) -> None:
+        """Be ahead by what the resources saved while nobody used them."""
+        sides = list(zip(self._resources[number], self._asked[number], strict=True))
+        for resource, _ in sides:
+            idle_ns = now_ns - self._idle_since_ns[resource]
+            self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + idle_ns)
+            self._idle_since_ns[resource] = now_ns
+        credit_ns = min(self._saved_ns[resource] * (WHOLE / asked) for resource, asked in sides)
+        spent_ns = min(self._left_ns[number], credit_ns)
+        self._left_ns[number] -= spent_ns
+        for resource, asked in sides:
+            self._saved_ns[resource] -= math.ceil(spent_ns * (asked / WHOLE))
+
+    def change(self, place: int, now_ns: int) -> None:
+        """There is more or less of a resource from now on."""
+        _, resource, room = self._changes[place]
+        self._room[resource] = room
+        self._share_anew((resource,), now_ns)
 
     def end(self, number: int, now_ns: int) -> int:
         """Take an operation off its resources; returns the next one of its queue, or -1."""
         for resource in self._resources[number]:
             self._under_way[resource].remove(number)
+        for resource, asked in zip(self._resources[number], self._asked[number], strict=True):
+            self._load[resource] -= asked
+            if not self._load[resource]:
+                self._idle_since_ns[resource] = now_ns
         del self._left_ns[number], self._rate[number], self._since_ns[number]
-        self._share_anew(number, now_ns)
+        self._share_anew(self._resources[number], now_ns)
         queue = self._queues[self._key[number]]
         queue.popleft()
         return queue[0] if queue else -1
 
-    def _share_anew(self, changed: int, now_ns: int) -> None:
-        """Estimate anew when everything leaves that is on a resource of ``changed``, which began or ended."""
-        for resource in self._resources[changed]:
+    def _share_anew(self, changed: tuple[int, ...], now_ns: int) -> None:
+        """Estimate anew when everything leaves that is on one of the resources ``changed``."""
+        for resource in changed:
             for number in self._under_way[resource]:
-                rate = 1.0 / max(len(self._under_way[side]) for side in self._resources[number])
+                rate = min(1.0, *(self._room[side] / self._load[side] for side in self._resources[number]))
                 if rate != self._rate[number]:
                     self._left_ns[number] -= self._rate[number] * (now_ns - self._since_ns[number])
                     self._rate[number], self._since_ns[number] = rate, now_ns

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.replay import reference_engine
-from tests.replay.graphs import DrawnOperation, drawn_operations, graph_of
+from tests.replay.graphs import DrawnOperation, drawn_operations, drawn_resources, graph_of
 
-from headway.graph.dataflow import DataflowBuilder
+from headway.graph.dataflow import DataflowBuilder, Resources
 from headway.replay import compiled, engine, kernel
 from headway.replay.engine import play
 
@@ -100,11 +100,11 @@ def test_without_resources_the_engine_finds_the_longest_path(
 
 @pytest.mark.parametrize("simulate", [kernel.simulate, compiled._compiled()], ids=["plain", "compiled"])
 @settings(deadline=None)
-@given(drawn_operations())
+@given(drawn_operations(least_share=0.1), drawn_resources() | st.none())
 def test_the_engine_plays_by_the_rules_that_the_reference_spells_out(
-    simulate: Callable[..., int], operations: list[DrawnOperation]
+    simulate: Callable[..., int], operations: list[DrawnOperation], resources: Resources | None
 ) -> None:
-    graph = graph_of(operations)
+    graph = graph_of(operations, resources)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "simulate_for", lambda _count: simulate)
         schedule = play(graph)

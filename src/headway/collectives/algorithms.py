@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
+from headway.collectives.gloo import SEGMENTS, gloo_all_gather, gloo_all_reduce
 from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from headway.errors import PlanError
 
@@ -47,12 +48,13 @@ def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
 def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
-    A native collective is replayed as what Gloo does: its reduce-scatter moves as much as a whole all-reduce (as
-    measured), its all-gather is a ring. Raises PlanError for an unknown name.
+    A native collective is replayed as what Gloo does (``collectives.gloo``): its reduce-scatter moves as much as a
+    whole all-reduce (as measured). Raises PlanError for an unknown name.
     """
     _check(algorithm, kind)
     if algorithm == NATIVE:
-        return ring_all_gather if kind == ALL_GATHER else ring_all_reduce
+        native = gloo_all_gather if kind == ALL_GATHER else gloo_all_reduce
+        return native if pieces <= SEGMENTS else partial(native, pieces=pieces)
     ring = {ALL_REDUCE: ring_all_reduce, REDUCE_SCATTER: ring_reduce_scatter, ALL_GATHER: ring_all_gather}[
         kind
     ]
@@ -64,7 +66,8 @@ def sent_bytes(algorithm: str, kind: str, world_size: int, size_bytes: int) -> f
 
     Raises PlanError for an unknown name.
     """
-    return size_bytes / world_size * len(program_of(algorithm, kind)(0, world_size).steps)
+    program = program_of(algorithm, kind)(0, world_size)
+    return size_bytes / world_size * len(program.steps) / program.pieces
 
 
 def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: int = 1) -> Collective:

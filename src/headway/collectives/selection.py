@@ -18,6 +18,7 @@ from headway.collectives.algorithms import (
     cost_name,
     program_of,
 )
+from headway.collectives.gloo import segments_for
 from headway.collectives.program import ProgramOf, pieces_for
 
 AlgorithmName = Literal["ring", "native"]
@@ -65,7 +66,15 @@ class Algorithms:
     def select(self, kind: str, size_bytes: int, world_size: int) -> Selection:
         """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks."""
         algorithm = {REDUCE_SCATTER: self.reduce_scatter, ALL_GATHER: self.all_gather}[kind]
-        return Selection(algorithm, kind, pieces_for(size_bytes // world_size) if algorithm == RING else 1)
+        pieces = pieces_for(size_bytes // world_size)
+        return (
+            Selection(algorithm, kind, pieces) if algorithm == RING else native(kind, size_bytes, world_size)
+        )
+
+
+def native(kind: str, size_bytes: int, world_size: int) -> Selection:
+    """The process group's own ``kind`` of a tensor of ``size_bytes`` over ``world_size`` ranks."""
+    return Selection(NATIVE, kind, segments_for(-(-size_bytes // world_size)))
 
 
 RINGS = Algorithms()

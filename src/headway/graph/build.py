@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_REDUCE, KINDS, NATIVE
-from headway.collectives.dataflow import Links, expand
-from headway.collectives.selection import Selection
+from headway.collectives.algorithms import ALL_REDUCE, KINDS
+from headway.collectives.dataflow import expand
+from headway.collectives.links import Links
+from headway.collectives.selection import Selection, native
 from headway.graph.dataflow import Dataflow, DataflowBuilder
 from headway.graph.timeline import Part, Point, Timeline
 from headway.model import ModelSpec
@@ -211,7 +212,8 @@ def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, time
             case Point.BACKWARD_END:
                 strategy.backward_end(walk)
             case Point.BLOCKING:
-                selection = Selection(NATIVE, item.name if item.name in KINDS else ALL_REDUCE)
+                kind = item.name if item.name in KINDS else ALL_REDUCE
+                selection = native(kind, item.size_bytes, graph.world_size)
                 number = graph.launch(
                     walk, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
                 )

@@ -28,24 +28,50 @@ ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
 FREE = 0  # the route of operations that use nothing
+WHOLE = 2**20  # all of a resource, in the unit that shares of it are counted in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency."""
+    """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency.
+
+    Shares are how much of a side an operation takes at its full rate (in WHOLE).
+    """
 
     sender: Numbers
     receiver: Numbers
+    sender_share: Ints
+    receiver_share: Ints
     queue: Numbers
     latency_ns: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resources:
+    """What operations share.
+
+    ``burst_ns`` is how long at its full rate each resource works in no time after it was idle for as long. ``changes``
+    are rows of a time (ns), a resource and how much there is of it from then on (in WHOLE), in order of time.
+    """
+
+    burst_ns: Ints
+    changes: Ints
+
+    @classmethod
+    def plain(cls, count: int) -> Resources:
+        """So many that save nothing and stay as they are."""
+        return cls(np.zeros(count, dtype=np.int64), np.zeros((0, 3), dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.burst_ns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataflow:
     """Operations, as rows of two views of the same memory.
 
-    An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` where it
-    has them to itself, and is done ``latency_ns`` after it has left them. Operations of one queue, as messages of one
+    An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` at its full
+    rate, and is done ``latency_ns`` after it has left them. Operations of one queue, as messages of one
     connection, go one after the other. ``wide`` (int64) has durations, ``narrow`` (int32) routes, how many operations
     each waits for, and its successors: in SLOTS columns, NONE behind the last, and, where there are more, at SPILL in
     ``spilled``, after their number. Other columns are the engine's.
@@ -55,7 +81,7 @@ class Dataflow:
     narrow: Numbers
     spilled: Numbers
     routes: Routes
-    resources: int
+    resources: Resources
     queues: int
 
     def __len__(self) -> int:
@@ -169,8 +195,8 @@ class Block(Protocol):
 class DataflowBuilder:
     """Collects operations and edges, in any order, and closes them into a Dataflow."""
 
-    def __init__(self, resources: int = 0) -> None:
-        self.resources = resources
+    def __init__(self, resources: int | Resources = 0) -> None:
+        self.resources = Resources.plain(resources) if isinstance(resources, int) else resources
         self._number = array("i")  # of operations that were added one by one
         self._duration_ns = array("q")
         self._route = array("i")
@@ -178,16 +204,28 @@ class DataflowBuilder:
         self._after = array("i")
         self._count = 0
         self._queues: dict[tuple[int, int], int] = {}
-        self._routes: dict[tuple[int, int, int, int], int] = {}
+        self._routes: dict[tuple[int, ...], int] = {}
         self._blocks: list[tuple[int, Block]] = []
         assert self.route(NO_RESOURCE, NO_RESOURCE) == FREE
 
-    def route(self, sender: int, receiver: int, *, queue: int = 0, latency_ns: int = 0) -> int:
-        """What operations use, as a number. Queues are counted by themselves on each sender's side."""
+    def route(
+        self,
+        sender: int,
+        receiver: int,
+        *,
+        queue: int = 0,
+        latency_ns: int = 0,
+        shares: tuple[float, float] = (1.0, 1.0),
+    ) -> int:
+        """What operations use, as a number. Queues are counted by themselves on each sender's side.
+
+        ``shares`` are how much of the sender's and of the receiver's side they take at their full rate, up to 1.
+        """
         line = NO_RESOURCE
         if sender != NO_RESOURCE or receiver != NO_RESOURCE:
             line = self._queues.setdefault((sender, queue), len(self._queues))
-        return self._routes.setdefault((sender, receiver, line, latency_ns), len(self._routes))
+        asked = [max(1, round(share * WHOLE)) for share in shares]
+        return self._routes.setdefault((sender, receiver, line, *asked, latency_ns), len(self._routes))
 
     def operation(
         self,
@@ -198,6 +236,7 @@ class DataflowBuilder:
         sender: int = NO_RESOURCE,
         receiver: int = NO_RESOURCE,
         queue: int = 0,
+        shares: tuple[float, float] = (1.0, 1.0),
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
         number = self._count
@@ -206,7 +245,7 @@ class DataflowBuilder:
         self._duration_ns.append(duration_ns)
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
         self._route.append(
-            FREE if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns)
+            FREE if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns, shares=shares)
         )
         for before in after:
             self.edge(before, number)
@@ -250,4 +289,5 @@ class DataflowBuilder:
     def _table(self) -> Routes:
         columns = list(zip(*self._routes, strict=True))
         sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
-        return Routes(sender, receiver, queue, np.array(columns[3], dtype=np.int64))
+        of_sender, of_receiver, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
+        return Routes(sender, receiver, of_sender, of_receiver, queue, latency_ns)

@@ -22,9 +22,11 @@ class Schedule:
 def play(graph: Dataflow) -> Schedule:
     """Start every operation as soon as what it waits for is done.
 
-    One that needs resources first waits for those in front of it in its queue. Then it shares them evenly with the
-    operations of other queues, as connections share a link: it goes on at one over the number of operations on the
-    busier of its resources. Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle,
+    One that needs resources first waits for those in front of it in its queue. Then it shares them with the operations
+    of other queues, as connections share a link: where more of a resource is asked for than there is, all who ask go on
+    at the same fraction of their full rate, that of the scarcer of their two resources. One that begins on resources
+    that nobody used for a while is ahead by what these saved meanwhile (``Resources.burst_ns``). Ties are broken by the
+    operations' numbers. Raises ValueError where the graph has a cycle,
     OverflowError where times are out of range.
     """
     count = len(graph)
@@ -37,8 +39,9 @@ def play(graph: Dataflow) -> Schedule:
         kernel.OUT_OF_RANGE
         if longest_ns > LATEST_NS
         else simulate_for(count)(
-            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.queue, routes.latency_ns,
-            graph.resources, graph.queues,
+            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.sender_share,
+            routes.receiver_share, routes.queue, routes.latency_ns, graph.resources.burst_ns, graph.resources.changes,
+            graph.queues,
         )
     )  # fmt: skip
     if played == kernel.OUT_OF_RANGE:

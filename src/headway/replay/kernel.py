@@ -4,8 +4,9 @@ They keep to what compiles: numbers, arrays, and each other. Times are nanosecon
 
 What is under way is the front of a queue. ``lines`` (int64) has a row a queue, of the columns named below, ``work``
 (float64) how much is left of its front and the rate at which it goes on. ``sides`` (int64) has a row a resource: the
-first queue whose front has it as its sender's side and as its receiver's, and how many have it in all. ``heap`` holds
-the queues whose fronts are under way, the first that leaves on top.
+first queue whose front has it as its sender's side and as its receiver's, how much of it is asked for in all and how
+much there is (in WHOLE), how much more it lets through at once, and since when nobody uses it. ``heap`` holds the
+queues whose fronts are under way, the first that leaves on top.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from headway.graph.dataflow import (
     START,
     SUCCESSORS,
     WAITS,
+    WHOLE,
 )  # fmt: skip
 
 Array = Any  # of numbers; what a compiler makes of it is its own
@@ -36,11 +38,11 @@ OUT_OF_RANGE = -1
 _FIRST_ROOM = 1024
 
 # Columns of ``lines``: the front and the last of the queue; the resources of the front, and the queues after and before
-# this one on them, at the sender's end and at the receiver's; its place in the heap; since when its work is right, and
-# when it leaves.
-FRONT, LAST, SIDE, AFTER, BEFORE, PLACE, SINCE, LEAVES, COLUMNS = 0, 1, 2, 4, 6, 8, 9, 10, 11
+# this one on them, at the sender's end and at the receiver's; how much of them it asks for; its place in the heap;
+# since when its work is right, and when it leaves.
+FRONT, LAST, SIDE, AFTER, BEFORE, ASKED, PLACE, SINCE, LEAVES, COLUMNS = 0, 1, 2, 4, 6, 8, 10, 11, 12, 13
 REST, RATE = 0, 1  # of ``work``
-LOAD = 2  # of ``sides``
+LOAD, ROOM, SAVED, IDLE_SINCE, SIDE_COLUMNS = 2, 3, 4, 5, 6  # of ``sides``
 
 
 def push(times: Array, numbers: Array, size: int, time: int, number: int) -> None:
@@ -124,18 +126,17 @@ def share_anew(
 ) -> int:
     """Estimate anew when the fronts of queues leave that are on ``resource``; returns how many are under way.
 
-    Each goes on at one over the number of operations on the busier of its resources. An estimate holds until
-    something else begins or ends on one of them.
+    Each goes on at its full rate, or at the share of it that the scarcer of its resources leaves to all who ask for it.
+    An estimate holds until something else begins or ends on one of them, or there is more or less of it.
     """
     for end in range(2):
         queue = sides[resource, end]
         while queue >= 0:
-            busiest = 1
+            share = 1.0
             for own in range(2):
                 side = lines[queue, SIDE + own]
-                if side >= 0 and sides[side, LOAD] > busiest:
-                    busiest = sides[side, LOAD]
-            share = 1.0 / busiest
+                if side >= 0 and sides[side, LOAD] > sides[side, ROOM]:
+                    share = min(share, sides[side, ROOM] / sides[side, LOAD])
             if share != work[queue, RATE]:
                 work[queue, REST] -= work[queue, RATE] * (now - lines[queue, SINCE])
                 work[queue, RATE] = share
@@ -150,19 +151,44 @@ def share_anew(
     return under_way
 
 
-def let_on(queue: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array) -> int:
-    """Let the front of a queue onto its resources, which ``lines`` names; returns how many are under way."""
-    alone = True
+def spend(queue: int, now: int, lines: Array, sides: Array, burst: Array) -> float:
+    """Take what the resources of a queue saved while nobody used them; returns how much work that is."""
+    credit = float(NEVER)
     for end in range(2):
         side = lines[queue, SIDE + end]
         if side >= 0:
-            sides[side, LOAD] += 1
-            alone = alone and sides[side, LOAD] == 1
+            idle = now - sides[side, IDLE_SINCE]
+            sides[side, SAVED] = (
+                burst[side] if idle >= burst[side] else min(burst[side], sides[side, SAVED] + idle)
+            )
+            sides[side, IDLE_SINCE] = now
+            credit = min(credit, sides[side, SAVED] * (WHOLE / lines[queue, ASKED + end]))
+    return credit
+
+
+def let_on(
+    queue: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, burst: Array, heap: Array
+) -> int:
+    """Let the front of a queue onto its resources, which ``lines`` names; returns how many are under way."""
+    alone, saves = True, True
+    for end in range(2):
+        side = lines[queue, SIDE + end]
+        if side >= 0:
+            saves = saves and burst[side] > 0 and sides[side, LOAD] == 0
+            sides[side, LOAD] += lines[queue, ASKED + end]
+            alone = alone and sides[side, LOAD] == lines[queue, ASKED + end] <= sides[side, ROOM]
             after = sides[side, end]
             lines[queue, BEFORE + end], lines[queue, AFTER + end] = -1, after
             if after >= 0:
                 lines[after, BEFORE + end] = queue
             sides[side, end] = queue
+    if saves:
+        spent = min(work[queue, REST], spend(queue, now, lines, sides, burst))
+        work[queue, REST] -= spent
+        for end in range(2):
+            if lines[queue, SIDE + end] >= 0:
+                share = lines[queue, ASKED + end] / WHOLE
+                sides[lines[queue, SIDE + end], SAVED] -= ceil(spent * share)
     lines[queue, SINCE] = now
     if alone:  # what share_anew would come to
         work[queue, RATE] = 1.0
@@ -188,7 +214,9 @@ def take_off_first(now: int, under_way: int, lines: Array, work: Array, sides: A
     for end in range(2):
         side = lines[queue, SIDE + end]
         if side >= 0:
-            sides[side, LOAD] -= 1
+            sides[side, LOAD] -= lines[queue, ASKED + end]
+            if sides[side, LOAD] == 0:
+                sides[side, IDLE_SINCE] = now
             before, after = lines[queue, BEFORE + end], lines[queue, AFTER + end]
             if before >= 0:
                 lines[before, AFTER + end] = after
@@ -209,24 +237,29 @@ def simulate(
     spilled: Array,
     sender: Array,
     receiver: Array,
+    sender_share: Array,
+    receiver_share: Array,
     queue_of: Array,
     latency: Array,
-    resources: int,
+    burst: Array,
+    changes: Array,
     queues: int,
 ) -> int:
     """Play a graph (see ``engine.play`` and ``graph.dataflow``); returns how many operations were, or OUT_OF_RANGE.
 
-    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's.
+    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. ``burst`` has an
+    entry a resource, ``changes`` rows of a time, a resource and how much there is of it from then on, in order of time.
     """
     lines, work = np.full((queues, COLUMNS), -1, np.int64), np.zeros((queues, 2), np.float64)
-    sides, heap = np.full((resources, 3), -1, np.int64), np.zeros(queues, np.int64)
-    sides[:, LOAD] = 0
+    sides, heap = np.full((len(burst), SIDE_COLUMNS), -1, np.int64), np.zeros(queues, np.int64)
+    saves = len(burst) > 0 and burst.max() > 0
+    sides[:, LOAD], sides[:, ROOM], sides[:, SAVED], sides[:, IDLE_SINCE] = 0, WHOLE, burst, 0
     # What will be done at a known time, and what is ready now (its times are all the same).
     # Whatever takes no time and nothing else is done as soon as it is ready, before anything that takes something.
     done_at, done = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
     instant = np.zeros(_FIRST_ROOM, np.int64)
     ready_at, ready = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
-    under_way = to_be_done = to_begin = now = played = 0
+    under_way = to_be_done = to_begin = now = played = changed = 0
     for number in range(len(wide)):
         narrow[number, LEFT], narrow[number, FOLLOWING] = narrow[number, WAITS], -1
         if narrow[number, WAITS] == 0:
@@ -238,6 +271,15 @@ def simulate(
         leaving = lines[heap[0], LEAVES] if under_way else NEVER
         finishing = done_at[0] if to_be_done else NEVER
         finished = beginning = -1  # an operation that is done at a known time, a queue whose front begins now
+        changing = changes[changed, 0] if changed < len(changes) else NEVER
+        if changing <= now or (
+            changing < min(leaving, finishing, NEVER - 1) + 1 and not to_begin and (under_way or to_be_done)
+        ):
+            now = max(now, changing)
+            sides[changes[changed, 1], ROOM] = changes[changed, 2]
+            under_way = share_anew(changes[changed, 1], now, under_way, lines, work, sides, heap)
+            changed += 1
+            continue
         if to_begin and now < leaving and now < finishing:
             number = ready[0]
             drop_first(ready_at, ready, to_begin)
@@ -266,7 +308,7 @@ def simulate(
             lines[queue, FRONT] = following
             if following >= 0:
                 wide[following, START] = now
-            if following >= 0 and narrow[following, ROUTE] == route:
+            if following >= 0 and narrow[following, ROUTE] == route and not saves:
                 # It takes the place of the one before: nobody else is held up more or less.
                 work[queue, REST] = wide[following, DURATION]
                 lines[queue, SINCE] = now
@@ -286,9 +328,10 @@ def simulate(
         if beginning >= 0:
             number = lines[beginning, FRONT]
             work[beginning, REST] = wide[number, DURATION]
-            lines[beginning, SIDE] = sender[narrow[number, ROUTE]]
-            lines[beginning, SIDE + 1] = receiver[narrow[number, ROUTE]]
-            under_way = let_on(beginning, now, under_way, lines, work, sides, heap)
+            route = narrow[number, ROUTE]
+            lines[beginning, SIDE], lines[beginning, SIDE + 1] = sender[route], receiver[route]
+            lines[beginning, ASKED], lines[beginning, ASKED + 1] = sender_share[route], receiver_share[route]
+            under_way = let_on(beginning, now, under_way, lines, work, sides, burst, heap)
         if finished < 0:
             continue
         if wide[finished, END] > now:

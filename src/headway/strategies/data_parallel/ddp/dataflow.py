@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NATIVE
-from headway.collectives.selection import Selection
+from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS
+from headway.collectives.selection import native
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 from headway.scheduling.filling import Filling
@@ -33,7 +33,8 @@ class Dataflow:
         launched = self._launched[walk.rank]
         key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
         number = self._graph.launch(
-            walk, ALL_REDUCE, key, bucket.size_bytes, bucket=index, selection=Selection(NATIVE, ALL_REDUCE),
+            walk, ALL_REDUCE, key, bucket.size_bytes, bucket=index,
+            selection=native(ALL_REDUCE, bucket.size_bytes, self._graph.world_size),
             after=launched[-GLOO_THREADS : len(launched) - GLOO_THREADS + 1],
         )  # fmt: skip
         launched.append(number)

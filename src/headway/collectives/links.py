@@ -1,0 +1,132 @@
+"""The links and cores of a cluster as resources of a dataflow graph, and what uses them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.cluster import AlgorithmCost, Cluster, Traffic
+from headway.collectives.columns import ProgramColumns
+from headway.graph.dataflow import LATEST_NS, NO_RESOURCE, WHOLE, DataflowBuilder, Ints, Numbers, Resources
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Messages:
+    """Messages as columns of one shape: how long they take, and their routes."""
+
+    duration_ns: Ints
+    route: Numbers
+
+
+class Links:
+    """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, its cores.
+
+    A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
+    it are one rank's sends. What its collectives and messages cost a rank queues for its cores. Messages of a rank on
+    one connection follow each other; connections share a link evenly, each up to the rate of the other end's.
+
+    Where ranks are ``folded``, only the first of them and their hosts are there, and stand for their like.
+    """
+
+    def __init__(self, cluster: Cluster, folded: int = 0) -> None:
+        self.folded = folded
+        self._cluster = cluster
+        self._ranks = folded or cluster.world_size
+        self._host_of = np.array(cluster.host_of_rank)
+        self._hosts = int(self._host_of[self._ranks - 1]) + 1
+        self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
+        self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are, folded or not."""
+        return self._cluster.world_size
+
+    @property
+    def resources(self) -> Resources:
+        """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores."""
+        burst_ns = np.zeros(2 * self._hosts + 2 * self._ranks, dtype=np.int64)
+        for way, gbps in enumerate((self._up_gbps, self._down_gbps)):
+            burst_ns[way : 2 * self._hosts : 2] = np.rint(self._cluster.burst_bytes * 8 / gbps[: self._hosts])
+        return Resources(burst_ns, _changes(self._cluster))
+
+    def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
+        """What a collective costs every rank before its first message."""
+        return self._on_cores(builder, cost.overhead_us, (self._ranks,))
+
+    def handling(self, builder: DataflowBuilder, steps: int) -> Messages:
+        """What every message (steps, ranks) costs its receiver."""
+        return self._on_cores(builder, self._cluster.message_us, (steps, self._ranks))
+
+    def _on_cores(self, builder: DataflowBuilder, each_us: float, shape: tuple[int, ...]) -> Messages:
+        each_ns = round(each_us * 1e3)
+        own = 2 * self._hosts + self._ranks
+        routes = [
+            builder.route(own + rank if each_ns else NO_RESOURCE, NO_RESOURCE) for rank in range(self._ranks)
+        ]
+        return Messages(np.full(shape, each_ns, np.int64), np.broadcast_to(np.array(routes, np.int32), shape))
+
+    def messages(
+        self, builder: DataflowBuilder, columns: ProgramColumns, size_bytes: Ints, connection: int = 0
+    ) -> Messages:
+        """The messages of every step and rank, of ``size_bytes`` (steps, ranks); each ends when the receiver has it.
+
+        ``connection`` numbers the connections of a sender. What is empty takes a latency and no link.
+        """
+        pairs, pair_of = columns.pairs
+        routes = [self._routes(builder, sender, receiver, connection) for sender, receiver in pairs.tolist()]
+        table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
+        source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
+        between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
+        rate_gbps = np.where(source == target, self._cluster.local_gbps, between_gbps)
+        duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
+        if duration_ns.size and duration_ns.max() >= LATEST_NS:
+            raise OverflowError("a message takes longer than can be counted")
+        return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
+
+    def _routes(
+        self, builder: DataflowBuilder, sender: int, receiver: int, connection: int
+    ) -> tuple[int, int]:
+        """The routes of an empty message and of another one."""
+        cluster, hosts = self._cluster, self._hosts
+        source, target = int(self._host_of[sender]), int(self._host_of[receiver])
+        local = source == target
+        latency_ns = round((cluster.local_latency_us if local else cluster.latency_us) * 1e3)
+        queue = connection * self._ranks + sender
+        empty = builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns)
+        if local:
+            return empty, builder.route(2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns)
+        up_gbps, down_gbps = self._up_gbps[source], self._down_gbps[target]
+        rate_gbps = min(up_gbps, down_gbps)
+        return empty, builder.route(
+            2 * source,
+            2 * (target % hosts) + 1,
+            queue=queue,
+            latency_ns=latency_ns,
+            shares=(rate_gbps / up_gbps, rate_gbps / down_gbps),
+        )
+
+
+def _changes(cluster: Cluster) -> Ints:
+    """When there is more or less of a link because of others' traffic (``Resources.changes``)."""
+    places = {host.name: index for index, host in enumerate(cluster.hosts)}
+    on_side: dict[int, list[Traffic]] = defaultdict(list)
+    for each in cluster.traffic:
+        on_side[2 * places[each.source]].append(each)
+        on_side[2 * places[each.target] + 1].append(each)
+    rows = []
+    for side, traffic in on_side.items():
+        host = cluster.hosts[side // 2]
+        gbps = host.down_gbps if side % 2 else host.up_gbps
+        for moment_ms in sorted(
+            {m for each in traffic for m in (each.start_ms, each.end_ms) if m is not None}
+        ):
+            under_way = [
+                t for t in traffic if t.start_ms <= moment_ms and (t.end_ms is None or moment_ms < t.end_ms)
+            ]
+            taken = sum(t.gbps for t in under_way) / gbps
+            left = max(1 - taken, 1 / (1 + sum(t.connections for t in under_way)))
+            rows.append((round(moment_ms * 1e6), side, max(1, round(left * WHOLE))))
+    return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
