@@ -68,13 +68,18 @@ class AlgorithmCost(BaseModel):
     """What one collective algorithm costs beyond the ideal of its messages.
 
     ``overhead_us`` is paid once a collective (launching, waking and joining its workers), by one collective of a rank
-    at a time; ``byte_factor`` is how many times the ideal its bytes take.
+    at a time; ``byte_factor`` is how many times the ideal its bytes take. ``message_us`` is how long a message that
+    has arrived takes to be added up and passed on, of which ``message_cpu_us`` are work of the receiver's cores.
+    ``fit_error`` is by how much, in the median, what was measured is off these costs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     overhead_us: Latency = 0.0
     byte_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    message_us: Latency = 0.0
+    message_cpu_us: Latency = 0.0
+    fit_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class Cluster(BaseModel):
@@ -83,9 +88,9 @@ class Cluster(BaseModel):
     ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
     stands for a fifth longer). It is 0 for devices that compute by themselves.
 
-    ``message_us`` is what every message costs the cores of its receiver. ``shared_cores`` is how many cores all ranks
-    share, where the hosts are one machine's. ``burst_bytes`` is what a link that was idle lets through at once, as one
-    that a token bucket shapes. ``traffic`` is what others send over the same links.
+    ``shared_cores`` is how many cores all ranks share, where the hosts are one machine's. ``burst_bytes`` is what a
+    link that was idle lets through at once, as one that a token bucket shapes. ``traffic`` is what others send over
+    the same links.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,7 +102,6 @@ class Cluster(BaseModel):
     local_latency_us: Latency = 30.0
     algorithms: dict[str, AlgorithmCost] = {}
     compute_slowdown: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
-    message_us: Latency = 0.0
     shared_cores: int | None = Field(default=None, ge=1, le=100_000)
     burst_bytes: int = Field(default=0, ge=0, le=10**9)
     traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)
@@ -122,6 +126,11 @@ class Cluster(BaseModel):
     def host_of_rank(self) -> tuple[int, ...]:
         """For each rank, the index of its host."""
         return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.workers))
+
+    @property
+    def crowding(self) -> float:
+        """How many ranks there are for a core that they share; 1 where each has cores of its own."""
+        return 1.0 if self.shared_cores is None else max(1.0, self.world_size / self.shared_cores)
 
     def cost_of(self, algorithm: str) -> AlgorithmCost:
         """The measured cost of ``algorithm``, or the ideal where nobody measured it."""
@@ -173,14 +182,13 @@ class Cluster(BaseModel):
             "hosts": tuple(hosts),
             "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
         }
-        if self.shared_cores is not None:
-            before, after = (max(1.0, ranks / self.shared_cores) for ranks in (self.world_size, world_size))
-            changed["message_us"] = self.message_us * after / before
-            changed["algorithms"] = {
-                name: cost.model_copy(update={"overhead_us": cost.overhead_us * after / before})
-                for name, cost in self.algorithms.items()
-            }
-        return self.model_copy(update=changed)
+        resized = self.model_copy(update=changed)
+        crowding = resized.crowding
+        slower = {
+            name: cost.model_copy(update={"message_us": max(cost.message_us, cost.message_cpu_us * crowding)})
+            for name, cost in self.algorithms.items()
+        }
+        return resized.model_copy(update={"algorithms": slower})
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

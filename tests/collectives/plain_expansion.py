@@ -69,11 +69,16 @@ class Links:
             shares=(rate_gbps / up_gbps, rate_gbps / down_gbps),
         )
 
-    def handle(self, builder: DataflowBuilder, rank: int, after: list[int]) -> int:
+    def handle(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: list[int]) -> int:
         """Add what a message costs its receiver."""
-        cost_ns = round(self._cluster.message_us * 1e3)
+        work_us = min(cost.message_us, cost.message_cpu_us)
         resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
-        return builder.operation(cost_ns, after=after, sender=resource if cost_ns else NO_RESOURCE)
+        return builder.operation(
+            round(work_us * 1e3),
+            after=after,
+            sender=resource if work_us else NO_RESOURCE,
+            latency_ns=round((cost.message_us - work_us) * 1e3),
+        )
 
 
 def expand(
@@ -114,7 +119,7 @@ def expand(
             last_sent[rank] = arrivals[receiver]
         for rank, steps in enumerate(done):
             before = steps[-1] if steps else begun[rank]
-            steps.append(links.handle(builder, rank, [arrivals[rank], before]))
+            steps.append(links.handle(builder, rank, cost, [arrivals[rank], before]))
     for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
         builder.edge(steps[-1] if steps else start, end)
         builder.edge(sent, end)

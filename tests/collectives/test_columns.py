@@ -49,7 +49,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     ]
     return Cluster(
         hosts=tuple(hosts), latency_us=draw(st.sampled_from([0.0, 50.0])), local_gbps=draw(rates),
-        local_latency_us=draw(st.sampled_from([0.0, 7.0])), message_us=draw(st.sampled_from([0.0, 40.0])),
+        local_latency_us=draw(st.sampled_from([0.0, 7.0])),
     )  # fmt: skip
 
 
@@ -57,14 +57,24 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @given(
     cluster=clusters(),
     collectives=st.lists(
-        st.tuples(PROGRAMS, st.integers(0, 200_000), st.integers(0, 1), st.sampled_from([0.0, 30.0])),
+        st.tuples(
+            PROGRAMS,
+            st.integers(0, 200_000),
+            st.integers(0, 1),
+            st.builds(
+                AlgorithmCost,
+                overhead_us=st.sampled_from([0.0, 30.0]),
+                message_us=st.sampled_from([0.0, 40.0]),
+                message_cpu_us=st.sampled_from([0.0, 25.0, 60.0]),
+            ),
+        ),
         min_size=1,
         max_size=3,
     ),
     late_ns=st.lists(st.integers(0, 200_000), min_size=12, max_size=12),
 )
 def test_collectives_end_as_those_laid_out_message_by_message(
-    cluster: Cluster, collectives: list[tuple[ProgramOf, int, int, float]], late_ns: list[int]
+    cluster: Cluster, collectives: list[tuple[ProgramOf, int, int, AlgorithmCost]], late_ns: list[int]
 ) -> None:
     found = []
     for module in (dataflow, plain_expansion):
@@ -73,10 +83,9 @@ def test_collectives_end_as_those_laid_out_message_by_message(
         ranks = range(cluster.world_size)
         begun = [builder.operation(late_ns[rank]) for rank in ranks]
         all_ends = []
-        for program, size_bytes, connection, overhead_us in collectives:
+        for program, size_bytes, connection, cost in collectives:
             begins = [builder.operation(after=[begun[rank]]) for rank in ranks]
             ends = [builder.operation() for _ in ranks]
-            cost = AlgorithmCost(overhead_us=overhead_us)
             module.expand(builder, links, program, size_bytes, begins, ends, cost, connection)
             all_ends += ends
         found.append(play(builder.close()).end_ns[all_ends].tolist())

@@ -1,24 +1,50 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from headway.cluster import Cluster, Host
+from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
-from headway.network.collective_costs import fit_cost, ideal_seconds
+from headway.network.collective_costs import ideal_seconds
+from headway.network.cost_fit import Measured, fit_cost, replayed_seconds
+
+SIZES_BYTES = (4096, 65_536, 262_144, 1_048_576, 4_194_304)
 
 
-def test_overhead_and_factor_are_recovered() -> None:
-    ideal = np.array([1e-4, 1e-3, 1e-2, 1e-1])
-    overhead_s, factor = fit_cost(0.002 + 1.25 * ideal, ideal)
-    assert overhead_s == pytest.approx(0.002, rel=0.05)
-    assert factor == pytest.approx(1.25, rel=0.05)
+def cluster_of(world_size: int, gbps: float = 1.0, **options: float | int) -> Cluster:
+    hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=gbps, down_gbps=gbps) for i in range(world_size))
+    return Cluster.model_validate({"hosts": hosts, **options})
+
+
+@pytest.mark.parametrize("burst_bytes", [0, 72_000])
+@pytest.mark.parametrize("message_us", [0.0, 450.0])
+def test_the_cost_of_messages_and_bytes_is_recovered(message_us: float, burst_bytes: int) -> None:
+    cluster = cluster_of(4, 0.25, burst_bytes=burst_bytes)
+    true = AlgorithmCost(message_us=message_us, message_cpu_us=min(message_us, 200.0), byte_factor=1.25)
+    programs = [ring_all_reduce]
+    measured = [
+        Measured(size, replayed_seconds(cluster, programs, size, true), 6 * 200e-6) for size in SIZES_BYTES
+    ]
+    found = fit_cost(cluster, programs, measured)
+    assert found.message_us == pytest.approx(message_us, rel=0.02, abs=60)  # a tiny message has bytes as well
+    assert found.byte_factor == pytest.approx(1.25, rel=0.02)
+    assert found.fit_error < 0.02
+    assert found.message_cpu_us <= found.message_us
+
+
+def test_what_disturbs_one_size_shows_in_the_error_and_not_in_the_cost() -> None:
+    cluster = cluster_of(4)
+    measured = [
+        Measured(size, replayed_seconds(cluster, [ring_all_reduce], size, AlgorithmCost()) * factor)
+        for size, factor in zip(SIZES_BYTES, (1, 1.5, 1.4, 1.6, 1), strict=True)
+    ]
+    found = fit_cost(cluster, [ring_all_reduce], measured)
+    assert found.byte_factor == pytest.approx(1, rel=0.01)
+    assert found.fit_error > 0.2
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_ideal_of_a_ring_is_its_volume_over_the_rate(world_size: int) -> None:
-    hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(world_size))
-    cluster = Cluster(hosts=hosts, latency_us=0)
+    cluster = cluster_of(world_size, latency_us=0)
     size_bytes = 12_000_000
     one_way_s = size_bytes * 8 * (world_size - 1) / world_size / 1e9
     assert ideal_seconds(cluster, ring_reduce_scatter, size_bytes) == pytest.approx(one_way_s, rel=1e-6)

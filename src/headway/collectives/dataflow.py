@@ -80,7 +80,7 @@ def expand(
     columns = columns_of(program_of, world_size, folded)
     sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
     messages = links.messages(builder, columns, sizes_bytes, connection)
-    overheads, handling = links.overheads(builder, cost), links.handling(builder, len(sizes_bytes))
+    overheads, handling = links.overheads(builder, cost), links.handling(builder, cost, len(sizes_bytes))
     structure = structure_of(program_of, world_size, folded)
     block = CollectiveBlock(structure, overheads, messages, handling, ends)
     base = builder.block(block)
@@ -96,9 +96,18 @@ def alone(
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
 ) -> Dataflow:
     """One collective with nothing else under way."""
+    return repeated(cluster, program_of, size_bytes, cost, 1)
+
+
+def repeated(
+    cluster: Cluster, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, count: int
+) -> Dataflow:
+    """As many collectives, each rank's as soon as the one before is done, with nothing else under way."""
     links = Links(cluster)
     builder = DataflowBuilder(links.resources)
     begins = [builder.operation() for _ in range(cluster.world_size)]
-    ends = [builder.operation() for _ in range(cluster.world_size)]
-    expand(builder, links, program_of, size_bytes, begins, ends, cost)
+    for _ in range(count):
+        ends = [builder.operation() for _ in range(cluster.world_size)]
+        expand(builder, links, program_of, size_bytes, begins, ends, cost)
+        begins = ends
     return builder.close()

@@ -54,19 +54,23 @@ class Links:
 
     def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
         """What a collective costs every rank before its first message."""
-        return self._on_cores(builder, cost.overhead_us, (self._ranks,))
+        return self._on_cores(builder, cost.overhead_us, 0.0, (self._ranks,))
 
-    def handling(self, builder: DataflowBuilder, steps: int) -> Messages:
-        """What every message (steps, ranks) costs its receiver."""
-        return self._on_cores(builder, self._cluster.message_us, (steps, self._ranks))
+    def handling(self, builder: DataflowBuilder, cost: AlgorithmCost, steps: int) -> Messages:
+        """What every message (steps, ranks) costs its receiver: work of its cores, then time."""
+        work_us = min(cost.message_us, cost.message_cpu_us * self._cluster.crowding)
+        return self._on_cores(builder, work_us, cost.message_us - work_us, (steps, self._ranks))
 
-    def _on_cores(self, builder: DataflowBuilder, each_us: float, shape: tuple[int, ...]) -> Messages:
-        each_ns = round(each_us * 1e3)
+    def _on_cores(
+        self, builder: DataflowBuilder, work_us: float, then_us: float, shape: tuple[int, ...]
+    ) -> Messages:
+        work_ns, then_ns = round(work_us * 1e3), round(then_us * 1e3)
         own = 2 * self._hosts + self._ranks
         routes = [
-            builder.route(own + rank if each_ns else NO_RESOURCE, NO_RESOURCE) for rank in range(self._ranks)
+            builder.route(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE, latency_ns=then_ns)
+            for rank in range(self._ranks)
         ]
-        return Messages(np.full(shape, each_ns, np.int64), np.broadcast_to(np.array(routes, np.int32), shape))
+        return Messages(np.full(shape, work_ns, np.int64), np.broadcast_to(np.array(routes, np.int32), shape))
 
     def messages(
         self, builder: DataflowBuilder, columns: ProgramColumns, size_bytes: Ints, connection: int = 0

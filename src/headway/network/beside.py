@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,18 @@ class Aside(threading.Thread):
             raise self._failure
 
 
-def timed(action: Callable[[], None], work: Work | None) -> float:
-    """Seconds of ``action`` on a thread of its own, as the slowest rank sees it. Every rank calls it at once.
+class Timing(NamedTuple):
+    """How long something took the slowest rank, and for how long it kept the cores of a rank busy in the mean."""
+
+    seconds: float
+    cpu_s: float
+
+    def __truediv__(self, count: float) -> Timing:
+        return Timing(self.seconds / count, self.cpu_s / count)
+
+
+def timed(action: Callable[[], None], work: Work | None) -> Timing:
+    """Time ``action`` on a thread of its own. Every rank calls it at once.
 
     Every rank does ``work`` meanwhile, as it will in training: on busy cores a thread waits for its turn at every
     message. It is None where training leaves the cores alone.
@@ -71,13 +82,16 @@ def timed(action: Callable[[], None], work: Work | None) -> float:
     dist.barrier()
     took_s: list[float] = []
     thread = Aside(partial(_stopwatch, action, took_s))
+    begun_s = time.process_time()
     thread.start()
     if work is not None:
         work.seconds_each(thread.is_alive)
     thread.finish()
     longest = torch.tensor(took_s, dtype=torch.float64)
+    cpu_s = torch.tensor(time.process_time() - begun_s, dtype=torch.float64)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
+    dist.all_reduce(cpu_s)
+    return Timing(float(longest), float(cpu_s) / dist.get_world_size())
 
 
 def _stopwatch(action: Callable[[], None], took_s: list[float]) -> None:

@@ -1,7 +1,6 @@
 """What collectives cost on this job's cluster: every algorithm a plan may choose, timed at several sizes.
 
-A time is held against the replay of the same chunk programs on the measured links; what is left is the overhead of
-an algorithm and its byte factor.
+Times are held against the replay of the same chunk programs on the measured links (``cost_fit``).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,11 +26,14 @@ from headway.collectives.algorithms import (
     program_of,
 )
 from headway.collectives.dataflow import ProgramOf, alone
-from headway.network.beside import Work, repeat, timed
+from headway.collectives.selection import native
+from headway.network.beside import Timing, Work, repeat, timed
+from headway.network.cost_fit import Measured, fit_cost
 from headway.replay.engine import play
 
-# Sizes of one collective, and how many of them follow each other without a pause in one measurement.
-SIZES_BYTES = {65_536: 30, 262_144: 16, 1_048_576: 6, 4_194_304: 2}
+# Sizes of one collective, and how many of them follow each other without a pause in one measurement. The first is of
+# next to nothing: what it takes is what its messages cost.
+SIZES_BYTES = {4_096: 30, 65_536: 30, 262_144: 16, 1_048_576: 6, 4_194_304: 3}
 REPEATS = 3
 LONGEST_S = 0.25  # sizes that would take longer are left out
 
@@ -61,12 +62,16 @@ class Candidate:
         ]
         return partial(_in_turn, actions)
 
+    def programs(self, size_bytes: int, world_size: int) -> list[ProgramOf]:
+        """The chunk programs of each kind."""
+        if self.algorithm == NATIVE:
+            return [native(kind, size_bytes, world_size).program_of for kind in self.kinds]
+        return [program_of(self.algorithm, kind, self.pieces) for kind in self.kinds]
+
     def ideal_s(self, cluster: Cluster, size_bytes: int) -> float:
         """What replay says of one collective of each kind."""
-        return sum(
-            ideal_seconds(cluster, program_of(self.algorithm, kind, self.pieces), size_bytes)
-            for kind in self.kinds
-        )
+        programs = self.programs(size_bytes, cluster.world_size)
+        return sum(ideal_seconds(cluster, program, size_bytes) for program in programs)
 
 
 CANDIDATES = (
@@ -84,45 +89,38 @@ def measure_costs(
     where ``busy_cores``.
     """
     work = Work() if busy_cores else None
-    measured_s: dict[str, list[float]] = {candidate.name: [] for candidate in CANDIDATES}
-    ideal_s: dict[str, list[float]] = {candidate.name: [] for candidate in CANDIDATES}
+    measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in CANDIDATES}
     for size_bytes, count in SIZES_BYTES.items():
         runs = []
         for candidate in CANDIDATES:
             ideal = candidate.ideal_s(cluster, size_bytes)
-            if ideal_s[candidate.name] and ideal_s[candidate.name][-1] > LONGEST_S:
+            if ideal > LONGEST_S and len(measured[candidate.name]) > 1:
                 continue
-            ideal_s[candidate.name].append(ideal / len(candidate.kinds))
             turns = max(1, min(count // len(candidate.kinds), int(LONGEST_S / ideal)))
             action = candidate.prepared(size_bytes, second)
-            action()
+            repeat(action, turns)  # connections find their windows
             runs.append((candidate, turns, action))
-        times_s: dict[str, list[float]] = {candidate.name: [] for candidate, _, _ in runs}
+        took: dict[str, list[Timing]] = {candidate.name: [] for candidate, _, _ in runs}
         for _ in range(REPEATS):
             for candidate, turns, action in runs:
-                took_s = timed(partial(repeat, action, turns), work)
-                times_s[candidate.name].append(took_s / turns / len(candidate.kinds))
-        for name, times in times_s.items():
-            measured_s[name].append(statistics.median(times))
-    costs = {}
-    for name, measured in measured_s.items():
-        overhead_s, factor = fit_cost(np.array(measured), np.array(ideal_s[name]))
-        costs[name] = AlgorithmCost(overhead_us=overhead_s * 1e6, byte_factor=factor)
-    return costs
+                timing = timed(partial(repeat, action, turns), work)
+                took[candidate.name].append(timing / (turns * len(candidate.kinds)))
+        for name, timings in took.items():
+            seconds = statistics.median(timing.seconds for timing in timings)
+            cpu_s = statistics.median(timing.cpu_s for timing in timings) if work is None else 0.0
+            measured[name].append(Measured(size_bytes, seconds, cpu_s))
+    tiny = next(iter(SIZES_BYTES))
+    return {
+        candidate.name: fit_cost(
+            cluster, candidate.programs(tiny, cluster.world_size), measured[candidate.name]
+        )
+        for candidate in CANDIDATES
+    }
 
 
 def _in_turn(actions: Sequence[Callable[[], None]]) -> None:
     for action in actions:
         action()
-
-
-def fit_cost(measured_s: np.ndarray, ideal_s: np.ndarray) -> tuple[float, float]:
-    """Overhead (s, >= 0) and factor of ``measured = overhead + factor · ideal``, by least relative error."""
-    columns = np.stack([1.0 / measured_s, ideal_s / measured_s], axis=1)
-    (overhead_s, factor), *_ = np.linalg.lstsq(columns, np.ones_like(measured_s), rcond=None)
-    if len(measured_s) < 2 or overhead_s < 0 or factor <= 0:
-        return 0.0, float(np.clip(np.median(measured_s / ideal_s), 0.1, 100.0))
-    return float(overhead_s), float(np.clip(factor, 0.1, 100.0))
 
 
 def ideal_seconds(cluster: Cluster, program_of: ProgramOf, size_bytes: int) -> float:

@@ -12,6 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +26,23 @@ from headway.network.collective_costs import CANDIDATES, measure_costs
 REPEATS = 5
 LATENCY_ROUND_TRIPS = 60
 GOODPUT_BYTES = 4_194_304
+SHORT_BYTES = 1_048_576
+REST_S = 0.05  # before a message whose time says what links saved meanwhile
+LEAST_BURST_S = 0.0005
 BESIDE_BYTES = 1_048_576
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where ranks live: hosts in order of their first rank, and the ranks of each."""
+    """Where ranks live: hosts in order of their first rank, and the ranks of each.
+
+    Several hosts of ``one_machine`` are containers, or those of a lab.
+    """
 
     hosts: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
+    one_machine: bool = False
 
 
 def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool = True) -> Cluster:
@@ -49,9 +58,10 @@ def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool =
     latency_us = _latency_us(_first_pair_apart(places))
     local_latency_us = _latency_us(_first_pair_together(places))
     progress("goodput")
-    rates_gbps = _ring_rates_gbps([ranks[0] for ranks in places.ranks])
+    apart = _ring_rates([ranks[0] for ranks in places.ranks], latency_us)
+    rates_gbps = apart.gbps
     together = next((list(ranks[:2]) for ranks in places.ranks if len(ranks) > 1), [])
-    local_gbps = min(_ring_rates_gbps(together), default=20.0)
+    local_gbps = min(_ring_rates(together, local_latency_us).gbps, default=20.0)
     hosts = tuple(
         Host(
             name=name,
@@ -66,6 +76,8 @@ def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool =
         latency_us=latency_us or local_latency_us,
         local_gbps=local_gbps,
         local_latency_us=local_latency_us or 30.0,
+        shared_cores=os.cpu_count() if places.one_machine else None,
+        burst_bytes=apart.burst_bytes,
         source="probe",
     )
     if cluster.world_size == 1:
@@ -88,7 +100,21 @@ def _places() -> Places:
     store.set(f"headway/host/{rank}", os.environ.get("HEADWAY_HOST") or socket.gethostname())
     names = [store.get(f"headway/host/{each}").decode() for each in range(world_size)]
     hosts = tuple(dict.fromkeys(names))
-    return Places(hosts, tuple(tuple(r for r, name in enumerate(names) if name == host) for host in hosts))
+    store.set(f"headway/machine/{rank}", _machine())
+    machines = {store.get(f"headway/machine/{each}") for each in range(world_size)}
+    return Places(
+        hosts=hosts,
+        ranks=tuple(tuple(r for r, name in enumerate(names) if name == host) for host in hosts),
+        one_machine=len(hosts) > 1 and len(machines) == 1,
+    )
+
+
+def _machine() -> str:
+    """What names the running kernel, which containers and labs share; otherwise the host itself."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _first_pair_apart(places: Places) -> tuple[int, int] | None:
@@ -119,14 +145,36 @@ def _latency_us(pair: tuple[int, int] | None) -> float:
     return _shared(statistics.quantiles(trips, n=4)[0] / 2 * 1e6, first)
 
 
-def _ring_rates_gbps(ring: Sequence[int]) -> list[float]:
-    """Goodput from each rank of ``ring`` to the next one, all at once; empty for fewer than two."""
+class _Rates(NamedTuple):
+    """Goodput from each rank of a ring to the next, and what a rested link lets through at once (the median)."""
+
+    gbps: list[float]
+    burst_bytes: int
+
+
+def _ring_rates(ring: Sequence[int], latency_us: float) -> _Rates:
+    """Goodput and bursts, with every rank of ``ring`` sending to the next one at once; none for fewer than two."""
     if len(ring) < 2:
-        return []
+        return _Rates([], 0)
+    short_s, long_s = (_ring_times_s(ring, size_bytes) for size_bytes in (SHORT_BYTES, GOODPUT_BYTES))
+    saved = []
+    for short, long in zip(short_s, long_s, strict=True):
+        byte_s = max(0.0, long - short) / (GOODPUT_BYTES - SHORT_BYTES)
+        saved.append((SHORT_BYTES * byte_s + latency_us / 1e6 - short, byte_s))
+    saved_s, byte_s = sorted(saved)[len(saved) // 2]
+    if saved_s < LEAST_BURST_S:
+        return _Rates([GOODPUT_BYTES * 8 / long / 1e9 for long in long_s], 0)
+    burst_bytes = round(saved_s / byte_s)
+    return _Rates([(GOODPUT_BYTES - burst_bytes) * 8 / long / 1e9 for long in long_s], burst_bytes)
+
+
+def _ring_times_s(ring: Sequence[int], size_bytes: int) -> list[float]:
+    """Seconds of a message from each rank of ``ring`` to the next one, all at once and on links that have rested."""
     rank = dist.get_rank()
     times = []
-    outgoing, incoming = torch.ones(GOODPUT_BYTES // 4), torch.empty(GOODPUT_BYTES // 4)
+    outgoing, incoming = torch.ones(size_bytes // 4), torch.empty(size_bytes // 4)
     for _ in range(REPEATS):
+        time.sleep(REST_S)
         dist.barrier()
         begun = time.perf_counter()
         if rank in ring:
@@ -143,7 +191,7 @@ def _ring_rates_gbps(ring: Sequence[int]) -> list[float]:
             sending.wait()
     seconds = statistics.median(times[1:]) if times else 0.0
     received = [_shared(seconds, each) for each in ring]
-    return [GOODPUT_BYTES * 8 / received[(place + 1) % len(ring)] / 1e9 for place in range(len(ring))]
+    return [received[(place + 1) % len(ring)] for place in range(len(ring))]
 
 
 def _shared(value: float, source: int) -> float:

@@ -1,0 +1,70 @@
+"""From measured times of a collective to what it costs beside the ideal of its messages (``AlgorithmCost``)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway.cluster import AlgorithmCost, Cluster
+from headway.collectives.dataflow import repeated
+from headway.collectives.program import ProgramOf
+from headway.replay.engine import play
+
+REPLAYED = 3  # collectives that follow each other: the first of them finds links that have rested
+LARGE = 2  # sizes that decide about bytes
+ROUNDS = 4
+FACTORS = (0.1, 100.0)
+
+
+class Measured(NamedTuple):
+    """Collectives of ``size_bytes`` that followed each other: seconds of each, and seconds of a rank's cores."""
+
+    size_bytes: int
+    seconds: float
+    cpu_s: float = 0.0
+
+
+def replayed_seconds(
+    cluster: Cluster, programs: Sequence[ProgramOf], size_bytes: int, cost: AlgorithmCost
+) -> float:
+    """What replay says of each of several collectives that follow each other; the mean over ``programs``."""
+    ends_s = [
+        float(play(repeated(cluster, program, size_bytes, cost, REPLAYED)).end_ns.max()) / 1e9
+        for program in programs
+    ]
+    return statistics.fmean(ends_s) / REPLAYED
+
+
+def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence[Measured]) -> AlgorithmCost:
+    """The cost with which replay takes as long as was ``measured``, at growing sizes of which the first is tiny.
+
+    The tiny size says what a message costs, since its bytes take no time; the largest say what bytes cost, and of them
+    the quickest, since what disturbs a measurement only adds to it. All of them say how well that fits (``fit_error``).
+    """
+    tiny, large = measured[0], measured[-min(LARGE, len(measured)) :]
+    messages = statistics.fmean(len(program(0, cluster.world_size).steps) for program in programs)
+    message_s = _message_seconds(cluster, programs, tiny, messages)
+    cost = AlgorithmCost(
+        message_us=message_s * 1e6, message_cpu_us=min(message_s, tiny.cpu_s / max(1.0, messages)) * 1e6
+    )
+    ratios = [m.seconds / replayed_seconds(cluster, programs, m.size_bytes, cost) for m in large]
+    factor = min(max(min(ratios), FACTORS[0]), FACTORS[1])
+    cost = cost.model_copy(update={"byte_factor": factor})
+    errors = [abs(replayed_seconds(cluster, programs, m.size_bytes, cost) / m.seconds - 1) for m in measured]
+    return cost.model_copy(update={"fit_error": statistics.median(errors)})
+
+
+def _message_seconds(
+    cluster: Cluster, programs: Sequence[ProgramOf], tiny: Measured, messages: float
+) -> float:
+    """What each message takes, so that replay says ``tiny.seconds``: a time that grows with it, nearly as a line."""
+
+    def missing_s(message_s: float) -> float:
+        cost = AlgorithmCost(message_us=message_s * 1e6)
+        return tiny.seconds - replayed_seconds(cluster, programs, tiny.size_bytes, cost)
+
+    found_s = 0.0
+    for _ in range(ROUNDS):
+        found_s = max(0.0, found_s + missing_s(found_s) / max(1.0, messages))
+    return found_s
