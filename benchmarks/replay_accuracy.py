@@ -25,6 +25,7 @@ from accuracy.configurations import (
     PACED,
     QUICK,
     SLOW_HOST,
+    TENANT,
     TENANT_SHARE,
     Effort,
     Lab,
@@ -74,7 +75,7 @@ def _of_model(model: str, labs: list[Lab], effort: Effort) -> list[dict[str, Any
 
 
 def _row(model: str, lab: Lab, plan: str, predicted_ms: float, steps_ms: list[float]) -> dict[str, Any]:
-    measured_ms = statistics.fmean(steps_ms)
+    measured_ms = statistics.median(steps_ms)
     low, _, high = statistics.quantiles(steps_ms, n=4)
     return {
         "case": model,
@@ -118,7 +119,7 @@ def _spec(subject: Subject, lab: Lab) -> LabSpec:
         hosts[[host["name"] for host in hosts].index(SLOW_HOST)]["rate"] = f"{rate_mbit * LINK_SHARE:.3f}mbit"
     spec: dict[str, Any] = {"hosts": hosts, "rate": f"{rate_mbit:.3f}mbit"}
     if lab.tenant:
-        traffic = {"from": "host0", "to": "host1", "rate": f"{rate_mbit * TENANT_SHARE:.3f}mbit"}
+        traffic = {"from": TENANT[0], "to": TENANT[1], "rate": f"{rate_mbit * TENANT_SHARE:.3f}mbit"}
         spec["timeline"] = [{"at": "0s", "traffic": traffic}]
     return parse_spec(spec)
 

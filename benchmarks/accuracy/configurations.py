@@ -12,13 +12,13 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 BASE_WORKERS = 4
-COMPUTE_S = 0.45  # forward and backward of a paced step
+COMPUTE_S = 0.9  # forward and backward of a paced step
 ONE_WAY_SHARE = 0.35  # of that: what one way of communication takes at the base rate
 MOST_BYTES = 8e6  # of a scaled model
 TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets
 SLOW_RANK, SLOW_BY = 1, 1.5
 SLOW_HOST, LINK_SHARE = "host1", 0.5
-TENANT_SHARE = 0.4  # of a link's rate
+TENANT, TENANT_SHARE = ("host0", "host1"), 0.4  # of a link's rate
 
 
 @dataclass(frozen=True)

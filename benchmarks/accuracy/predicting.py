@@ -10,6 +10,8 @@ from accuracy.configurations import (
     SLOW_BY,
     SLOW_HOST,
     SLOW_RANK,
+    TENANT,
+    TENANT_SHARE,
     Lab,
     Subject,
     plans_of,
@@ -35,12 +37,12 @@ class BaseRun:
 
     def predicted_ms(self, lab: Lab) -> dict[str, float]:
         """The step that replay says of every plan on ``lab``."""
-        what_if = WhatIf.parse(_differences(lab))
+        what_if = WhatIf.parse(_differences(self.subject, lab))
         plans = plans_of(self.subject, lab)
         return {name: self.replayer.replay(plan, what_if).step_ms for name, plan in plans.items()}
 
 
-def _differences(lab: Lab) -> list[str]:
+def _differences(subject: Subject, lab: Lab) -> list[str]:
     """What a user would pass as ``--what-if``."""
     asked = []
     if lab.workers != BASE_WORKERS:
@@ -51,4 +53,6 @@ def _differences(lab: Lab) -> list[str]:
         asked.append(f"compute:{SLOW_RANK}={SLOW_BY}x")
     if lab.slow_link:
         asked.append(f"bandwidth:{SLOW_HOST}={LINK_SHARE}x")
+    if lab.tenant:
+        asked.append(f"traffic:{':'.join(TENANT)}={subject.rate_mbit * TENANT_SHARE}mbit")
     return asked

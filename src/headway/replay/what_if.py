@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headway.cluster import Cluster, Host
+from headway import files
+from headway.cluster import Cluster, Host, Traffic
 from headway.errors import UserError
-from headway.units import parse_factor
+from headway.units import format_rate, parse_duration_s, parse_factor, parse_rate_gbps
 
 MAX_WORKERS = 65_536
 LEAST_FACTOR = 1e-6
-FORMS = "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, bandwidth:HOST=0.5x or compute:RANK=2x"
+FORMS = (
+    "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, bandwidth:HOST=0.5x, compute:RANK=2x or "
+    "traffic:HOST:HOST=100mbit"
+)
+TRAFFIC_FORM = "a rate such as 100mbit, of all the time or of some as in 100mbit@200ms-1s"
 UP, DOWN = "up", "down"
 
 
@@ -21,8 +26,9 @@ class WhatIf:
 
     ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
     stands for devices twice as fast). ``of_links`` multiplies the rate of single links, by the name of their host and
-    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks. Each worker keeps
-    its batch when their number changes.
+    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks. ``traffic`` is what
+    others send over the same links, besides what the cluster says. Each worker keeps its batch when their number
+    changes.
     """
 
     bandwidth: float = 1.0
@@ -31,6 +37,7 @@ class WhatIf:
     workers: int | None = None
     of_links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     of_ranks: Mapping[int, float] = field(default_factory=dict)
+    traffic: tuple[Traffic, ...] = ()
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
@@ -39,6 +46,7 @@ class WhatIf:
         of_links: dict[tuple[str, str], float] = {}
         of_ranks: dict[int, float] = {}
         workers: int | None = None
+        traffic: list[Traffic] = []
         for text in texts:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
@@ -53,13 +61,15 @@ class WhatIf:
             elif equals and colon and what == "compute" and whose.isdecimal() and len(whose) < 10:
                 factor = parse_factor(value, f"--what-if {key}")
                 of_ranks[int(whose)] = of_ranks.get(int(whose), 1.0) * factor
+            elif equals and what == "traffic" and whose.count(":") == 1:
+                traffic.append(_traffic(*whose.split(":"), value))
             else:
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
         for named, factor in (*factors.items(), *of_links.items(), *of_ranks.items()):
             if not LEAST_FACTOR <= factor <= 1 / LEAST_FACTOR:
                 expected = f"{LEAST_FACTOR:g}x to {1 / LEAST_FACTOR:g}x in all"
                 raise UserError(f"--what-if {named} is out of range", got=f"{factor:g}x", expected=expected)
-        return cls(workers=workers, of_links=of_links, of_ranks=of_ranks, **factors)
+        return cls(workers=workers, of_links=of_links, of_ranks=of_ranks, traffic=tuple(traffic), **factors)
 
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
@@ -67,17 +77,22 @@ class WhatIf:
         if self.workers is not None:
             changed = changed.resized(self.workers)
         names = {host.name for host in changed.hosts}
-        for name, _ in self.of_links:
+        asked = [("bandwidth", name) for name, _ in self.of_links]
+        asked += [("traffic", name) for each in self.traffic for name in (each.source, each.target)]
+        for key, name in asked:
             if name not in names:
                 known = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
-                raise UserError("--what-if bandwidth: there is no such host", got=repr(name), expected=known)
+                raise UserError(f"--what-if {key}: there is no such host", got=repr(name), expected=known)
         for rank in self.of_ranks:
             if rank >= changed.world_size:
                 expected = f"0 to {changed.world_size - 1}"
                 raise UserError("--what-if compute: there is no such rank", got=rank, expected=expected)
-        if not self.of_links:
-            return changed
-        return changed.model_copy(update={"hosts": tuple(map(self._linked, changed.hosts))})
+        return changed.model_copy(
+            update={
+                "hosts": tuple(map(self._linked, changed.hosts)) if self.of_links else changed.hosts,
+                "traffic": (*changed.traffic, *self.traffic),
+            }
+        )
 
     def _linked(self, host: Host) -> Host:
         up, down = (self.of_links.get((host.name, way), 1.0) for way in (UP, DOWN))
@@ -96,6 +111,9 @@ class WhatIf:
             )
             if factor != 1.0
         ]
+        said += [
+            f"others' {format_rate(each.gbps)} from {each.source} to {each.target}" for each in self.traffic
+        ]
         if self.workers is not None:
             said.append(f"{self.workers} workers")
         return ", ".join(said)
@@ -107,6 +125,21 @@ def _links(whose: str) -> list[tuple[str, str]]:
     if colon and name and way in (UP, DOWN):
         return [(name, way)]
     return [(whose, UP), (whose, DOWN)]
+
+
+def _traffic(source: str, target: str, value: str) -> Traffic:
+    """Read ``RATE`` or ``RATE@START-END``."""
+    rate, at, when = value.partition("@")
+    start, dash, end = when.partition("-")
+    if at and not (dash and start and end):
+        raise UserError("--what-if traffic cannot be read", got=repr(value), expected=TRAFFIC_FORM)
+    moments_ms = {
+        name: parse_duration_s(text, "--what-if traffic", zero=True) * 1e3
+        for name, text in (("start_ms", start), ("end_ms", end))
+        if text
+    }
+    document = {"source": source, "target": target, "gbps": parse_rate_gbps(rate, "--what-if traffic")}
+    return files.validate({**document, **moments_ms}, Traffic, UserError, "--what-if traffic")
 
 
 def _parse_workers(value: str) -> int:
