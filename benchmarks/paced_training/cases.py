@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from headway.models.catalogue import MODELS
+from headway.models.catalogue import MODELS, PUBLISHED
 from headway.models.roofline import step_s
 from headway.models.table import FLOAT_BYTES, LayerTable
 
@@ -130,7 +130,9 @@ class Effort:
 
 FULL = Effort(3, 1, 3, 1, 2, 10, (2.5, 5, 10, 25, 50), (0.25, 0.5, 1, 2, 4), 5)
 QUICK = Effort(2, 1, 1, 1, 1, 2, (5, 25), (0.5, 2), 2)
-_PACED = [PacedCase(model, network, p) for model in MODELS for network in ("10gbe", "100gib") for p in (4, 8)]
+_PACED = [
+    PacedCase(model, network, p) for model in PUBLISHED for network in ("10gbe", "100gib") for p in (4, 8)
+]
 _BALANCED = [PacedCase(model, "balanced", p) for model in ("resnet50", "bert-base") for p in (4, 8)]
 _REAL = [RealCase("gpt", 400.0), RealCase("gpt", 2000.0), RealCase("digits", 400.0)]
 _CASES: list[PacedCase | RealCase] = [*_PACED, *_BALANCED, *_REAL]

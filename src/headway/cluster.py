@@ -163,16 +163,17 @@ class Cluster(BaseModel):
         }
         return self.model_copy(update=changed)
 
-    def resized(self, world_size: int) -> Cluster:
+    def resized(self, world_size: int, workers_a_host: int | None = None) -> Cluster:
         """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used.
 
-        Where all share the cores of one machine, more of them get less of it each.
+        Each has as many workers as it had, or ``workers_a_host``. Where all share the cores of one machine, more of
+        them get less of it each.
         """
         hosts: list[Host] = []
         missing = world_size
         while missing > 0:
             like = self.hosts[len(hosts) % len(self.hosts)]
-            workers = min(like.workers, missing)
+            workers = min(workers_a_host or like.workers, missing)
             first_round = len(hosts) < len(self.hosts)
             name = like.name if first_round else f"{like.name}+{len(hosts) // len(self.hosts)}"
             hosts.append(like.model_copy(update={"name": name, "workers": workers}))

@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "write a trace for other tools: Perfetto, Chakra",
     "diagnose": "where the time went, and who is to blame",
     "replay": "simulate the recorded step, as it was or under what-ifs",
+    "predict": "a model and a cluster that you do not have yet",
     "optimize": "search for the best plan and write it",
     "run": "run an unmodified torchrun command under a plan",
     "probe": "measure latency and rate of the links of a job",

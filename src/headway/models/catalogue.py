@@ -8,11 +8,13 @@ from types import MappingProxyType
 
 from headway.models.bert import bert_base, bert_large
 from headway.models.densenet import densenet201
+from headway.models.gpt2 import gpt2
 from headway.models.inception import inception_v4
 from headway.models.resnet import resnet50
 from headway.models.table import LayerTable
+from headway.models.vgg import vgg16
 
-MODELS: Mapping[str, Callable[[], LayerTable]] = MappingProxyType(
+PUBLISHED: Mapping[str, Callable[[], LayerTable]] = MappingProxyType(
     {
         "resnet50": resnet50,
         "densenet201": densenet201,
@@ -22,3 +24,6 @@ MODELS: Mapping[str, Callable[[], LayerTable]] = MappingProxyType(
     }
 )
 """Each makes its table for the batch of DeAR's evaluation (arXiv 2302.12445), whose images are all of 224 x 224."""
+
+MODELS: Mapping[str, Callable[[], LayerTable]] = MappingProxyType({**PUBLISHED, "vgg16": vgg16, "gpt2": gpt2})
+"""All of them."""

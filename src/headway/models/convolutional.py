@@ -36,14 +36,22 @@ class ConvolutionalBuilder:
         kernel: int | tuple[int, int],
         stride: int = 1,
         padding: int | tuple[int, int] = 0,
+        *,
+        bias: bool = False,
     ) -> Feature:
-        """A convolution without bias."""
+        """A convolution."""
         kernel_height, kernel_width = _pair(kernel)
         output = _slide(inputs, channels, (kernel_height, kernel_width), stride, _pair(padding))
         weight = Parameter("weight", (channels, inputs.channels, kernel_height, kernel_width))
         flops = 2.0 * self.samples * output.height * output.width * weight.numel
-        self._add(name, (weight,), flops, self._bytes(inputs) + self._bytes(output))
+        parameters = (weight, Parameter("bias", (channels,))) if bias else (weight,)
+        self._add(name, parameters, flops, self._bytes(inputs) + self._bytes(output))
         return output
+
+    def activation(self, inputs: Feature) -> Feature:
+        """A ReLU in place, counted with the layer before it."""
+        self._extend(2 * self._bytes(inputs))
+        return inputs
 
     def norm(self, name: str, inputs: Feature, *, activation: bool = True) -> Feature:
         """Batch norm, which reads its input twice (statistics, then normalising), and a ReLU in place."""

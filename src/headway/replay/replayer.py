@@ -167,7 +167,7 @@ class Replayer:
         alike = fold and not what_if.of_ranks
         period = period_of(cluster, len(self.timelines)) if alike else cluster.world_size
         del ranks[period:]
-        _check_size(ranks, cluster.world_size, schedule)
+        check_size(ranks, cluster.world_size, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, self.trace.model, schedule, folded)
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
@@ -204,7 +204,7 @@ def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
     return lengths
 
 
-def _check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
+def check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
     """Refuse what would take too long, by what is launched: a bucket's collectives a pass, and blocking ones."""
     items = collectives = 0
     pieces = sum(

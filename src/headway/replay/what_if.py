@@ -11,9 +11,10 @@ from headway.errors import UserError
 from headway.units import format_rate, parse_duration_s, parse_factor, parse_rate_gbps
 
 MAX_WORKERS = 65_536
+MAX_WORKERS_A_HOST = 4096
 LEAST_FACTOR = 1e-6
 FORMS = (
-    "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, bandwidth:HOST=0.5x, compute:RANK=2x or "
+    "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, workers=4x8, bandwidth:HOST=0.5x, compute:RANK=2x or "
     "traffic:HOST:HOST=100mbit"
 )
 TRAFFIC_FORM = "a rate such as 100mbit, of all the time or of some as in 100mbit@200ms-1s"
@@ -22,7 +23,7 @@ UP, DOWN = "up", "down"
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Multipliers on what was recorded, and another number of workers.
+    """Multipliers on what was recorded, and another number of workers, or of workers a host.
 
     ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
     stands for devices twice as fast). ``of_links`` multiplies the rate of single links, by the name of their host and
@@ -35,6 +36,7 @@ class WhatIf:
     latency: float = 1.0
     compute: float = 1.0
     workers: int | None = None
+    workers_a_host: int | None = None
     of_links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     of_ranks: Mapping[int, float] = field(default_factory=dict)
     traffic: tuple[Traffic, ...] = ()
@@ -45,13 +47,13 @@ class WhatIf:
         factors = {"bandwidth": 1.0, "latency": 1.0, "compute": 1.0}
         of_links: dict[tuple[str, str], float] = {}
         of_ranks: dict[int, float] = {}
-        workers: int | None = None
+        workers = workers_a_host = None
         traffic: list[Traffic] = []
         for text in texts:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
             if equals and key == "workers":
-                workers = _parse_workers(value)
+                workers, workers_a_host = _parse_workers(value)
             elif equals and key in factors:
                 factors[key] *= parse_factor(value, f"--what-if {key}")
             elif equals and colon and what == "bandwidth" and whose:
@@ -62,20 +64,28 @@ class WhatIf:
                 factor = parse_factor(value, f"--what-if {key}")
                 of_ranks[int(whose)] = of_ranks.get(int(whose), 1.0) * factor
             elif equals and what == "traffic" and whose.count(":") == 1:
-                traffic.append(_traffic(*whose.split(":"), value))
+                source, target = whose.split(":")
+                traffic.append(_traffic(source, target, value))
             else:
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
         for named, factor in (*factors.items(), *of_links.items(), *of_ranks.items()):
             if not LEAST_FACTOR <= factor <= 1 / LEAST_FACTOR:
                 expected = f"{LEAST_FACTOR:g}x to {1 / LEAST_FACTOR:g}x in all"
                 raise UserError(f"--what-if {named} is out of range", got=f"{factor:g}x", expected=expected)
-        return cls(workers=workers, of_links=of_links, of_ranks=of_ranks, traffic=tuple(traffic), **factors)
+        return cls(
+            workers=workers,
+            workers_a_host=workers_a_host,
+            of_links=of_links,
+            of_ranks=of_ranks,
+            traffic=tuple(traffic),
+            **factors,
+        )
 
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
         changed = cluster.scaled(bandwidth=self.bandwidth, latency=self.latency, host=self.compute)
         if self.workers is not None:
-            changed = changed.resized(self.workers)
+            changed = changed.resized(self.workers, self.workers_a_host)
         names = {host.name for host in changed.hosts}
         asked = [("bandwidth", name) for name, _ in self.of_links]
         asked += [("traffic", name) for each in self.traffic for name in (each.source, each.target)]
@@ -115,7 +125,9 @@ class WhatIf:
             f"others' {format_rate(each.gbps)} from {each.source} to {each.target}" for each in self.traffic
         ]
         if self.workers is not None:
-            said.append(f"{self.workers} workers")
+            said.append(
+                f"{self.workers} workers" + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
+            )
         return ", ".join(said)
 
 
@@ -142,9 +154,15 @@ def _traffic(source: str, target: str, value: str) -> Traffic:
     return files.validate({**document, **moments_ms}, Traffic, UserError, "--what-if traffic")
 
 
-def _parse_workers(value: str) -> int:
-    if value.isdecimal() and 1 <= int(value) <= MAX_WORKERS:
-        return int(value)
+def _parse_workers(value: str) -> tuple[int, int | None]:
+    """Read ``N``, or ``HOSTSxN``: workers in all, and on each host where that is said."""
+    hosts, times, each = value.partition("x")
+    parts = [hosts, each] if times else [value]
+    if all(part.isdecimal() and len(part) < 8 for part in parts):
+        workers = int(parts[0]) * int(parts[-1]) if times else int(value)
+        if 1 <= workers <= MAX_WORKERS and (not times or int(each) <= MAX_WORKERS_A_HOST):
+            return workers, int(each) if times else None
     raise UserError(
-        "--what-if workers cannot be read", got=repr(value), expected=f"a number from 1 to {MAX_WORKERS}"
-    )
+        "--what-if workers cannot be read", got=repr(value),
+        expected=f"a number from 1 to {MAX_WORKERS}, or HOSTSxN with at most {MAX_WORKERS_A_HOST} a host",
+    )  # fmt: skip

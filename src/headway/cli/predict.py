@@ -1,0 +1,145 @@
+"""``headway predict``: a model and a cluster that you do not have yet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from headway.cli import output
+from headway.errors import UserError
+from headway.units import format_bytes
+
+if TYPE_CHECKING:
+    from headway.predict.replayed import Prediction
+    from headway.predict.workload import Workload
+
+MOST_WORKERS = 65_536
+MOST_SIZES = 64
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--cluster",
+    "cluster_name",
+    required=True,
+    metavar="C",
+    help="A cluster file, or the name of one that ships.",
+)
+@click.option("--strategy", "strategies", multiple=True, metavar="S",
+              help="ddp, decoupled:gather=gradients, or a plan file; may be repeated.")  # fmt: skip
+@click.option(
+    "--workers", "workers_text", metavar="N,N", help="World sizes; doublings up to the cluster's otherwise."
+)
+@click.option(
+    "--device",
+    "device_name",
+    metavar="D",
+    help="What computes: a device by name, or 'here' to time this one.",
+)
+@click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="O",
+              help="sgd, momentum or adam.")  # fmt: skip
+@click.option(
+    "--plot", "plot_path", type=click.Path(path_type=Path), help="Draw step and efficiency over world sizes."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def predict(
+    model: str,
+    cluster_name: str,
+    strategies: tuple[str, ...],
+    workers_text: str | None,
+    device_name: str | None,
+    optimizer_name: str,
+    plot_path: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict the step of MODEL on a cluster, without any trace.
+
+    MODEL is a model that ships (resnet50, bert-large, gpt2, ...), a layer table in a YAML file, or a function that
+    builds a torch module, as in package.module:function.
+    """
+    from headway.predict.clusters import cluster_named
+    from headway.predict.models import workload_named
+    from headway.predict.scaling import crossovers, scaling
+    from headway.predict.strategies import strategies_named
+
+    begun = time.perf_counter()
+    cluster = cluster_named(cluster_name)
+    world_sizes = _world_sizes(workers_text, cluster.world_size)
+    with output.progress("costing the model"):
+        workload = workload_named(model, device_name, optimizer_name)
+    chosen = strategies_named(strategies, workload)
+    with output.progress("predicting") as advance:
+        found = scaling(workload, cluster, chosen, world_sizes, advance)
+    if plot_path is not None:
+        from headway.predict.drawing import draw_scaling
+
+        draw_scaling(found, f"{workload.name}, {workload.batch} a worker, {workload.times}", plot_path)
+    largest = [each for each in found if each.workers == world_sizes[-1]]
+    best = min(largest, key=lambda each: each.step_ms)
+    overtakings = crossovers(found)
+    if as_json:
+        ranks = [str(rank) for rank in range(best.workers)]
+        output.print_document(
+            "prediction",
+            {
+                "model": workload.name,
+                "cluster": cluster.source,
+                "workers": best.workers,
+                "strategy": best.strategy,
+                "step_ms": best.step_ms,
+                "breakdown_ms": dict.fromkeys(ranks, best.breakdown_ms),
+                "peak_bytes": dict.fromkeys(ranks, best.peak_bytes),
+                "operations": sum(each.operations for each in found),
+                "elapsed_s": time.perf_counter() - begun,
+                "predictions": [each.to_document() for each in found],
+                "crossovers": [each.to_document() for each in overtakings],
+            },
+        )
+        return
+    console = output.console()
+    others = [each for each in largest if each is not best]
+    beside = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
+    console.print(
+        f"{best.step_ms:.1f} ms a step of {workload.name} on {best.workers} workers with {best.strategy}{beside}: "
+        f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would do without communication."
+    )
+    console.print(_table(found, workload))
+    for each in overtakings:
+        console.print(f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers.")
+    console.print(f"links: {cluster.source}. Computation: {workload.times}, {workload.batch} a worker.")
+
+
+def _table(predictions: list[Prediction], workload: Workload) -> Table:
+    table = Table(
+        "workers", "strategy", "ms a step", "exposed ms", "samples/s", "efficiency", "peak memory a worker"
+    )
+    for each in predictions:
+        table.add_row(
+            str(each.workers), each.strategy, f"{each.step_ms:.1f}", f"{each.exposed_ms:.1f}",
+            f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
+        )  # fmt: skip
+    table.caption = f"{workload.computation_ns / 1e6:.1f} ms of computation, the update included"
+    return table
+
+
+def _world_sizes(text: str | None, most: int) -> list[int]:
+    if text is None:
+        sizes = [1]
+        while sizes[-1] * 2 < most:
+            sizes.append(sizes[-1] * 2)
+        return [*sizes, most] if most > 1 else sizes
+    parts = text.split(",")
+    form = f"numbers from 1 to {MOST_WORKERS} with commas between them, at most {MOST_SIZES}"
+    if len(parts) > MOST_SIZES or not all(
+        part.strip().isdecimal() and len(part.strip()) < 6 for part in parts
+    ):
+        raise UserError("--workers cannot be read", got=repr(text), expected=form)
+    sizes = sorted({int(part) for part in parts})
+    if not 1 <= sizes[0] <= sizes[-1] <= MOST_WORKERS:
+        raise UserError("--workers is out of range", got=repr(text), expected=form)
+    return sizes

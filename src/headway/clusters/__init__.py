@@ -1,0 +1,1 @@
+"""Cluster files that ship; each says where its numbers are from."""

@@ -1,0 +1,57 @@
+"""Predictions over world sizes as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway import files
+from headway.errors import UserError
+from headway.predict.replayed import Prediction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def draw_scaling(predictions: Sequence[Prediction], title: str, path: Path) -> None:
+    """Step time and efficiency of every strategy over world sizes, written to ``path`` whole.
+
+    Raises UserError where the picture cannot be drawn here or has another ending than one of ``FORMATS``.
+    """
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        raise UserError(
+            "--plot: no such kind of picture", got=path.name, expected=f"a name that ends with {FORMATS}"
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib", fix="pip install 'headway[plots]'.") from None
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, efficiencies = figure.subplots(1, 2)
+    for name in dict.fromkeys(each.strategy for each in predictions):
+        own = [each for each in predictions if each.strategy == name]
+        workers = [each.workers for each in own]
+        times.plot(workers, [each.step_ms for each in own], marker="o", label=name)
+        efficiencies.plot(workers, [100 * each.efficiency for each in own], marker="o", label=name)
+    _axes(times, "step (ms)")
+    _axes(efficiencies, "efficiency (%)")
+    efficiencies.set_ylim(0, 105)
+    times.legend(frameon=False, fontsize=9)
+    figure.suptitle(title.replace("$", r"\$"))
+    with files.file_written_whole(path) as file:
+        figure.savefig(file, format=kind)
+
+
+def _axes(axes: Axes, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("workers")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -1,0 +1,107 @@
+"""Models by name: those that ship, layer tables in files, and functions that build torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from headway.errors import UserError
+from headway.graph.step_profile import LayerTimes
+from headway.graph.timeline import Point
+from headway.models.catalogue import MODELS
+from headway.models.devices import DEVICES
+from headway.predict.optimizers import OPTIMIZERS, Optimizer
+from headway.predict.table_file import load_table
+from headway.predict.workload import Workload, workload_of_table
+
+Value = TypeVar("Value")
+HERE = "here"
+DEFAULT_DEVICE = "a100"
+
+
+def workload_named(text: str, device_name: str | None, optimizer_name: str) -> Workload:
+    """What ``text`` names, timed on ``device_name``. Raises UserError for what there is not."""
+    optimizer = _chosen(OPTIMIZERS, optimizer_name, "--optimizer")
+    if text in MODELS:
+        if device_name == HERE:
+            raise UserError(
+                f"{text} is a table of layers, which cannot be timed",
+                expected=f"--device {' or '.join(DEVICES)}",
+            )
+        device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
+        return workload_of_table(MODELS[text](), device, optimizer)
+    if Path(text).suffix in (".yaml", ".yml"):
+        return _of_file(Path(text), device_name, optimizer)
+    if ":" in text:
+        return _of_function(text, device_name, optimizer)
+    raise UserError(
+        "there is no such model", got=repr(text),
+        expected=f"one of {', '.join(MODELS)}, a YAML file, or package.module:function",
+    )  # fmt: skip
+
+
+def _chosen(known: Mapping[str, Value], name: str, option: str) -> Value:
+    if name not in known:
+        raise UserError(
+            f"{option}: there is no such thing", got=repr(name), expected=f"one of {', '.join(known)}"
+        )
+    return known[name]
+
+
+def _of_file(path: Path, device_name: str | None, optimizer: Optimizer) -> Workload:
+    table = load_table(path)
+    if table.needs_device and device_name is None:
+        raise UserError(
+            f"layer table {path} has work rather than times", expected=f"--device {' or '.join(DEVICES)}"
+        )
+    device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
+    spec = table.spec
+    return Workload(
+        name=table.name,
+        batch=f"{table.samples} samples",
+        samples=table.samples,
+        times=device.name if table.needs_device else f"as in {path.name}",
+        spec=spec.model_copy(update={"optimizer_state_bytes": optimizer.state_bytes(spec.size_bytes)}),
+        layers=table.times(device),
+        optimizer_ns=optimizer.update_ns(spec.size_bytes, device.bytes_per_s),
+    )
+
+
+def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Workload:
+    import torch
+
+    from headway.predict.costing import LayerWork
+    from headway.predict.function import Built, function_named
+    from headway.predict.timing import bytes_per_s_of, timed_layers
+    from headway.strategies.data_parallel.module_spec import model_spec
+
+    make = function_named(text)
+    costed = LayerWork(Built(text, make, torch.device("meta")))
+    built = costed.built
+    if device_name == HERE:
+        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        layers = timed_layers(Built(text, make, here))
+        times, bytes_per_s = f"timed on this machine ({here})", bytes_per_s_of(here)
+    else:
+        device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
+        owned = built.layers
+        forwards_s = {name: device.forward_s(work) for name, work in costed.work.items()}
+        layers = tuple(
+            LayerTimes(name, owned[name], round(s * 1e9), round(s * device.backward_factor * 1e9))
+            for name, s in forwards_s.items()
+        )
+        times, bytes_per_s = device.name, device.bytes_per_s
+    spec = model_spec(built.module)
+    workload = Workload(
+        name=text, batch=built.batch, samples=built.samples, times=times, spec=spec, layers=layers,
+        optimizer_ns=optimizer.update_ns(spec.size_bytes, bytes_per_s),
+    )  # fmt: skip
+    learned = {
+        "forward_order": tuple(layer.module for layer in layers),
+        "ready_order": tuple(item.name for item in workload.timeline().items if item.kind == Point.READY),
+        "activation_bytes": costed.activation_bytes,
+        "optimizer_state_bytes": optimizer.state_bytes(spec.size_bytes),
+    }
+    return replace(workload, spec=spec.model_copy(update=learned))

@@ -1,0 +1,116 @@
+"""Layer tables in YAML files: a model as its layers, with their times or with their work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headway import files
+from headway.errors import UserError
+from headway.graph.step_profile import LayerTimes
+from headway.model import DTYPE_BYTES, MAX_NUMEL, ModelSpec, ParameterSpec
+from headway.models.roofline import Device
+from headway.models.table import Work
+
+Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Dimension = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
+MAX_LAYERS = 100_000
+
+
+class LayerRow(BaseModel):
+    """One layer: its parameters by name and shape, and its times (ms), or its work for the table's batch.
+
+    ``tied`` are full names of parameters of other layers that it also uses.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=500)
+    parameters: dict[str, tuple[Dimension, ...]] = Field(default={}, max_length=10_000)
+    tied: tuple[str, ...] = Field(default=(), max_length=10_000)
+    forward_ms: Milliseconds | None = None
+    backward_ms: Milliseconds | None = None
+    flops: Amount | None = None
+    moved_bytes: Amount = 0.0
+    kernels: int = Field(default=1, ge=0, le=10**6)
+
+    @model_validator(mode="after")
+    def _times_or_work(self) -> Self:
+        if (self.forward_ms is None) == (self.flops is None):
+            raise ValueError(f"layer {self.name!r} needs either forward_ms or flops")
+        return self
+
+
+class TableFile(BaseModel):
+    """A model for one batch of ``samples``, its layers in the order of forward."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    name: str = Field(min_length=1, max_length=200)
+    samples: int = Field(ge=1, le=10**9)
+    dtype: str = "float32"
+    activation_bytes: int = Field(default=0, ge=0, le=10**15)
+    layers: tuple[LayerRow, ...] = Field(min_length=1, max_length=MAX_LAYERS)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) != len(names):
+            raise ValueError("layer names repeat")
+        known = {f"{layer.name}.{name}" for layer in self.layers for name in layer.parameters}
+        for layer in self.layers:
+            for name in layer.tied:
+                if name not in known:
+                    raise ValueError(
+                        f"layer {layer.name!r} is tied to a parameter that is not there: {name!r}"
+                    )
+        if not known:
+            raise ValueError("no layer has parameters, so nothing is trained")
+        return self
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether times follow from work and a device."""
+        return any(layer.forward_ms is None for layer in self.layers)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as communication decisions see it."""
+        parameters = tuple(
+            ParameterSpec(name=f"{layer.name}.{name}", shape=shape, dtype=self.dtype, module=layer.name)
+            for layer in self.layers
+            for name, shape in layer.parameters.items()
+        )
+        return ModelSpec(
+            parameters=parameters,
+            forward_order=tuple(layer.name for layer in self.layers),
+            ready_order=tuple(p.name for p in reversed(parameters)),
+            activation_bytes=self.activation_bytes,
+        )
+
+    def times(self, device: Device) -> tuple[LayerTimes, ...]:
+        """Each layer's times: as they stand there, or its work on ``device``."""
+        return tuple(_times(layer, device) for layer in self.layers)
+
+
+def _times(layer: LayerRow, device: Device) -> LayerTimes:
+    forward_ms = layer.forward_ms
+    if forward_ms is None:
+        work = Work(layer.flops or 0.0, layer.moved_bytes, layer.kernels)
+        forward_ms = device.forward_s(work) * 1e3
+    backward_ms = layer.backward_ms if layer.backward_ms is not None else forward_ms * device.backward_factor
+    own = tuple(f"{layer.name}.{name}" for name in layer.parameters)
+    return LayerTimes(layer.name, (*own, *layer.tied), round(forward_ms * 1e6), round(backward_ms * 1e6))
+
+
+def load_table(path: Path) -> TableFile:
+    """Read a layer table. Raises UserError where it is missing, damaged or does not validate."""
+    return files.parse_yaml(
+        files.read_text(path, UserError, "layer table"), TableFile, UserError, f"layer table {path}"
+    )

@@ -1,0 +1,86 @@
+"""Workload: what one worker computes in a step, and the timeline that strategies are laid over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headway.graph.step_profile import LayerTimes
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.model import ModelSpec
+from headway.models.roofline import Device, layer_times
+from headway.models.table import LayerTable
+from headway.predict.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with the times of its layers on some device.
+
+    ``samples`` is what one worker trains on in a step, ``batch`` says so in words, ``times`` where the times are from.
+    ``layers`` are in the order of forward.
+    """
+
+    name: str
+    batch: str
+    samples: int
+    times: str
+    spec: ModelSpec
+    layers: tuple[LayerTimes, ...] = field(repr=False)
+    optimizer_ns: int = 0
+
+    @property
+    def computation_ns(self) -> int:
+        """One worker's step alone."""
+        return sum(layer.forward_ns + layer.backward_ns for layer in self.layers) + self.optimizer_ns
+
+    def timeline(self, rank: int = 0, step: int = 0) -> Timeline:
+        """One step of a worker: forward, backward in reverse, each gradient ready at its layer's end, the update.
+
+        A parameter that several layers use is ready when backward is done with the first of them.
+        """
+        items: list[Item] = []
+        for layer in self.layers:
+            items += [Item(Point.USE, layer.module), Item(Part.FORWARD, "", layer.forward_ns)]
+        uses = _uses(self.layers)
+        for layer in reversed(self.layers):
+            items.append(Item(Part.BACKWARD, "", layer.backward_ns))
+            for parameter in reversed(layer.parameters):
+                uses[parameter] -= 1
+                if uses[parameter] == 0:
+                    items.append(Item(Point.READY, parameter))
+        items += [Item(Point.BACKWARD_END), Item(Point.STEP), Item(Part.OPTIMIZER, "", self.optimizer_ns)]
+        return Timeline(rank, step, tuple(items))
+
+
+def _uses(layers: Sequence[LayerTimes]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for layer in layers:
+        for parameter in layer.parameters:
+            found[parameter] = found.get(parameter, 0) + 1
+    return found
+
+
+def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -> Workload:
+    """A published model on a modelled device."""
+    layers = tuple(
+        LayerTimes(
+            layer.name,
+            tuple([*(layer.full_name(parameter) for parameter in layer.parameters), *layer.tied]),
+            round(times.forward_s * 1e9),
+            round(times.backward_s * 1e9),
+        )
+        for layer, times in zip(table.layers, layer_times(table, device), strict=True)
+    )
+    spec = table.spec.model_copy(
+        update={"optimizer_state_bytes": optimizer.state_bytes(table.spec.size_bytes)}
+    )
+    return Workload(
+        name=table.name,
+        batch=table.batch,
+        samples=table.samples,
+        times=device.name,
+        spec=spec,
+        layers=layers,
+        optimizer_ns=optimizer.update_ns(table.spec.size_bytes, device.bytes_per_s),
+    )
