@@ -12,6 +12,8 @@ from headway.predict.replayed import Prediction, predict
 from headway.predict.workload import Workload
 from headway.strategies.base import Strategy
 
+NOTICED = 0.002  # a difference that is said to be one
+
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
@@ -56,5 +58,9 @@ def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
         for before, after in pairwise(sizes)
         for one in names
         for other in names
-        if by_size[before][one] < by_size[before][other] and by_size[after][other] < by_size[after][one]
+        if _quicker(by_size[before], one, other) and _quicker(by_size[after], other, one)
     ]
+
+
+def _quicker(step_ms: Mapping[str, float], one: str, other: str) -> bool:
+    return step_ms[one] < step_ms[other] * (1 - NOTICED)

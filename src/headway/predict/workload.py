@@ -66,7 +66,7 @@ def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -
     layers = tuple(
         LayerTimes(
             layer.name,
-            tuple([*(layer.full_name(parameter) for parameter in layer.parameters), *layer.tied]),
+            (*(layer.full_name(parameter) for parameter in layer.parameters), *layer.tied),
             round(times.forward_s * 1e9),
             round(times.backward_s * 1e9),
         )
