@@ -19,7 +19,8 @@ class Rank:
         self.tensor = tensor.copy()
         self.bounds = piece_bounds(len(tensor), program.chunks, program.pieces)
         self.scratch: dict[int, np.ndarray[Any, Any]] = {}
-        self.done = self.arrived = self.sent = 0
+        self.done = self.sent = 0
+        self.arrived: set[int] = set()  # steps whose message is there
 
     def piece(self, number: int) -> np.ndarray[Any, Any]:
         """A view of a piece."""
@@ -36,18 +37,29 @@ class Rank:
         steps = self.program.steps
         return self.sent < len(steps) and steps[self.sent].send_after < self.done
 
-    def land(self, piece: int, data: np.ndarray[Any, Any], sender: int) -> None:
-        """A message lands where the next posted receive says."""
-        step = self.program.steps[self.arrived]
-        assert (step.receive_piece, step.receive_from) == (piece, sender)
+    def awaited(self, sender: int) -> int | None:
+        """The step whose posted receive takes the next message of ``sender``, if there is one yet."""
+        receives = (number for number, step in enumerate(self.program.steps) if step.receive_from == sender)
+        number = next((n for n in receives if n not in self.arrived), None)
+        return None if number is None or number >= self.posted else number
+
+    @property
+    def can_finish_step(self) -> bool:
+        """Whether what the next step waits for is there."""
+        return self.done in self.arrived
+
+    def land(self, number: int, piece: int, data: np.ndarray[Any, Any]) -> None:
+        """A message lands where the receive of step ``number`` says."""
+        step = self.program.steps[number]
+        assert step.receive_piece == piece
         if step.reduce:
-            slot = self.arrived % self.program.lookahead
+            slot = number % self.program.lookahead
             assert slot not in self.scratch, "a scratch slot is overwritten"
             assert slot < self.program.scratch_slots
             self.scratch[slot] = data.copy()
         else:
             self.piece(piece)[:] = data
-        self.arrived += 1
+        self.arrived.add(number)
 
     def finish_step(self) -> None:
         """Add what the next step has waited for."""
@@ -71,16 +83,18 @@ def interpret(
         for number in choose.sample(range(len(ranks)), len(ranks)):
             rank = ranks[number]
             for _ in range(choose.randint(0, 4)):
-                if choose.random() < 0.5 and rank.done < rank.arrived:
+                if choose.random() < 0.5 and rank.can_finish_step:
                     rank.finish_step()
                 if choose.random() < 0.5 and rank.released:
                     step = rank.program.steps[rank.sent]
                     wires[number, step.send_to].append(step.send_piece)
                     rank.sent += 1
                 for (source, target), wire in wires.items():
-                    if target == number and wire and rank.arrived < rank.posted and choose.random() < 0.5:
+                    if target != number or not wire or choose.random() < 0.5:
+                        continue
+                    if (awaited := rank.awaited(source)) is not None:
                         piece = wire.popleft()
-                        rank.land(piece, ranks[source].piece(piece), source)
+                        rank.land(awaited, piece, ranks[source].piece(piece))
     for rank in ranks:
         assert rank.done == rank.sent == len(rank.program.steps), "the programs wait for each other"
     return [rank.tensor for rank in ranks]
@@ -89,11 +103,11 @@ def interpret(
 def _may_go_on(number: int, ranks: list[Rank], wires: dict[tuple[int, int], deque[int]]) -> bool:
     rank = ranks[number]
     return (
-        rank.done < rank.arrived
+        rank.can_finish_step
         or rank.released
         or any(
-            wire and ranks[target].arrived < ranks[target].posted
-            for (_source, target), wire in wires.items()
+            wire and ranks[target].awaited(source) is not None
+            for (source, target), wire in wires.items()
             if target == number
         )
     )

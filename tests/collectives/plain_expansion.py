@@ -46,7 +46,7 @@ class Links:
         ``connection`` numbers the connections of ``sender``.
         """
         cluster = self._cluster
-        queue = connection * cluster.world_size + sender
+        queue = (connection * cluster.world_size + sender) * cluster.world_size + receiver
         source, target = self._host_of[sender], self._host_of[receiver]
         if source == target:
             duration_ns = round(size_bytes * 8 / cluster.local_gbps)

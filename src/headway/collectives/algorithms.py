@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headway.collectives.gloo import SEGMENTS, gloo_all_gather, gloo_all_reduce
 from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.collectives.servers import push_and_pull
 from headway.errors import PlanError
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
 RING = "ring"  # Headway's chunk programs
 NATIVE = "native"  # the process group's own collectives
-ALGORITHMS = (RING, NATIVE)
+SERVERS = "servers"  # every rank a parameter server; all-reduce alone
+ALGORITHMS = (RING, NATIVE, SERVERS)
 
 GLOO_ALL_REDUCE = "gloo_all_reduce"
 
@@ -41,6 +43,8 @@ def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
     _check(algorithm, kind)
     if algorithm == RING:
         return RING if pieces == 1 else f"{RING}_{pieces}"
+    if algorithm == SERVERS:
+        return SERVERS
     return GLOO_ALL_REDUCE if kind == ALL_REDUCE else f"{NATIVE}_{kind}"
 
 
@@ -55,6 +59,8 @@ def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
     if algorithm == NATIVE:
         native = gloo_all_gather if kind == ALL_GATHER else gloo_all_reduce
         return native if pieces <= SEGMENTS else partial(native, pieces=pieces)
+    if algorithm == SERVERS:
+        return push_and_pull
     ring = {ALL_REDUCE: ring_all_reduce, REDUCE_SCATTER: ring_reduce_scatter, ALL_GATHER: ring_all_gather}[
         kind
     ]
@@ -108,7 +114,7 @@ def prepare(
     """
     from headway.collectives import live
 
-    if algorithm == RING:
+    if algorithm != NATIVE:
         program = program_of(algorithm, kind, pieces)(group.rank(), group.size())
         return live.Prepared(program, flat, group, scratch, second).run
     action = collective(algorithm, kind, group.rank(), group.size())
@@ -124,3 +130,5 @@ def _check(algorithm: str, kind: str) -> None:
     for what, name, known in (("algorithm", algorithm, ALGORITHMS), ("kind", kind, KINDS)):
         if name not in known:
             raise PlanError(f"there is no such collective {what}", got=name, expected=" or ".join(known))
+    if algorithm == SERVERS and kind != ALL_REDUCE:
+        raise PlanError("parameter servers have no such collective", got=kind, expected=ALL_REDUCE)

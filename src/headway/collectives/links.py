@@ -24,8 +24,8 @@ class Links:
     """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, its cores.
 
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
-    it are one rank's sends. What its collectives and messages cost a rank queues for its cores. Messages of a rank on
-    one connection follow each other; connections share a link evenly, each up to the rate of the other end's.
+    it are one rank's sends. What its collectives and messages cost a rank queues for its cores. Messages of a rank to
+    another on one connection follow each other; connections share a link evenly, each up to the rate of the other end.
 
     Where ranks are ``folded``, only the first of them and their hosts are there, and stand for their like.
     """
@@ -98,7 +98,7 @@ class Links:
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
         latency_ns = round((cluster.local_latency_us if local else cluster.latency_us) * 1e3)
-        queue = connection * self._ranks + sender
+        queue = (connection * self._ranks + sender) * cluster.world_size + receiver
         empty = builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns)
         if local:
             return empty, builder.route(2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns)

@@ -11,6 +11,11 @@ from headway.collectives import executor, transfers
 from headway.collectives.program import LOOKAHEAD_ROUNDS, ChunkProgram, largest_piece, piece_bounds
 
 
+def scratch_numel_of(program: ChunkProgram, numel: int) -> int:
+    """How many elements ``program`` needs as scratch for a tensor of ``numel`` elements."""
+    return program.scratch_slots * largest_piece(numel, program.chunks, program.pieces)
+
+
 def scratch_numel(numel: int, chunks: int, pieces: int = 1) -> int:
     """How many elements a ring of ``chunks`` ranks needs as scratch for a tensor of ``numel`` elements.
 

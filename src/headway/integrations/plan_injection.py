@@ -21,6 +21,7 @@ from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.loading import driver
 from headway.strategies.parallelize import check
 
@@ -38,7 +39,9 @@ def install(plan: Plan) -> None:
     """
     global _plan  # noqa: PLW0603 - the class that is changed is the process's too
     driver(plan.strategy, "runtime")  # what cannot be imported should say so now
-    if not isinstance(plan.strategy, DistributedDataParallelStrategy | DecoupledStrategy):
+    if not isinstance(
+        plan.strategy, DistributedDataParallelStrategy | DecoupledStrategy | ParameterServerStrategy
+    ):
         raise UnsupportedError(
             "an unmodified script cannot follow this plan's strategy", got=plan.strategy.name,
             fix="Call headway.parallelize in the script.",
@@ -80,10 +83,18 @@ def _schedule(plan: Plan, module: nn.Module, process_group: Any) -> BucketSchedu
 
 @functools.wraps(_stock_init)
 def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    if _plan is not None and isinstance(_plan.strategy, DistributedDataParallelStrategy):
-        # What the script gave by position must give way too.
-        given = dict(_stock_signature.bind(self, module, *args, **kwargs).arguments)
-        del given["self"], given["module"]
-        check(_plan, module, given.get("process_group"))
-        args, kwargs = (), {**given, **ddp_runtime.options(_plan.strategy)}
-    _stock_init(self, module, *args, **kwargs)
+    strategy = None if _plan is None else _plan.strategy
+    if _plan is None or not isinstance(strategy, DistributedDataParallelStrategy | ParameterServerStrategy):
+        _stock_init(self, module, *args, **kwargs)
+        return
+    # What the script gave by position must give way too.
+    given = dict(_stock_signature.bind(self, module, *args, **kwargs).arguments)
+    del given["self"], given["module"]
+    check(_plan, module, given.get("process_group"))
+    if isinstance(strategy, DistributedDataParallelStrategy):
+        _stock_init(self, module, **{**given, **ddp_runtime.options(strategy)})
+        return
+    runtime = driver(strategy, "runtime")
+    runtime.check_module(module)
+    _stock_init(self, module, **{**given, **runtime.options(strategy)})
+    runtime.serve(self, strategy)

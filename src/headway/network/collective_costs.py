@@ -21,6 +21,7 @@ from headway.collectives.algorithms import (
     NATIVE,
     REDUCE_SCATTER,
     RING,
+    SERVERS,
     cost_name,
     prepare,
     program_of,
@@ -56,7 +57,9 @@ class Candidate:
         group = dist.group.WORLD
         assert group is not None
         flat = torch.ones(-(-size_bytes // (4 * group.size())) * group.size())
-        scratch = torch.empty(live.scratch_numel(flat.numel(), group.size(), self.pieces))
+        rank, world_size = group.rank(), group.size()
+        programs = [program(rank, world_size) for program in self.programs(size_bytes, world_size)]
+        scratch = torch.empty(max(live.scratch_numel_of(program, flat.numel()) for program in programs))
         actions = [
             prepare(self.algorithm, kind, flat, group, scratch, self.pieces, second) for kind in self.kinds
         ]
@@ -77,6 +80,7 @@ class Candidate:
 CANDIDATES = (
     *(Candidate(RING, (REDUCE_SCATTER, ALL_GATHER), pieces) for pieces in (1, 2, 4)),
     *(Candidate(NATIVE, (kind,)) for kind in (REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE)),
+    Candidate(SERVERS, (ALL_REDUCE,)),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
-from headway.collectives.algorithms import KINDS, NATIVE, RING, cost_name, sent_bytes
+from headway.collectives.algorithms import KINDS, NATIVE, RING, SERVERS, cost_name, sent_bytes
 from headway.errors import TraceError
 from headway.graph.intervals import Intervals
 from headway.graph.update_cost import is_beside, update_cost_beside
@@ -90,7 +90,7 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     for (kind, _, _), rows in members.items():
         if len(rows) == trace.world_size:
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
-            algorithm = RING if rows[0].algorithm == RING else NATIVE
+            algorithm = rows[0].algorithm if rows[0].algorithm in (RING, SERVERS) else NATIVE
             names.add(cost_name(algorithm, kind))
             spans.append(
                 (begin_ns, end_ns, sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes))

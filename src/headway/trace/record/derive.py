@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.collectives.algorithms import GLOO_THREADS
+from headway.collectives.algorithms import GLOO_THREADS, SERVERS
 from headway.collectives.transfers import Transfer
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.record.collectives import ObservedCollective
 from headway.trace.record.connections import Endpoint, Use
+
+WAITED_FOR_AT_THE_END = ("gloo", SERVERS)  # of a backward, by DDP
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ def wait_rows(
     passes: list[Event] = []
     rows = list(rows)
     for row in rows:
-        if row.kind == Kind.COLLECTIVE and row.bucket >= 0 and row.algorithm == "gloo":
+        if row.kind == Kind.COLLECTIVE and row.bucket >= 0 and row.algorithm in WAITED_FOR_AT_THE_END:
             bucket_ends[row.step].append(row.end_ns)
         elif row.kind == Kind.COLLECTIVE and (row.group, row.sequence) in blocking:
             waits.append(_span(Kind.WAIT, row.name, row.step, row.enqueue_ns, row.end_ns))

@@ -13,6 +13,7 @@ from headway.model import ModelSpec
 from headway.strategies.data_parallel.decoupled.policy import options_of
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.runtime import strategy_of
 from headway.trace.events import Event, Kind
 from headway.trace.record.modules import ModuleWatch
 
@@ -45,6 +46,9 @@ def strategy_in_force(model: nn.Module | None) -> tuple[tuple[tuple[str, ...], .
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     names = [name for name, p in model.module.named_parameters() if p.requires_grad]
     buckets = tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(model))
+    planned = strategy_of(model)
+    if planned is not None:
+        return buckets, {planned.name: planned.model_dump(mode="json")}
     return buckets, {"ddp": {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(model)}}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS
-from headway.collectives.selection import native
+from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 from headway.scheduling.filling import Filling
@@ -30,14 +30,29 @@ class Dataflow:
 
     def _launch(self, walk: Walk, index: int) -> None:
         bucket = self._graph.schedule.buckets[index]
-        launched = self._launched[walk.rank]
+        launched, at_a_time = self._launched[walk.rank], self.at_a_time
         key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
         number = self._graph.launch(
             walk, ALL_REDUCE, key, bucket.size_bytes, bucket=index,
-            selection=native(ALL_REDUCE, bucket.size_bytes, self._graph.world_size),
-            after=launched[-GLOO_THREADS : len(launched) - GLOO_THREADS + 1],
+            selection=self.selection(bucket.size_bytes),
+            channel=len(launched) % at_a_time if self.channels_apart else 0,
+            after=launched[-at_a_time : len(launched) - at_a_time + 1],
         )  # fmt: skip
         launched.append(number)
+
+    @property
+    def at_a_time(self) -> int:
+        """How many all-reduces are under way at a time; each follows the one so many before it."""
+        return GLOO_THREADS
+
+    @property
+    def channels_apart(self) -> bool:
+        """Whether those under way at a time have connections of their own."""
+        return False
+
+    def selection(self, size_bytes: int) -> Selection:
+        """What carries out the all-reduce of a bucket."""
+        return native(ALL_REDUCE, size_bytes, self._graph.world_size)
 
     def backward_end(self, walk: Walk) -> None:
         """Wait for every bucket of this backward."""

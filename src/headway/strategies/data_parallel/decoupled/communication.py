@@ -28,7 +28,10 @@ FAILED_JOIN_S = 5.0
 
 
 class Job:
-    """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``."""
+    """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``.
+
+    ``then`` is told of its end, and of its failure where it failed, on the thread that ran it.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Job:
         work: Work,
         after: Sequence[Job] = (),
         algorithm: str = RING,
+        then: Callable[[CommunicationError | None], None] | None = None,
     ) -> None:
         self.name = name
         self.bucket = bucket
@@ -45,6 +49,7 @@ class Job:
         self.work = work
         self.after = after
         self.algorithm = algorithm
+        self.then = then
         self.sequence = -1
         self.enqueue_ns = time.monotonic_ns()
         self.ready: Any = None  # a mark of what the job's operands wait for on the device
@@ -154,6 +159,8 @@ class Channels:
                     )
                 )  # fmt: skip
             job.done.set()
+            if job.then is not None:
+                job.then(job.error)
 
     def fail(self, job: Job, error: BaseException) -> None:
         """Let ``job`` and every later one fail because of ``error``, unless something failed before."""
@@ -175,7 +182,7 @@ class Channels:
         """Raise UnsupportedError in a process that was forked from the one that trains."""
         if os.getpid() != self._process:
             raise UnsupportedError(
-                "a forked process uses a decoupled model whose update is still under way",
+                "a forked process uses a model whose update is still under way",
                 fix="Call flush() on the wrapped model before forking.",
             )
 

@@ -1,0 +1,38 @@
+"""Policy of parameter servers (Li et al., OSDI 2014; BytePS, OSDI 2020): which gradients share a key."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from headway.model import ModelSpec
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import Cap, DistributedDataParallelStrategy
+
+
+class ParameterServerStrategy(Strategy):
+    """Every worker is a server too, and serves a share of every key: it adds up what is pushed to it.
+
+    Keys are DDP's buckets of ``bucket_cap_mb``, and ``channels`` of them are under way at a time.
+    """
+
+    name: ClassVar[str] = "parameter_server"
+
+    bucket_cap_mb: Cap = 4.0
+    channels: int = Field(default=2, ge=1, le=8)
+
+    def decide(self, model: ModelSpec) -> BucketSchedule:
+        """Assign keys as DDP assigns buckets."""
+        buckets = self.bucketing().decide(model).buckets
+        return BucketSchedule(buckets, channels=self.channels)
+
+    def bucketing(self) -> DistributedDataParallelStrategy:
+        """What cuts gradients into keys."""
+        return DistributedDataParallelStrategy(bucket_caps_mb=(self.bucket_cap_mb,))
+
+    def describe(self) -> str:
+        """Say the strategy and its options in a few words."""
+        said = f"parameter servers, keys of {self.bucket_cap_mb:g} MiB"
+        return f"{said}, {self.channels} channels" if self.channels > 1 else said

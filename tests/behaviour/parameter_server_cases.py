@@ -1,0 +1,106 @@
+"""Ranks of the tests of parameter servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import headway
+from headway.plan import Plan, PlannedModel
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.parallelize import parallelize
+
+STEPS, ROWS = 6, 4
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(
+        ROWS, 7, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64
+    )
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank)).square().mean()
+    return loss
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def alone(world_size: int, accumulate: int) -> list[list[float]]:
+    """The parameters after training in one process, on everybody's batches."""
+    model = net()
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            for rank in range(world_size):
+                (loss_of(model, step * accumulate + part, rank) / world_size).backward()
+        optimizer.step()
+    return [p.flatten().tolist() for p in model.parameters()]
+
+
+def plan_of(model: nn.Module, strategy: ParameterServerStrategy) -> Plan:
+    return Plan(strategy=strategy, world_size=dist.get_world_size(), model=PlannedModel.of(model_spec(model)))
+
+
+def wrapped_of(strategy: ParameterServerStrategy) -> tuple[Any, torch.optim.Optimizer]:
+    model = net()
+    optimizer = optimizer_of(model)
+    return parallelize(model, optimizer, plan_of(model, strategy)), optimizer
+
+
+def trained(_rank: int, _world_size: int, strategies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parameters after training under each of ``strategies``, with and without accumulation."""
+    found = {}
+    for number, options in enumerate(strategies):
+        for accumulate in (1, 2):
+            wrapped, optimizer = wrapped_of(ParameterServerStrategy(**options))
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                for part in range(accumulate):
+                    wrapped.require_backward_grad_sync = part == accumulate - 1
+                    loss_of(wrapped, step * accumulate + part, dist.get_rank()).backward()
+                optimizer.step()
+            found[f"{number} {accumulate}"] = [p.flatten().tolist() for p in wrapped.parameters()]
+    return found
+
+
+def recorded(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
+    """Record a few steps."""
+    with headway.record(Path(folder) / "trace", first_step=1, last_step=5):
+        wrapped, optimizer = wrapped_of(ParameterServerStrategy(bucket_cap_mb=0.001))
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(wrapped, step, dist.get_rank()).backward()
+            optimizer.step()
+    return {}
+
+
+def bereft(_rank: int, _world_size: int) -> dict[str, Any]:
+    """The last rank is killed when DDP has found its buckets; what the others see."""
+    wrapped, optimizer = wrapped_of(ParameterServerStrategy(bucket_cap_mb=0.001))
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(wrapped, step, dist.get_rank()).backward()
+            optimizer.step()
+    except RuntimeError as error:
+        print(f"SAID {error}", flush=True)
+        os._exit(3)
+    return {}

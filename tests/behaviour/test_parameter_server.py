@@ -1,0 +1,62 @@
+"""Parameter servers: the numbers of one process, recordings that replay, and peers that die."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests import workers
+from tests.behaviour.parameter_server_cases import alone, net
+from torch import nn
+
+from headway.errors import UnsupportedError
+from headway.replay.replayer import Replayer
+from headway.replay.what_if import WhatIf
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.data_parallel.parameter_server.runtime import wrap
+from headway.trace.folder import load_trace
+
+CASES = "tests.behaviour.parameter_server_cases"
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_same_numbers_as_one_process(world_size: int) -> None:
+    strategies = [
+        {"bucket_cap_mb": cap, "channels": channels}
+        for cap, channels in ((0, 1), (0.001, 2), (0.001, 3), (25, 1))
+    ]
+    results = workers.run(world_size, f"{CASES}:trained", strategies, timeout_s=110)
+    for accumulate in (1, 2):
+        expected = alone(world_size, accumulate)
+        for number in range(len(strategies)):
+            for result in results:
+                for got, wanted in zip(result[f"{number} {accumulate}"], expected, strict=True):
+                    assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_a_recording_says_the_strategy_and_replays(tmp_path: Path) -> None:
+    workers.run(2, f"{CASES}:recorded", str(tmp_path))
+    trace = load_trace(tmp_path / "trace")
+    replayer = Replayer(trace)
+    assert replayer.recorded_strategy == ParameterServerStrategy(bucket_cap_mb=0.001)
+    result = replayer.replay()
+    assert result.step_ms > 0
+    of_gradients = [c for c in result.graph.collectives if c.bucket >= 0]
+    assert {c.selection.algorithm for c in of_gradients} == {"servers"}
+    assert replayer.replay(DistributedDataParallelStrategy(), WhatIf(workers=4)).step_ms > 0
+
+
+def test_a_killed_peer_ends_the_others_with_a_word() -> None:
+    ended = workers.launch(3, f"{CASES}:bereft", timeout_s=90, group_timeout_s=20)
+    assert [w.status for w in ended] == [3, 3, -9]
+    assert all("all_reduce of bucket" in w.output for w in ended[:2])
+
+
+def test_parameters_elsewhere_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="on the CPU"):
+        wrap(nn.Linear(2, 2, device="meta"), ParameterServerStrategy())
+    assert isinstance(net(), torch.nn.Module)
