@@ -10,6 +10,7 @@ from headway.models.table import FLOAT_BYTES
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 BASE_WORKERS = 4
 COMPUTE_S = 0.9  # forward and backward of a paced step
@@ -69,8 +70,8 @@ class Effort:
     steps: int
 
 
-FULL, QUICK = Effort(2, 8), Effort(1, 4)
-PACED = ("resnet50", "densenet201", "bert-base")
+FULL, QUICK = Effort(2, 6), Effort(1, 4)
+PACED = ("resnet50", "densenet201", "bert-base", "vgg16")
 BASE_PLAN = "ddp-25"
 BASE_LAB = Lab()
 LABS = {
@@ -100,6 +101,7 @@ def plans_of(subject: Subject, lab: Lab) -> dict[str, Strategy]:
         BASE_PLAN: ddp(25),
         "decoupled-parameters": decoupled,
         "decoupled-gradients": decoupled.model_copy(update={"gather": "gradients"}),
+        "servers": ParameterServerStrategy(bucket_cap_mb=5 / subject.shrink, channels=1),
     }
     if lab != BASE_LAB:
         return few
