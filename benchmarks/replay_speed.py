@@ -5,7 +5,8 @@
 Each case is one step of data-parallel training as replay sees it: a backward that readies tensors one after the other
 on every rank, and a ring all-reduce of each on one of two channels, which share the links (1 Gb/s, 20 us). Every
 message is two operations, its sending and its receipt. Ranks compute for times of their own, so that nothing is alike.
-Each measurement is a new process; compiling happened before.
+`folded` cases are a whole answer, as `headway predict` gives it: ResNet-50 under DDP on alike hosts of eight workers,
+of which one host is played for all. Each measurement is a new process; compiling happened before.
 """
 
 from __future__ import annotations
@@ -30,23 +31,30 @@ CASES = {
     "1e8-operations": (512, 95),
     "1024-ranks-5-tensors": (1024, 5),
 }
-QUICK = ("64-ranks-100-tensors", "1e5-operations", "1e6-operations", "1e7-operations")
+FOLDED = {"1024-ranks-folded": 1024, "16384-ranks-folded": 16_384}
+QUICK = ("64-ranks-100-tensors", "1e5-operations", "1e6-operations", "1e7-operations", *FOLDED)
 CHANNELS = 2
 TENSOR_BYTES = 1_000_000
-WORKER = "--measure"
+WORKER, PREDICTOR = "--measure", "--predict"
 
 
 def main() -> None:
     if sys.argv[1:2] == [WORKER]:
         print(json.dumps(_measure(int(sys.argv[2]), int(sys.argv[3]))))
         return
-    arguments = parse_arguments(__doc__ or "", list(CASES))
-    chosen = [arguments.only] if arguments.only else list(QUICK if arguments.quick else CASES)
-    _run(4, 40)  # compiles, where that has not been kept from before
+    if sys.argv[1:2] == [PREDICTOR]:
+        print(json.dumps(_predict(int(sys.argv[2]))))
+        return
+    arguments = parse_arguments(__doc__ or "", [*CASES, *FOLDED])
+    chosen = [arguments.only] if arguments.only else list(QUICK if arguments.quick else [*CASES, *FOLDED])
+    _run(WORKER, 4, 40)  # compiles, where that has not been kept from before
     rows = []
     for case in chosen:
+        if case in FOLDED:
+            rows.append(_row(case, [_run(PREDICTOR, FOLDED[case]) for _ in range(3)]))
+            continue
         rounds = 1 if CASES[case][0] * CASES[case][1] > 40_000 else 3 if arguments.quick else 5
-        rows.append(_row(case, [_run(*CASES[case]) for _ in range(rounds)]))
+        rows.append(_row(case, [_run(WORKER, *CASES[case]) for _ in range(rounds)]))
     words = (
         "One step of data-parallel training over a ring, as replay plays it: `time_ms` is playing alone, the median of "
         "several processes; `load_s` is loading what was compiled, `build_s` laying out the graph, `total_s` all "
@@ -78,13 +86,33 @@ def _row(case: str, said: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _run(ranks: int, tensors: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, WORKER, str(ranks), str(tensors)]
+def _run(what: str, *numbers: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, what, *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{ranks} ranks and {tensors} tensors: {done.stderr[-2000:]}")
+        raise SystemExit(f"{numbers}: {done.stderr[-2000:]}")
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
+
+
+def _predict(ranks: int) -> dict[str, Any]:
+    begin = time.perf_counter()
+    from headway.predict.clusters import cluster_named
+    from headway.predict.models import workload_named
+    from headway.predict.replayed import lay_out
+    from headway.replay.engine import play
+    from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+
+    workload = workload_named("resnet50", "a100", "momentum")
+    cluster = cluster_named("hdr-200g-nvlink").resized(ranks)
+    loaded = time.perf_counter()
+    _, graph = lay_out(workload, cluster, DistributedDataParallelStrategy())
+    built = time.perf_counter()
+    schedule = play(graph)
+    played = time.perf_counter()
+    graph.wide.copy()
+    touched = time.perf_counter()
+    return _said(graph, schedule, (begin, loaded, built, played, touched))
 
 
 def _measure(ranks: int, tensors: int) -> dict[str, Any]:
@@ -121,13 +149,18 @@ def _measure(ranks: int, tensors: int) -> dict[str, Any]:
     played = time.perf_counter()
     graph.wide.copy()
     touched = time.perf_counter()
+    return _said(graph, schedule, (begin, loaded, built, played, touched))
+
+
+def _said(graph: Any, schedule: Any, moments: tuple[float, ...]) -> dict[str, Any]:
+    load_s, build_s, play_s, touch_s = np.diff(moments).tolist()
     return {
         "operations": len(graph),
-        "load_s": loaded - begin,
-        "build_s": built - loaded,
-        "play_s": played - built,
-        "total_s": played - begin,
-        "touch_s": touched - played,
+        "load_s": load_s,
+        "build_s": build_s,
+        "play_s": play_s,
+        "total_s": load_s + build_s + play_s,
+        "touch_s": touch_s,
         "graph_bytes": graph.memory_bytes + schedule.start_ns.nbytes + schedule.end_ns.nbytes,
         "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
     }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.cluster import AlgorithmCost, Cluster, Host, Traffic
 from headway.errors import ClusterError
 
 
@@ -40,6 +40,35 @@ def test_resizing_repeats_hosts_with_names_of_their_own(world_size: int) -> None
     resized = cluster((2, 3)).resized(world_size)
     assert resized.world_size == world_size
     assert len({host.name for host in resized.hosts}) == len(resized.hosts)
+
+
+def test_ranks_that_share_cores_get_less_of_them_when_there_are_more() -> None:
+    costs = {
+        "ring": AlgorithmCost(message_us=300, message_cpu_us=100, overhead_us=10),
+        "servers": AlgorithmCost(message_us=300),
+    }
+    sharing = cluster((1, 1)).model_copy(update={"shared_cores": 2, "algorithms": costs})
+    assert sharing.crowding == 1
+    grown = sharing.resized(8)
+    assert grown.crowding == 4
+    assert {name: cost.message_us for name, cost in grown.algorithms.items()} == {"ring": 400, "servers": 300}
+    assert sharing.model_copy(update={"shared_cores": None}).resized(8).cost_of("ring").message_us == 300
+
+
+def test_hosts_take_as_many_workers_as_asked() -> None:
+    assert [host.workers for host in cluster((2, 3)).resized(10, 4).hosts] == [4, 4, 2]
+
+
+def test_traffic_needs_hosts_and_leaves_with_them() -> None:
+    traffic = Traffic(source="host0", target="host1", gbps=1)
+    busy = Cluster.model_validate({**cluster((1, 1)).model_dump(), "traffic": [traffic.model_dump()]})
+    assert busy.resized(3).traffic == (traffic,)
+    assert busy.resized(1).traffic == ()
+    for target in ("host0", "host9"):
+        with pytest.raises(ValueError, match="itself|not there"):
+            Cluster.model_validate(
+                {**cluster((1, 1)).model_dump(), "traffic": [{**traffic.model_dump(), "target": target}]}
+            )
 
 
 def test_an_unmeasured_algorithm_costs_the_ideal() -> None:

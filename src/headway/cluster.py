@@ -88,9 +88,10 @@ class Cluster(BaseModel):
     ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
     stands for a fifth longer). It is 0 for devices that compute by themselves.
 
-    ``shared_cores`` is how many cores all ranks share, where the hosts are one machine's. ``burst_bytes`` is what a
-    link that was idle lets through at once, as one that a token bucket shapes. ``traffic`` is what others send over
-    the same links.
+    ``sharing`` says how connections get on on a link: "shared", all at once and each with a part of the rate, as TCP
+    does, or "queued", one message of a host after the other. ``shared_cores`` is how many cores all ranks share, where
+    the hosts are one machine's. ``burst_bytes`` is what a link that was idle lets through at once, as one that a token
+    bucket shapes. ``traffic`` is what others send over the same links.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,6 +103,7 @@ class Cluster(BaseModel):
     local_latency_us: Latency = 30.0
     algorithms: dict[str, AlgorithmCost] = {}
     compute_slowdown: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    sharing: Literal["shared", "queued"] = "shared"
     shared_cores: int | None = Field(default=None, ge=1, le=100_000)
     burst_bytes: int = Field(default=0, ge=0, le=10**9)
     traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.errors import TraceError
-from headway.network.fit import cluster_from_trace
+from headway.network.fit import BusyPeriod, _fit, cluster_from_trace
 from headway.trace.format import Trace
 
 
@@ -24,3 +26,30 @@ def test_ranks_of_a_host_that_follow_each_other_are_its_workers() -> None:
 def test_ranks_that_alternate_between_hosts_are_refused() -> None:
     with pytest.raises(TraceError, match="not supported yet; got rank 2 on a again, after b"):
         cluster_from_trace(placed(("a", "b", "a", "b")))
+
+
+def periods_of(disturbed: int = 0) -> list[BusyPeriod]:
+    """Collectives that take 2 ms each and 10 ns a byte; ``disturbed`` of the periods take five times as long."""
+    generator = random.Random(1)
+    periods = []
+    for number in range(40):
+        count, wire_bytes = generator.randint(1, 4), generator.uniform(1e5, 3e6)
+        duration_ns = round(2e6 * count + 10 * wire_bytes)
+        periods.append(BusyPeriod(count, wire_bytes, duration_ns * (5 if number < disturbed else 1)))
+    return periods
+
+
+@pytest.mark.parametrize("disturbed", [0, 8])
+def test_rate_and_overhead_are_found_whatever_disturbs_a_few_periods(disturbed: int) -> None:
+    fit = _fit(periods_of(disturbed))
+    assert fit.overhead_ns == pytest.approx(2e6, rel=0.05)
+    assert fit.ns_per_byte == pytest.approx(10, rel=0.02)
+    assert fit.error < 0.01
+
+
+def test_the_error_of_a_fit_is_its_median() -> None:
+    periods = [BusyPeriod(1, 1e6, 10_000_000), BusyPeriod(1, 1e6, 11_000_000), BusyPeriod(1, 1e6, 9_000_000)]
+    fit = _fit(periods)  # of one size: no overhead to tell apart
+    assert fit.overhead_ns == 0
+    assert fit.ns_per_byte == pytest.approx(10)
+    assert fit.error == pytest.approx(1 / 11, rel=0.02)

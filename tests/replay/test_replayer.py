@@ -11,7 +11,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.diagnose.diagnosis import diagnose
 from headway.errors import TraceError, UserError
-from headway.graph.timeline import Item, Point, Timeline
+from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.replay.as_trace import replayed_trace
 from headway.replay.replayer import Replayer
@@ -249,3 +249,66 @@ def test_a_slow_rank_and_a_slow_link_hold_everybody_up() -> None:
     assert both[0] == pytest.approx(both[1], rel=0.01)  # a ring uses every link in either direction alike
     with pytest.raises(UserError, match="no such rank"):
         replayer.replay(what_if=WhatIf.parse(["compute:4=2x"]))
+
+
+def test_more_workers_draw_other_steps_and_wait_longer_for_the_slowest() -> None:
+    """Two ranks take 0 to 80 ms more in backward, evenly drawn: of eight the slowest takes more than of two."""
+    trace = as_bucketed(synthetic_trace(job(world_size=2, steps=20, gbps=100.0)))
+    rows = {}
+    generator = np.random.default_rng(5)
+    extra_ns = generator.permutation(np.linspace(0, 80e6, 40)).round().astype(int).reshape(2, 20)
+    replayer = Replayer(trace, cluster_of(job(gbps=100.0)))
+    for rank, timelines in replayer.timelines.items():
+        rows[rank] = tuple(
+            Timeline(rank, timeline.step, _longer(timeline.items, int(extra)))
+            for timeline, extra in zip(timelines, extra_ns[rank], strict=True)
+        )
+    replayer.timelines = rows
+    alike_ms = float(np.mean(extra_ns.max(axis=0))) / 1e6
+    two_ms = replayer.replay().step_ms
+    eight_ms = replayer.replay(what_if=WhatIf(workers=8)).step_ms
+    drawn = np.concatenate([np.roll(extra_ns, -shift, axis=1) for shift in range(4)])
+    expected_ms = float(np.mean(drawn.max(axis=0))) / 1e6
+    assert expected_ms > alike_ms + 8
+    assert eight_ms - two_ms == pytest.approx(expected_ms - alike_ms, abs=1.5)
+    assert eight_ms == pytest.approx(replayer.replay(what_if=WhatIf(workers=8), fold=False).step_ms)
+
+
+def _longer(items: tuple[Item, ...], extra_ns: int) -> tuple[Item, ...]:
+    """The first stretch of backward takes so much longer."""
+    place = next(
+        number for number, item in enumerate(items) if item.kind == Part.BACKWARD and item.duration_ns
+    )
+    longer = items[place]._replace(duration_ns=items[place].duration_ns + extra_ns)
+    return (*items[:place], longer, *items[place + 1 :])
+
+
+def test_an_answer_has_an_uncertainty() -> None:
+    one = job()
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    base = replayer.base
+    assert 0 <= base.waiting_ms < base.step_ms
+    missed_ms = abs(base.step_ms - replayer.recorded_step_ms)
+    assert replayer.uncertainty_ms(base) >= missed_ms * 0.99
+    costs = {"gloo_all_reduce": AlgorithmCost(overhead_us=20, fit_error=0.5)}
+    vague = Replayer(
+        as_bucketed(synthetic_trace(one)), cluster_of(one).model_copy(update={"algorithms": costs})
+    )
+    assert vague.uncertainty_ms(vague.base) >= 0.5 * vague.base.waiting_ms > 0
+
+
+def test_quicker_modules_by_pattern() -> None:
+    one = job(world_size=1, gbps=20.0)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    base_ms, events = replayer.base.step_ms, replayer.trace.events[0]
+    names = {row.name for row in events.of_kind(Kind.FORWARD)}
+    name = sorted(names)[0]
+    spent_ms = sum(
+        row.duration_ns for row in events.of_kind(Kind.FORWARD, Kind.BACKWARD) if row.name == name
+    ) / 1e6 / len(replayer.trace.steps)  # fmt: skip
+    half = replayer.replay(what_if=WhatIf.parse([f"kernels:{name}=0.5x"]))
+    assert base_ms - half.step_ms == pytest.approx(spent_ms / 2, rel=0.01)
+    everything = replayer.replay(what_if=WhatIf.parse(["kernels:*=0.5x", "kernels:*=2x"]))
+    assert everything.step_ms == pytest.approx(base_ms)
+    with pytest.raises(TraceError, match="such a name; got 'nothing'"):
+        replayer.replay(what_if=WhatIf.parse(["kernels:nothing=0.5x"]))

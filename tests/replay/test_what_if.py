@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host, Traffic
 from headway.errors import UserError
 from headway.replay.what_if import WhatIf
 
@@ -61,3 +61,47 @@ def test_single_links_and_ranks() -> None:
 def test_whom_there_is_not(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         WhatIf.parse([text]).apply(TWO)
+
+
+def test_workers_a_host() -> None:
+    what_if = WhatIf.parse(["workers=3x4"])
+    assert (what_if.workers, what_if.workers_a_host) == (12, 4)
+    changed = what_if.apply(TWO)
+    assert [host.workers for host in changed.hosts] == [4, 4, 4]
+    assert "12 workers, 4 a host" in what_if.describe()
+
+
+@pytest.mark.parametrize(
+    "text", ["workers=3x", "workers=x3", "workers=0x4", "workers=2x5000", "workers=3x4x5"]
+)
+def test_workers_a_host_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UserError, match="HOSTSxN"):
+        WhatIf.parse([text])
+
+
+def test_traffic_of_others_for_good_or_for_a_while() -> None:
+    named = TWO.model_copy(update={"hosts": (TWO.hosts[0], TWO.hosts[1].model_copy(update={"name": "b"}))})
+    what_if = WhatIf.parse(["traffic:a:b=1gbit", "traffic:b:a=500mbit@200ms-1s"])
+    assert what_if.apply(named).traffic == (
+        Traffic(source="a", target="b", gbps=1),
+        Traffic(source="b", target="a", gbps=0.5, start_ms=200, end_ms=1000),
+    )
+    assert "others' 1 Gbit/s from a to b" in what_if.describe()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "traffic:a:b", "traffic:a=1gbit", "traffic:a:b=1", "traffic:a:b=1gbit@1s", "traffic:a:b=1gbit@1s-",
+        "traffic:a:b=1gbit@2s-1s", "traffic:a:a=1gbit", "traffic=1gbit", "traffic:a:b=0gbit",
+    ],
+)  # fmt: skip
+def test_traffic_that_makes_no_sense(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        WhatIf.parse([text])
+    assert "\n" not in str(caught.value)
+
+
+def test_traffic_of_hosts_that_are_not_there() -> None:
+    with pytest.raises(UserError, match="--what-if traffic: there is no such host; got 'x'"):
+        WhatIf.parse(["traffic:a:x=1gbit"]).apply(TWO)

@@ -76,7 +76,7 @@ def predict(
     with output.progress("predicting") as advance:
         found = scaling(workload, cluster, chosen, world_sizes, advance)
     if plot_path is not None:
-        from headway.predict.drawing import draw_scaling
+        from headway.report.scaling import draw_scaling
 
         draw_scaling(found, f"{workload.name}, {workload.batch} a worker, {workload.times}", plot_path)
     largest = [each for each in found if each.workers == world_sizes[-1]]

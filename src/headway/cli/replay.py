@@ -17,8 +17,8 @@ from headway.cli import output
     "what_ifs",
     multiple=True,
     metavar="K=V",
-    help="bandwidth=2x, latency=0.5x, compute=0.5x (its time), workers=8, bandwidth:HOST=0.5x or compute:RANK=2x; "
-    "may be repeated.",
+    help="bandwidth=2x, latency=0.5x, compute=0.5x (its time), workers=8 or 4x8, bandwidth:HOST=0.5x, compute:RANK=2x, "
+    "kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit or 100mbit@0s-2s; may be repeated.",
 )
 @click.option(
     "--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan's strategy."
@@ -26,9 +26,19 @@ from headway.cli import output
 @click.option(
     "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
 )
+@click.option(
+    "--check-folding",
+    is_flag=True,
+    help="Play every rank by itself too, and say whether that gives another answer.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(
-    trace: Path, what_ifs: tuple[str, ...], plan_path: Path | None, cluster_path: Path | None, as_json: bool
+    trace: Path,
+    what_ifs: tuple[str, ...],
+    plan_path: Path | None,
+    cluster_path: Path | None,
+    check_folding: bool,
+    as_json: bool,
 ) -> None:
     """Replay the steps of TRACE: first as recorded, then as asked."""
     from headway.cluster import Cluster
@@ -49,11 +59,14 @@ def replay(
         replayer = Replayer(loaded, cluster)
         if plan is not None:
             plan.check(loaded.model, loaded.world_size)
-        base = replayer.replay()
+        base = replayer.base
         asked = plan is not None or what_if != WhatIf()
         result = replayer.replay(plan.strategy if plan else None, what_if) if asked else base
+        strategy = plan.strategy if plan else None
+        unfolded_ms = replayer.replay(strategy, what_if, fold=False).step_ms if check_folding else None
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
     recorded_ms = replayer.recorded_step_ms
+    uncertainty_ms = replayer.uncertainty_ms(result)
     error = base.step_ms / recorded_ms - 1
     graph = result.graph
     if as_json:
@@ -69,7 +82,9 @@ def replay(
                 "recorded_step_ms": recorded_ms,
                 "reproduced_step_ms": base.step_ms,
                 "error": error,
+                "uncertainty_ms": uncertainty_ms,
                 "what_if": what_if.describe(),
+                **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
             },
         )
         return
@@ -77,7 +92,7 @@ def replay(
     said = ", ".join(filter(None, [what_if.describe(), plan.strategy.describe() if plan else ""]))
     if asked:
         console.print(
-            f"{result.step_ms:.1f} ms a step with {said}: "
+            f"{result.step_ms:.1f} ± {uncertainty_ms:.1f} ms a step with {said}: "
             f"{base.step_ms / result.step_ms:.2f} times as quick as the recorded job replayed ({base.step_ms:.1f} ms)."
         )
     else:
@@ -87,6 +102,12 @@ def replay(
     console.print(_table(breakdown_ms))
     if graph.ranks < graph.world_size:
         console.print(f"The other {graph.world_size - graph.ranks} ranks do the same as these, in turn.")
+    if unfolded_ms is not None:
+        differs = unfolded_ms / result.step_ms - 1
+        console.print(
+            f"Folding: {graph.ranks} of {graph.world_size} ranks were played. All of them by themselves take "
+            f"{unfolded_ms:.3f} ms a step, {differs:+.4%}."
+        )
     console.print(
         f"links: {replayer.cluster.source}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."

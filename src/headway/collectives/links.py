@@ -98,7 +98,11 @@ class Links:
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
         latency_ns = round((cluster.local_latency_us if local else cluster.latency_us) * 1e3)
-        queue = (connection * self._ranks + sender) * cluster.world_size + receiver
+        queue = (
+            0
+            if cluster.sharing == "queued"
+            else (connection * self._ranks + sender) * cluster.world_size + receiver
+        )
         empty = builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns)
         if local:
             return empty, builder.route(2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns)

@@ -6,10 +6,13 @@ points at which a strategy acts. Replay lays a strategy over it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import NamedTuple
 
+from headway.errors import TraceError
 from headway.graph.intervals import Intervals
 from headway.graph.update_cost import is_beside, update_cost_beside
 from headway.trace.events import Event, Events, Kind
@@ -90,15 +93,30 @@ class Timeline:
         return Timeline(self.rank, self.step, items, self.beside_ns)
 
 
-def timelines_of(trace: Trace) -> dict[int, tuple[Timeline, ...]]:
-    """Every rank's recorded steps as timelines."""
+def timelines_of(
+    trace: Trace, factors: Mapping[str, float] = MappingProxyType({})
+) -> dict[int, tuple[Timeline, ...]]:
+    """Every rank's recorded steps as timelines.
+
+    ``factors`` multiply the time of what was recorded under a name that a pattern matches: of operators and kernels, or
+    of modules where no operator has such a name. Raises TraceError for a pattern that nothing matches.
+    """
+    quickened = {rank: _Quickened(events, factors) for rank, events in trace.events.items()}
+    for pattern in factors:
+        if not any(each.matches(pattern) for each in quickened.values()):
+            raise TraceError(
+                "no operator and no module was recorded under such a name", got=repr(pattern),
+                fix="headway record --detail operators records operators, --detail kernels kernels.",
+            )  # fmt: skip
     forward_order = frozenset(trace.model.forward_order)
     under_way = collectives_under_way(trace)
     timelines: dict[int, tuple[Timeline, ...]] = {}
     for rank, events in trace.events.items():
         share = _Share(trace.world_size, update_cost_beside(events, trace.world_size).overhead_ns)
         timelines[rank] = tuple(
-            _timeline(rank, step, events.of_step(step), forward_order, under_way[rank], share)
+            _timeline(
+                rank, step, events.of_step(step), forward_order, under_way[rank], share, quickened[rank]
+            )
             for step in trace.steps
         )
     return timelines
@@ -131,6 +149,35 @@ class _Share(NamedTuple):
         return round(max(0.0, sum(beside)) * self.ranks) if beside else None
 
 
+class _Quickened:
+    """How long stretches of one rank take where what matches patterns takes another time."""
+
+    def __init__(self, events: Events, factors: Mapping[str, float]) -> None:
+        spans = {pattern: _matched(events, pattern) for pattern in factors}
+        self._found = {pattern for pattern, own in spans.items() if own}
+        self._matched = [(Intervals(own), factors[pattern]) for pattern, own in spans.items()]
+
+    def matches(self, pattern: str) -> bool:
+        return pattern in self._found
+
+    def duration_ns(self, start_ns: int, end_ns: int) -> int:
+        taken = float(end_ns - start_ns)
+        for found, factor in self._matched:
+            taken *= 1 - found.share_of(start_ns, end_ns) * (1 - factor)
+        return round(taken)
+
+
+def _matched(events: Events, pattern: str) -> list[tuple[int, int]]:
+    """The spans of operators whose names match, or of modules where there are none."""
+    for kinds in ((Kind.OPERATOR,), (Kind.FORWARD, Kind.BACKWARD)):
+        spans = [
+            (row.start_ns, row.end_ns) for row in events.of_kind(*kinds) if fnmatchcase(row.name, pattern)
+        ]
+        if spans:
+            return spans
+    return []
+
+
 class _Cut(NamedTuple):
     time_ns: int
     order: int
@@ -138,7 +185,13 @@ class _Cut(NamedTuple):
 
 
 def _timeline(
-    rank: int, step: int, events: Events, owners: frozenset[str], under_way: Intervals, share: _Share
+    rank: int,
+    step: int,
+    events: Events,
+    owners: frozenset[str],
+    under_way: Intervals,
+    share: _Share,
+    quickened: _Quickened,
 ) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
@@ -158,7 +211,8 @@ def _timeline(
         if time_ns > now_ns:
             if not _inside(now_ns, waits):
                 overlap = under_way.share_of(now_ns, time_ns)
-                items.append(Item(_part_at(now_ns, parts), "", time_ns - now_ns, overlap=overlap))
+                duration_ns = quickened.duration_ns(now_ns, time_ns)
+                items.append(Item(_part_at(now_ns, parts), "", duration_ns, overlap=overlap))
             now_ns = time_ns
         if cut.item is not None:
             items.append(cut.item)

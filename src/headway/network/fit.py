@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import KINDS, NATIVE, RING, SERVERS, cost_name, sent_bytes
@@ -16,6 +18,7 @@ from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
 DEFAULT_LATENCY_US = 100.0
+HUBER_LIMIT, HUBER_ROUNDS = 1.345, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,9 @@ class BusyPeriod:
 def cluster_from_trace(trace: Trace) -> Cluster:
     """Fit the links of the job that was recorded: one rate for all hosts, and the collective's overhead.
 
-    Least squares of busy time against the number of collectives and the bytes sent, over the periods in which
-    gradients were under way. Raises TraceError where the trace holds no collective of gradients, or where
-    ranks of one host are not consecutive.
+    Busy time against the number of collectives and the bytes sent, over the periods in which gradients were under way,
+    robustly; ``source`` says how far off that is. Raises TraceError where the trace holds no collective of gradients,
+    or where ranks of one host are not consecutive.
     """
     periods, names = busy_periods(trace)
     if trace.world_size == 1 or not periods:
@@ -42,14 +45,15 @@ def cluster_from_trace(trace: Trace) -> Cluster:
                 fix="Measure the links with headway probe and pass --cluster.",
             )
         return _cluster(trace, 100.0, {}, "one rank: no link")
-    overhead_ns, ns_per_byte = _fit(periods)
-    if ns_per_byte <= 0:
+    fit = _fit(periods)
+    if fit.ns_per_byte <= 0:
         raise TraceError(
             "the trace's collectives of gradients took no time, so link rates cannot be fitted",
             fix="Measure the links with headway probe and pass --cluster.",
         )
-    costs = dict.fromkeys(names, AlgorithmCost(overhead_us=max(0.0, overhead_ns / 1e3))) | host_costs(trace)
-    return _cluster(trace, 8.0 / ns_per_byte, costs, "fitted from a trace")
+    cost = AlgorithmCost(overhead_us=fit.overhead_ns / 1e3, fit_error=fit.error)
+    source = f"fitted from a trace, a median of {fit.error:.1%} off its collectives"
+    return _cluster(trace, 8.0 / fit.ns_per_byte, dict.fromkeys(names, cost) | host_costs(trace), source)
 
 
 def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
@@ -110,19 +114,45 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     return periods, sorted(names)
 
 
-def _fit(periods: list[BusyPeriod]) -> tuple[float, float]:
-    """Overhead (ns a collective, >= 0) and cost (ns a byte, > 0) that explain the busy periods best."""
+class _Fit(NamedTuple):
+    overhead_ns: float  # a collective
+    ns_per_byte: float
+    error: float  # by how much a period is off, in the median
+
+
+def _fit(periods: list[BusyPeriod]) -> _Fit:
+    """Overhead (ns a collective, >= 0) and cost (ns a byte, > 0) that explain the busy periods best.
+
+    Relative errors count, and those far off the others count less the further off they are (Huber, 1964), so that a
+    few periods in which something else held the network up do not decide.
+    """
     counts = np.array([period.count for period in periods], dtype=float)
     sizes = np.array([period.wire_bytes for period in periods])
-    durations = np.array([period.duration_ns for period in periods], dtype=float)
-    only_bytes = float(np.median(durations / np.maximum(sizes, 1.0)))
+    durations = np.maximum(1.0, np.array([period.duration_ns for period in periods], dtype=float))
+    ns_per_byte = float(np.median(durations / np.maximum(sizes, 1.0)))
+    overhead_ns = 0.0
     spread = float(np.ptp(sizes / counts)) / max(1.0, float(np.max(sizes / counts)))
-    if len(periods) < 4 or spread < 0.05:  # one size only: rate and overhead cannot be told apart
-        return 0.0, only_bytes
-    (overhead_ns, ns_per_byte), *_ = np.linalg.lstsq(np.stack([counts, sizes], axis=1), durations, rcond=None)
-    if overhead_ns < 0 or ns_per_byte <= 0:
-        return 0.0, float(sizes @ durations / (sizes @ sizes))
-    return float(overhead_ns), float(ns_per_byte)
+    if len(periods) >= 4 and spread >= 0.05:  # with one size only, rate and overhead cannot be told apart
+        columns = np.stack([counts, sizes], axis=1) / durations[:, None]
+        found = _robust(columns)
+        if found[0] < 0:
+            found = np.array([0.0, *_robust(columns[:, 1:])])
+        if found[1] > 0:
+            overhead_ns, ns_per_byte = found.tolist()
+    errors = np.abs((overhead_ns * counts + ns_per_byte * sizes) / durations - 1)
+    return _Fit(overhead_ns, ns_per_byte, float(np.median(errors)))
+
+
+def _robust(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The weights of ``columns`` whose sum is nearest to one, by Huber's criterion."""
+    weights = np.ones(len(columns))
+    found = np.zeros(columns.shape[1])
+    for _ in range(HUBER_ROUNDS):
+        found, *_ = np.linalg.lstsq(columns * weights[:, None], weights, rcond=None)
+        residuals = np.abs(columns @ found - 1)
+        scale = max(1e-6, 1.4826 * float(np.median(residuals)))
+        weights = np.sqrt(np.minimum(1.0, HUBER_LIMIT * scale / np.maximum(residuals, 1e-12)))
+    return found
 
 
 def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source: str) -> Cluster:

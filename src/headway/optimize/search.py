@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from headway.errors import UserError
 from headway.graph.step_profile import profile_of
@@ -90,9 +87,7 @@ def candidate_strategies(
 def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
     """Replay every candidate, the planner's best among them. ``progress`` is told how many of how many are done."""
     begun = time.perf_counter()
-    baseline = replayer.replay()
-    spread_ms = _standard_error_ms(replayer.recorded_step_times_ms)
-    error = abs(baseline.step_ms - replayer.recorded_step_ms) / replayer.recorded_step_ms
+    baseline = replayer.base
     forms, note = replayer.permitted
     model = replayer.trace.model
     with times_in_range():
@@ -102,7 +97,7 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
         result = replayer.replay(strategy)
-        uncertainty_ms = math.hypot(2 * spread_ms, error * result.step_ms)
+        uncertainty_ms = replayer.uncertainty_ms(result)
         changes = _changes(replayer.recorded_strategy, strategy, model)
         candidates.append(Candidate(strategy.describe(), strategy, result.step_ms, uncertainty_ms, changes))
         if progress:
@@ -149,10 +144,6 @@ def plan_of(candidate: Candidate, replayer: Replayer, baseline_ms: float) -> Pla
         ),
         cluster=replayer.cluster,
     )
-
-
-def _standard_error_ms(times_ms: tuple[float, ...]) -> float:
-    return float(np.std(times_ms, ddof=1) / math.sqrt(len(times_ms))) if len(times_ms) > 1 else 0.0
 
 
 def _changes(before: Strategy, after: Strategy, model: ModelSpec) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ import numpy as np
 
 from headway.cluster import Cluster
 from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.dataflow import Dataflow
 from headway.graph.timeline import Part
 from headway.predict.workload import Workload
-from headway.replay.engine import play
+from headway.replay.disturbance import play_disturbed
 from headway.replay.folding import period_of
 from headway.replay.memory import peak_bytes
 from headway.replay.replayer import check_size, times_in_range
@@ -50,20 +51,15 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
 
     Raises UserError where the graph would be too large or times are out of range.
     """
-    schedule = strategy.decide(workload.spec)
-    period = period_of(cluster, 1)
-    folded = period if period < cluster.world_size else 0
-    ranks = [[workload.timeline(rank, step) for step in range(STEPS)] for rank in range(period)]
+    graph, dataflow = lay_out(workload, cluster, strategy)
     with times_in_range():
-        check_size(ranks, cluster.world_size, schedule)
-        graph = GraphBuilder(cluster, workload.spec, schedule, folded)
-        walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
-        dataflow = graph.close()
-        played = play(dataflow)
+        played = play_disturbed(graph, dataflow, cluster.compute_slowdown)
     parts_ns: dict[str, int] = defaultdict(int)
     for stretch in graph.stretches:
         if stretch.rank == 0 and stretch.step == STEPS - 1:
-            parts_ns[stretch.part] += int(dataflow.duration_ns[stretch.operation])
+            parts_ns[stretch.part] += int(
+                played.end_ns[stretch.operation] - played.start_ns[stretch.operation]
+            )
     last, before = (played.end_ns[graph.boundaries[step]] for step in (STEPS - 1, STEPS - 2))
     step_ns = float(np.mean(last - before))
     exposed_ns = step_ns - sum(parts_ns.values())
@@ -79,6 +75,18 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
             "exposed_communication": exposed_ns / 1e6,
             "optimizer": parts_ns[Part.OPTIMIZER] / 1e6,
         },
-        peak_bytes=peak_bytes(workload.spec, schedule, cluster.world_size),
+        peak_bytes=peak_bytes(workload.spec, graph.schedule, cluster.world_size),
         operations=len(dataflow),
     )
+
+
+def lay_out(workload: Workload, cluster: Cluster, strategy: Strategy) -> tuple[GraphBuilder, Dataflow]:
+    """The graph of ``STEPS`` steps. Hosts that are alike are in it once. Raises as ``predict`` does."""
+    schedule = strategy.decide(workload.spec)
+    period = period_of(cluster, 1)
+    ranks = [[workload.timeline(rank, step) for step in range(STEPS)] for rank in range(period)]
+    with times_in_range():
+        check_size(ranks, cluster.world_size, schedule)
+        graph = GraphBuilder(cluster, workload.spec, schedule, period if period < cluster.world_size else 0)
+        walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
+        return graph, graph.close()

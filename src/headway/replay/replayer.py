@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,8 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
+from headway.collectives.selection import native
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.dataflow import Dataflow
@@ -33,6 +35,8 @@ from headway.trace.events import Kind
 from headway.trace.format import Trace
 
 MAX_OPERATIONS = 60_000_000
+LAUNCHING = (Point.READY, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
+DRAWN_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
 BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
@@ -40,11 +44,13 @@ BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 class ReplayResult:
     """One replay: the graph as built, when its operations ran, and the step time that follows.
 
-    ``step_ms`` is the mean over the replayed steps and ranks; ``step_times_ms`` holds each step's mean.
+    ``step_ms`` is the mean over the replayed steps and ranks; ``step_times_ms`` holds each step's mean. Of it,
+    ``waiting_ms`` is what ranks did not compute in: they waited for communication, or for each other.
     """
 
     step_ms: float
     step_times_ms: tuple[float, ...]
+    waiting_ms: float
     operations: int
     elapsed_s: float
     peak_bytes: int
@@ -82,9 +88,13 @@ class Replayer:
                 expected=f"the trace's {trace.world_size}",
                 fix="To change the number of workers, use --what-if workers=N.",
             )
-        self.timelines = {
+        self.timelines = self._timelines({})
+
+    def _timelines(self, factors: Mapping[str, float]) -> Mapping[int, tuple[Timeline, ...]]:
+        """The recorded steps, where what matches patterns takes so many times as long."""
+        return {
             rank: tuple(timeline.undisturbed(self.cluster.compute_slowdown) for timeline in timelines)
-            for rank, timelines in timelines_of(trace).items()
+            for rank, timelines in timelines_of(self.trace, factors).items()
         }
 
     @cached_property
@@ -113,6 +123,26 @@ class Replayer:
         """The mean recorded step, over steps and ranks."""
         return float(np.mean(self.recorded_step_times_ms))
 
+    @cached_property
+    def base(self) -> ReplayResult:
+        """The recorded job replayed as it was."""
+        return self.replay()
+
+    def uncertainty_ms(self, result: ReplayResult) -> float:
+        """By how much ``result.step_ms`` may be off, as far as the record tells: two standard errors, about.
+
+        What the recorded steps vary by, as the error of their mean; what replay misses of the recorded step, in
+        proportion; and what the fit of the links missed, in proportion to the time that is waited.
+        """
+        missed = abs(self.base.step_ms / self.recorded_step_ms - 1)
+        costs = [collective.selection.cost(result.graph.cluster) for collective in result.graph.collectives]
+        unfitted = max((cost.fit_error for cost in costs), default=0.0)
+        return math.hypot(
+            2 * _standard_error_ms(self.recorded_step_times_ms),
+            missed * result.step_ms,
+            unfitted * result.waiting_ms,
+        )
+
     def replay(
         self,
         strategy: Strategy | None = None,
@@ -138,6 +168,7 @@ class Replayer:
         return ReplayResult(
             step_ms=float(np.mean(times_ms)),
             step_times_ms=tuple(times_ms),
+            waiting_ms=_waiting_ms(graph, played),
             operations=len(dataflow),
             elapsed_s=time.perf_counter() - begun,
             peak_bytes=peak_bytes(graph.model, graph.schedule, graph.world_size),
@@ -163,10 +194,10 @@ class Replayer:
             self._checked = True
         cluster = what_if.apply(self.cluster)
         schedule = strategy.decide(self.trace.model)
-        ranks = self._ranks(cluster.world_size, what_if)
+        draws = self._draws(cluster, schedule)
         alike = fold and not what_if.of_ranks
-        period = period_of(cluster, len(self.timelines)) if alike else cluster.world_size
-        del ranks[period:]
+        period = period_of(cluster, draws * len(self.timelines)) if alike else cluster.world_size
+        ranks = self._ranks(period, what_if, draws)
         check_size(ranks, cluster.world_size, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, self.trace.model, schedule, folded)
@@ -185,15 +216,52 @@ class Replayer:
     def _recorded_schedule(self) -> BucketSchedule:
         return self.recorded_strategy.decide(self.trace.model)
 
-    def _ranks(self, world_size: int, what_if: WhatIf) -> list[list[Timeline]]:
-        """One list of timelines a rank; ranks that were not recorded repeat the recorded ones in turn."""
-        recorded = sorted(self.timelines)
+    def _draws(self, cluster: Cluster, schedule: BucketSchedule) -> int:
+        """How often the recorded ranks are drawn, each time from another step on, before they repeat.
+
+        As often as more workers need and there are steps, where that many ranks can be played in good time: the more
+        different ranks there are, the longer everybody waits for the slowest.
+        """
+        recorded = len(self.timelines)
+        rounds = -(-cluster.world_size // recorded)
+        steps = len(self.timelines[min(self.timelines)])
+        if rounds == 1 or steps == 1 or not self._steps_are_alike:
+            return 1
+        once = self._ranks(1, WhatIf(), 1)
+        operations = _operations(once, cluster.world_size, schedule)
+        for draws in range(min(rounds, steps), 1, -1):
+            if operations * period_of(cluster, draws * recorded) <= DRAWN_OPERATIONS:
+                return draws
+        return 1
+
+    @cached_property
+    def _steps_are_alike(self) -> bool:
+        """Whether all steps launch the same, so that ranks may be in different ones at a time."""
+        launches = {
+            tuple(
+                sorted(
+                    (item.kind, item.name, item.size_bytes)
+                    for item in timeline.items
+                    if item.kind in LAUNCHING
+                )
+            )
+            for timelines in self.timelines.values()
+            for timeline in timelines
+        }
+        return len(launches) == 1
+
+    def _ranks(self, count: int, what_if: WhatIf, draws: int) -> list[list[Timeline]]:
+        """One list of timelines a rank; ranks that were not recorded repeat the recorded ones, from another step on."""
+        own = self._timelines(what_if.of_kernels) if what_if.of_kernels else self.timelines
+        recorded = sorted(own)
         ranks = []
-        for rank in range(world_size):
-            timelines = self.timelines[recorded[rank % len(recorded)]]
+        for rank in range(count):
+            timelines = own[recorded[rank % len(recorded)]]
+            first = rank // len(recorded) % draws
             compute = what_if.compute * what_if.of_ranks.get(rank, 1.0)
             if compute != 1.0:
                 timelines = tuple(timeline.scaled(compute) for timeline in timelines)
+            timelines = (*timelines[first:], *timelines[:first])
             ranks.append([timelines[0], *timelines])
         return ranks
 
@@ -204,20 +272,26 @@ def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
     return lengths
 
 
-def check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
-    """Refuse what would take too long, by what is launched: a bucket's collectives a pass, and blocking ones."""
-    items = collectives = 0
-    pieces = sum(
-        schedule.algorithms.select(ALL_GATHER, bucket.size_bytes, world_size).pieces
-        for bucket in schedule.buckets
+def _waiting_ms(graph: GraphBuilder, schedule: Schedule) -> float:
+    """The mean over steps and ranks of what main threads stood still for, the step before the first one left out."""
+    computed_ns = sum(
+        int(schedule.end_ns[each.operation] - schedule.start_ns[each.operation])
+        for each in graph.stretches
+        if each.step > 0
     )
-    for timelines in ranks:
-        launched = 0
-        for item in (item for timeline in timelines for item in timeline.items):
-            items += 1
-            launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
-        collectives = max(collectives, launched)
-    operations = items + collectives * len(ranks) * (4 * world_size + 4)
+    first, last = (np.array(graph.boundaries[step]) for step in (0, max(graph.boundaries)))
+    steps = len(graph.boundaries) - 1
+    took_ns = float((schedule.end_ns[last] - schedule.end_ns[first]).mean())
+    return max(0.0, (took_ns - computed_ns / graph.ranks) / steps / 1e6)
+
+
+def _standard_error_ms(times_ms: Sequence[float]) -> float:
+    return float(np.std(times_ms, ddof=1) / math.sqrt(len(times_ms))) if len(times_ms) > 1 else 0.0
+
+
+def check_size(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
+    """Refuse what would take too long."""
+    operations = _operations(ranks, world_size, schedule)
     if operations > MAX_OPERATIONS:
         raise UserError(
             "the replay would be too large",
@@ -225,6 +299,23 @@ def check_size(ranks: list[list[Timeline]], world_size: int, schedule: BucketSch
             expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
             fix="Replay fewer workers, or record fewer steps.",
         )
+
+
+def _operations(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> int:
+    """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
+    items = collectives = 0
+    sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
+    if schedule.gather_order:
+        pieces = sum(schedule.algorithms.select(ALL_GATHER, size, world_size).pieces for size in sizes_bytes)
+    else:
+        pieces = sum(native(ALL_REDUCE, size, world_size).pieces for size in sizes_bytes)
+    for timelines in ranks:
+        launched = 0
+        for item in (item for timeline in timelines for item in timeline.items):
+            items += 1
+            launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
+        collectives = max(collectives, launched)
+    return items + collectives * len(ranks) * (4 * world_size + 4)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ MAX_WORKERS = 65_536
 MAX_WORKERS_A_HOST = 4096
 LEAST_FACTOR = 1e-6
 FORMS = (
-    "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, workers=4x8, bandwidth:HOST=0.5x, compute:RANK=2x or "
-    "traffic:HOST:HOST=100mbit"
+    "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, workers=4x8, bandwidth:HOST=0.5x, compute:RANK=2x, "
+    "kernels:PATTERN=0.5x or traffic:HOST:HOST=100mbit"
 )
 TRAFFIC_FORM = "a rate such as 100mbit, of all the time or of some as in 100mbit@200ms-1s"
 UP, DOWN = "up", "down"
@@ -27,7 +27,8 @@ class WhatIf:
 
     ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
     stands for devices twice as fast). ``of_links`` multiplies the rate of single links, by the name of their host and
-    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks. ``traffic`` is what
+    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks, ``of_kernels`` that of
+    operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is what
     others send over the same links, besides what the cluster says. Each worker keeps its batch when their number
     changes.
     """
@@ -39,6 +40,7 @@ class WhatIf:
     workers_a_host: int | None = None
     of_links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     of_ranks: Mapping[int, float] = field(default_factory=dict)
+    of_kernels: Mapping[str, float] = field(default_factory=dict)
     traffic: tuple[Traffic, ...] = ()
 
     @classmethod
@@ -49,6 +51,7 @@ class WhatIf:
         of_ranks: dict[int, float] = {}
         workers = workers_a_host = None
         traffic: list[Traffic] = []
+        of_kernels: dict[str, float] = {}
         for text in texts:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
@@ -63,12 +66,20 @@ class WhatIf:
             elif equals and colon and what == "compute" and whose.isdecimal() and len(whose) < 10:
                 factor = parse_factor(value, f"--what-if {key}")
                 of_ranks[int(whose)] = of_ranks.get(int(whose), 1.0) * factor
+            elif equals and what == "kernels" and whose:
+                factor = parse_factor(value, f"--what-if {key}")
+                of_kernels[whose] = of_kernels.get(whose, 1.0) * factor
             elif equals and what == "traffic" and whose.count(":") == 1:
                 source, target = whose.split(":")
                 traffic.append(_traffic(source, target, value))
             else:
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
-        for named, factor in (*factors.items(), *of_links.items(), *of_ranks.items()):
+        for named, factor in (
+            *factors.items(),
+            *of_links.items(),
+            *of_ranks.items(),
+            *of_kernels.items(),
+        ):
             if not LEAST_FACTOR <= factor <= 1 / LEAST_FACTOR:
                 expected = f"{LEAST_FACTOR:g}x to {1 / LEAST_FACTOR:g}x in all"
                 raise UserError(f"--what-if {named} is out of range", got=f"{factor:g}x", expected=expected)
@@ -118,6 +129,7 @@ class WhatIf:
                 ("compute time", self.compute),
                 *((f"bandwidth {way} of {name}", factor) for (name, way), factor in self.of_links.items()),
                 *((f"compute time of rank {rank}", factor) for rank, factor in self.of_ranks.items()),
+                *((f"time of {pattern}", factor) for pattern, factor in self.of_kernels.items()),
             )
             if factor != 1.0
         ]

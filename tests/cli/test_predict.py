@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.cli.main import run
+
+CLUSTER = "edr-100g-pcie"
+
+
+def test_the_first_line_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "vgg16", "--cluster", CLUSTER, "--workers", "4,8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "ms a step of VGG-16 on 8 workers with " in lines[0]
+    assert "samples/s" in lines[0]
+    assert any("ddp" in line and " 4 " in line for line in lines)
+    assert "EDR InfiniBand" in lines[-1]
+
+
+def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workers", "1,8", "--strategy", "ddp", "--strategy", "ddp:bucket_cap_mb=100", "--json"]
+    assert run(["predict", "resnet50", "--cluster", CLUSTER, *options]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["kind"] == "prediction"
+    assert {"step_ms", "breakdown_ms", "peak_bytes", "operations", "elapsed_s", "crossovers"} <= set(said)
+    assert [(each["workers"], each["strategy"]) for each in said["predictions"]] == [
+        (workers, strategy) for workers in (1, 8) for strategy in ("ddp", "ddp:bucket_cap_mb=100")
+    ]
+    assert said["step_ms"] == min(each["step_ms"] for each in said["predictions"][2:])
+    assert set(said["breakdown_ms"]) == set(said["peak_bytes"]) == {str(rank) for rank in range(8)}
+    assert sum(said["breakdown_ms"]["0"].values()) == pytest.approx(said["step_ms"])
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("scaling.png", "scaling.svg"):
+        options = ["--workers", "2,4", "--strategy", "ddp", "--plot", str(tmp_path / name)]
+        assert run(["predict", "vgg16", "--cluster", CLUSTER, *options]) == 0
+    capsys.readouterr()
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "scaling.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-model", "--cluster", CLUSTER],
+        ["vgg16"],
+        ["vgg16", "--cluster", "no-such-cluster"],
+        ["vgg16", "--cluster", "missing.yaml"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "0"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "2,x"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "99999"],
+        ["vgg16", "--cluster", CLUSTER, "--device", "abacus"],
+        ["vgg16", "--cluster", CLUSTER, "--device", "here"],
+        ["vgg16", "--cluster", CLUSTER, "--optimizer", "magic"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "magic"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "scaling.docx"],
+        ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "no/such/folder/scaling.png"],
+        ["no_such_module:f", "--cluster", CLUSTER],
+        ["missing.yaml", "--cluster", CLUSTER],
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["predict", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("headway: ")
+    assert said.err.count("\n") == 1
