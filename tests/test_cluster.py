@@ -65,7 +65,7 @@ def test_traffic_needs_hosts_and_leaves_with_them() -> None:
     assert busy.resized(3).traffic == (traffic,)
     assert busy.resized(1).traffic == ()
     for target in ("host0", "host9"):
-        with pytest.raises(ValueError, match="itself|not there"):
+        with pytest.raises(ValueError, match=r"itself|not there"):
             Cluster.model_validate(
                 {**cluster((1, 1)).model_dump(), "traffic": [{**traffic.model_dump(), "target": target}]}
             )

@@ -74,7 +74,7 @@ def test_ranks_that_share_cores_keep_each_other_from_them() -> None:
 
 def test_messages_share_a_link_or_queue_for_it() -> None:
     """A small push beside a large one: at half the rate, or behind all of it."""
-    ends = {}
+    ends: dict[str, int] = {}
     for sharing in ("shared", "queued"):
         links = Links(cluster(3, sharing=sharing))
         builder = DataflowBuilder(links.resources)

@@ -143,10 +143,10 @@ def _fit(periods: list[BusyPeriod]) -> _Fit:
     return _Fit(overhead_ns, ns_per_byte, float(np.median(errors)))
 
 
-def _robust(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _robust(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.floating]:
     """The weights of ``columns`` whose sum is nearest to one, by Huber's criterion."""
     weights = np.ones(len(columns))
-    found = np.zeros(columns.shape[1])
+    found: npt.NDArray[np.floating] = np.zeros(columns.shape[1])
     for _ in range(HUBER_ROUNDS):
         found, *_ = np.linalg.lstsq(columns * weights[:, None], weights, rcond=None)
         residuals = np.abs(columns @ found - 1)

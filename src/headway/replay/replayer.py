@@ -90,7 +90,7 @@ class Replayer:
             )
         self.timelines = self._timelines({})
 
-    def _timelines(self, factors: Mapping[str, float]) -> Mapping[int, tuple[Timeline, ...]]:
+    def _timelines(self, factors: Mapping[str, float]) -> dict[int, tuple[Timeline, ...]]:
         """The recorded steps, where what matches patterns takes so many times as long."""
         return {
             rank: tuple(timeline.undisturbed(self.cluster.compute_slowdown) for timeline in timelines)

@@ -27,10 +27,9 @@ class WhatIf:
 
     ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
     stands for devices twice as fast). ``of_links`` multiplies the rate of single links, by the name of their host and
-    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks, ``of_kernels`` that of
-    operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is what
-    others send over the same links, besides what the cluster says. Each worker keeps its batch when their number
-    changes.
+    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks, ``of_kernels`` that
+    of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is what others send over the
+    same links, besides what the cluster says. Each worker keeps its batch when their number changes.
     """
 
     bandwidth: float = 1.0
@@ -88,8 +87,11 @@ class WhatIf:
             workers_a_host=workers_a_host,
             of_links=of_links,
             of_ranks=of_ranks,
+            of_kernels=of_kernels,
             traffic=tuple(traffic),
-            **factors,
+            bandwidth=factors["bandwidth"],
+            latency=factors["latency"],
+            compute=factors["compute"],
         )
 
     def apply(self, cluster: Cluster) -> Cluster:
