@@ -225,7 +225,7 @@ def test_a_strategy_the_trace_names_wrongly_is_one_line() -> None:
 @pytest.mark.parametrize("point", [Point.BLOCKING, Point.BACKWARD_END])
 def test_everything_that_is_launched_counts_to_the_size(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replayer = Replayer(as_bucketed(synthetic_trace(job())), cluster_of(job()))
-    monkeypatch.setattr("headway.replay.replayer.MAX_OPERATIONS", 5000)
+    monkeypatch.setattr("headway.replay.size.MAX_OPERATIONS", 5000)
     replayer.replay()
     first, *others = replayer.timelines[0]
     more = Timeline(0, first.step, (*first.items, *[Item(point, "all_reduce", 0, 4)] * 200))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
 from headway.errors import TraceError
 from headway.graph.intervals import Intervals
+from headway.graph.quickened import Quickened
 from headway.graph.update_cost import is_beside, update_cost_beside
 from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
@@ -101,7 +101,7 @@ def timelines_of(
     ``factors`` multiply the time of what was recorded under a name that a pattern matches: of operators and kernels, or
     of modules where no operator has such a name. Raises TraceError for a pattern that nothing matches.
     """
-    quickened = {rank: _Quickened(events, factors) for rank, events in trace.events.items()}
+    quickened = {rank: Quickened(events, factors) for rank, events in trace.events.items()}
     for pattern in factors:
         if not any(each.matches(pattern) for each in quickened.values()):
             raise TraceError(
@@ -149,35 +149,6 @@ class _Share(NamedTuple):
         return round(max(0.0, sum(beside)) * self.ranks) if beside else None
 
 
-class _Quickened:
-    """How long stretches of one rank take where what matches patterns takes another time."""
-
-    def __init__(self, events: Events, factors: Mapping[str, float]) -> None:
-        spans = {pattern: _matched(events, pattern) for pattern in factors}
-        self._found = {pattern for pattern, own in spans.items() if own}
-        self._matched = [(Intervals(own), factors[pattern]) for pattern, own in spans.items()]
-
-    def matches(self, pattern: str) -> bool:
-        return pattern in self._found
-
-    def duration_ns(self, start_ns: int, end_ns: int) -> int:
-        taken = float(end_ns - start_ns)
-        for found, factor in self._matched:
-            taken *= 1 - found.share_of(start_ns, end_ns) * (1 - factor)
-        return round(taken)
-
-
-def _matched(events: Events, pattern: str) -> list[tuple[int, int]]:
-    """The spans of operators whose names match, or of modules where there are none."""
-    for kinds in ((Kind.OPERATOR,), (Kind.FORWARD, Kind.BACKWARD)):
-        spans = [
-            (row.start_ns, row.end_ns) for row in events.of_kind(*kinds) if fnmatchcase(row.name, pattern)
-        ]
-        if spans:
-            return spans
-    return []
-
-
 class _Cut(NamedTuple):
     time_ns: int
     order: int
@@ -191,7 +162,7 @@ def _timeline(
     owners: frozenset[str],
     under_way: Intervals,
     share: _Share,
-    quickened: _Quickened,
+    quickened: Quickened,
 ) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)

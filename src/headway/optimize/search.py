@@ -13,7 +13,8 @@ from headway.optimize.bounds import step_bound
 from headway.optimize.planner import Planned
 from headway.optimize.planner import plan as plan_schedules
 from headway.plan import Plan, PlannedModel, Prediction
-from headway.replay.replayer import Replayer, times_in_range
+from headway.replay.replayer import Replayer
+from headway.replay.size import times_in_range
 from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy

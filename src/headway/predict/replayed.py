@@ -17,7 +17,7 @@ from headway.predict.workload import Workload
 from headway.replay.disturbance import play_disturbed
 from headway.replay.folding import period_of
 from headway.replay.memory import peak_bytes
-from headway.replay.replayer import check_size, times_in_range
+from headway.replay.size import check_size, times_in_range
 from headway.strategies.base import Strategy
 from headway.strategies.loading import driver
 

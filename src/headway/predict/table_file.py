@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -41,6 +42,11 @@ class LayerRow(BaseModel):
     def _times_or_work(self) -> Self:
         if (self.forward_ms is None) == (self.flops is None):
             raise ValueError(f"layer {self.name!r} needs either forward_ms or flops")
+        for name, shape in self.parameters.items():
+            if math.prod(shape) > MAX_NUMEL:
+                raise ValueError(
+                    f"parameter {name!r} of layer {self.name!r} has more than {MAX_NUMEL} elements"
+                )
         return self
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,12 +12,10 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
-from headway.collectives.selection import native
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.dataflow import Dataflow
-from headway.graph.timeline import Point, Timeline, timelines_of
+from headway.graph.timeline import Timeline, timelines_of
 from headway.network.fit import cluster_from_trace, host_costs
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
@@ -26,6 +23,8 @@ from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
 from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
+from headway.replay.ranks import draws_of, ranks_of
+from headway.replay.size import check_size, times_in_range
 from headway.replay.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.base import Strategy
@@ -33,11 +32,6 @@ from headway.strategies.loading import driver
 from headway.strategies.registry import STRATEGIES
 from headway.trace.events import Kind
 from headway.trace.format import Trace
-
-MAX_OPERATIONS = 60_000_000
-LAUNCHING = (Point.READY, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
-DRAWN_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
-BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +188,12 @@ class Replayer:
             self._checked = True
         cluster = what_if.apply(self.cluster)
         schedule = strategy.decide(self.trace.model)
-        draws = self._draws(cluster, schedule)
+        own = self._timelines(what_if.of_kernels) if what_if.of_kernels else self.timelines
+        draws = draws_of(own, cluster, schedule)
         alike = fold and not what_if.of_ranks
-        period = period_of(cluster, draws * len(self.timelines)) if alike else cluster.world_size
-        ranks = self._ranks(period, what_if, draws)
+        period = period_of(cluster, draws * len(own)) if alike else cluster.world_size
+        computes = (what_if.compute * what_if.of_ranks.get(rank, 1.0) for rank in range(period))
+        ranks = ranks_of(own, draws, computes)
         check_size(ranks, cluster.world_size, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, self.trace.model, schedule, folded)
@@ -215,55 +211,6 @@ class Replayer:
     @cached_property
     def _recorded_schedule(self) -> BucketSchedule:
         return self.recorded_strategy.decide(self.trace.model)
-
-    def _draws(self, cluster: Cluster, schedule: BucketSchedule) -> int:
-        """How often the recorded ranks are drawn, each time from another step on, before they repeat.
-
-        As often as more workers need and there are steps, where that many ranks can be played in good time: the more
-        different ranks there are, the longer everybody waits for the slowest.
-        """
-        recorded = len(self.timelines)
-        rounds = -(-cluster.world_size // recorded)
-        steps = len(self.timelines[min(self.timelines)])
-        if rounds == 1 or steps == 1 or not self._steps_are_alike:
-            return 1
-        once = self._ranks(1, WhatIf(), 1)
-        operations = _operations(once, cluster.world_size, schedule)
-        for draws in range(min(rounds, steps), 1, -1):
-            if operations * period_of(cluster, draws * recorded) <= DRAWN_OPERATIONS:
-                return draws
-        return 1
-
-    @cached_property
-    def _steps_are_alike(self) -> bool:
-        """Whether all steps launch the same, so that ranks may be in different ones at a time."""
-        launches = {
-            tuple(
-                sorted(
-                    (item.kind, item.name, item.size_bytes)
-                    for item in timeline.items
-                    if item.kind in LAUNCHING
-                )
-            )
-            for timelines in self.timelines.values()
-            for timeline in timelines
-        }
-        return len(launches) == 1
-
-    def _ranks(self, count: int, what_if: WhatIf, draws: int) -> list[list[Timeline]]:
-        """One list of timelines a rank; ranks that were not recorded repeat the recorded ones, from another step on."""
-        own = self._timelines(what_if.of_kernels) if what_if.of_kernels else self.timelines
-        recorded = sorted(own)
-        ranks = []
-        for rank in range(count):
-            timelines = own[recorded[rank % len(recorded)]]
-            first = rank // len(recorded) % draws
-            compute = what_if.compute * what_if.of_ranks.get(rank, 1.0)
-            if compute != 1.0:
-                timelines = tuple(timeline.scaled(compute) for timeline in timelines)
-            timelines = (*timelines[first:], *timelines[:first])
-            ranks.append([timelines[0], *timelines])
-        return ranks
 
 
 def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
@@ -287,48 +234,6 @@ def _waiting_ms(graph: GraphBuilder, schedule: Schedule) -> float:
 
 def _standard_error_ms(times_ms: Sequence[float]) -> float:
     return float(np.std(times_ms, ddof=1) / math.sqrt(len(times_ms))) if len(times_ms) > 1 else 0.0
-
-
-def check_size(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
-    """Refuse what would take too long."""
-    operations = _operations(ranks, world_size, schedule)
-    if operations > MAX_OPERATIONS:
-        raise UserError(
-            "the replay would be too large",
-            got=f"about {operations:.1e} operations, {operations * BYTES_AN_OPERATION / 1e9:.0f} GB",
-            expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
-            fix="Replay fewer workers, or record fewer steps.",
-        )
-
-
-def _operations(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> int:
-    """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
-    items = collectives = 0
-    sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
-    if schedule.gather_order:
-        pieces = sum(schedule.algorithms.select(ALL_GATHER, size, world_size).pieces for size in sizes_bytes)
-    else:
-        pieces = sum(native(ALL_REDUCE, size, world_size).pieces for size in sizes_bytes)
-    for timelines in ranks:
-        launched = 0
-        for item in (item for timeline in timelines for item in timeline.items):
-            items += 1
-            launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
-        collectives = max(collectives, launched)
-    return items + collectives * len(ranks) * (4 * world_size + 4)
-
-
-@contextmanager
-def times_in_range() -> Iterator[None]:
-    """Say in words that times are more than replay can count."""
-    try:
-        yield
-    except OverflowError:
-        raise UserError(
-            "the replayed times are out of range",
-            expected="steps of less than a century",
-            fix="Check the rates and latencies of the cluster, and --what-if.",
-        ) from None
 
 
 def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:

@@ -1,0 +1,57 @@
+"""How large a replay would be: refused before anything is built, where it is too large or times out of range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
+from headway.collectives.selection import native
+from headway.errors import UserError
+from headway.graph.timeline import Point, Timeline
+from headway.scheduling.buckets import BucketSchedule
+
+MAX_OPERATIONS = 60_000_000
+BYTES_AN_OPERATION = 80  # its line, and when it started and ended
+
+
+def check_size(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
+    """Refuse what would take too long."""
+    operations = operations_of(ranks, world_size, schedule)
+    if operations > MAX_OPERATIONS:
+        raise UserError(
+            "the replay would be too large",
+            got=f"about {operations:.1e} operations, {operations * BYTES_AN_OPERATION / 1e9:.0f} GB",
+            expected=f"at most {MAX_OPERATIONS:.0e}, {MAX_OPERATIONS * BYTES_AN_OPERATION / 1e9:.0f} GB",
+            fix="Replay fewer workers, or record fewer steps.",
+        )
+
+
+def operations_of(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> int:
+    """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
+    items = collectives = 0
+    sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
+    if schedule.gather_order:
+        pieces = sum(schedule.algorithms.select(ALL_GATHER, size, world_size).pieces for size in sizes_bytes)
+    else:
+        pieces = sum(native(ALL_REDUCE, size, world_size).pieces for size in sizes_bytes)
+    for timelines in ranks:
+        launched = 0
+        for item in (item for timeline in timelines for item in timeline.items):
+            items += 1
+            launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
+        collectives = max(collectives, launched)
+    return items + collectives * len(ranks) * (4 * world_size + 4)
+
+
+@contextmanager
+def times_in_range() -> Iterator[None]:
+    """Say in words that times are more than replay can count."""
+    try:
+        yield
+    except OverflowError:
+        raise UserError(
+            "the replayed times are out of range",
+            expected="steps of less than a century",
+            fix="Check the rates and latencies of the cluster, and --what-if.",
+        ) from None
