@@ -100,19 +100,13 @@ def _predict(ranks: int) -> dict[str, Any]:
     from headway.predict.clusters import cluster_named
     from headway.predict.models import workload_named
     from headway.predict.replayed import lay_out
-    from headway.replay.engine import play
     from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
     workload = workload_named("resnet50", "a100", "momentum")
     cluster = cluster_named("hdr-200g-nvlink").resized(ranks)
     loaded = time.perf_counter()
     _, graph = lay_out(workload, cluster, DistributedDataParallelStrategy())
-    built = time.perf_counter()
-    schedule = play(graph)
-    played = time.perf_counter()
-    graph.wide.copy()
-    touched = time.perf_counter()
-    return _said(graph, schedule, (begin, loaded, built, played, touched))
+    return _played(graph, begin, loaded)
 
 
 def _measure(ranks: int, tensors: int) -> dict[str, Any]:
@@ -143,16 +137,18 @@ def _measure(ranks: int, tensors: int) -> dict[str, Any]:
             builder, links, program_of(RING, ALL_REDUCE), TENSOR_BYTES, tails, ends,
             connection=tensor % CHANNELS,
         )  # fmt: skip
-    graph = builder.close()
+    return _played(builder.close(), begin, loaded)
+
+
+def _played(graph: Any, begin: float, loaded: float) -> dict[str, Any]:
+    """Play a graph that has just been built, and say what all took."""
+    from headway.replay.engine import play
+
     built = time.perf_counter()
     schedule = play(graph)
     played = time.perf_counter()
     graph.wide.copy()
-    touched = time.perf_counter()
-    return _said(graph, schedule, (begin, loaded, built, played, touched))
-
-
-def _said(graph: Any, schedule: Any, moments: tuple[float, ...]) -> dict[str, Any]:
+    moments = (begin, loaded, built, played, time.perf_counter())
     load_s, build_s, play_s, touch_s = np.diff(moments).tolist()
     return {
         "operations": len(graph),
