@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.graph.dataflow import NO_RESOURCE, DataflowBuilder
+from headway.graph.dataflow import NO_RESOURCE, WHOLE, DataflowBuilder, Resources
 
 
 class Links:
@@ -22,9 +24,12 @@ class Links:
         self._host_of = cluster.host_of_rank
 
     @property
-    def resources(self) -> int:
-        """How many resources the links of the cluster are."""
-        return 2 * len(self._cluster.hosts) + 2 * self._cluster.world_size
+    def resources(self) -> Resources:
+        """The links of the cluster, up and down in turn, then local sends, then cores."""
+        rates = [gbps for host in self._cluster.hosts for gbps in (host.up_gbps, host.down_gbps)]
+        room = [gbps / max(rates) for gbps in rates] + [1.0] * (2 * self._cluster.world_size)
+        plain = Resources.plain(len(room))
+        return Resources(np.rint(np.array(room) * WHOLE).astype(np.int64), plain.burst_ns, plain.changes)
 
     def overhead(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
         """Add what a collective costs a rank before its first message."""
@@ -57,8 +62,8 @@ class Links:
                 sender=2 * len(cluster.hosts) + sender if size_bytes else NO_RESOURCE,
                 queue=queue,
             )
-        up_gbps, down_gbps = cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps
-        rate_gbps = min(up_gbps, down_gbps)
+        rate_gbps = min(cluster.hosts[source].up_gbps, cluster.hosts[target].down_gbps)
+        most_gbps = max(gbps for host in cluster.hosts for gbps in (host.up_gbps, host.down_gbps))
         return builder.operation(
             round(size_bytes * 8 / rate_gbps),
             after=after,
@@ -66,7 +71,7 @@ class Links:
             sender=2 * source if size_bytes else NO_RESOURCE,
             receiver=2 * target + 1 if size_bytes else NO_RESOURCE,
             queue=queue,
-            shares=(rate_gbps / up_gbps, rate_gbps / down_gbps),
+            asked=rate_gbps / most_gbps,
         )
 
     def handle(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: list[int]) -> int:

@@ -20,17 +20,17 @@ class DrawnOperation:
     receiver: int
     queue: int
     after: tuple[int, ...]
-    shares: tuple[float, float] = (1.0, 1.0)
+    asked: float = 1.0
 
 
 RESOURCES = 5
 
 
 @st.composite
-def drawn_operations(draw: st.DrawFn, most: int = 40, least_share: float = 1.0) -> list[DrawnOperation]:
+def drawn_operations(draw: st.DrawFn, most: int = 40, least_asked: float = 1.0) -> list[DrawnOperation]:
     """Operations in an order in which each may wait for earlier ones only."""
     operations = []
-    share = st.just(1.0) | st.floats(least_share, 1.0)
+    asked = st.just(1.0) | st.floats(least_asked, 1.0)
     for number in range(draw(st.integers(1, most))):
         sender, receiver = draw(st.integers(-1, RESOURCES - 1)), draw(st.integers(-1, RESOURCES - 1))
         operations.append(
@@ -41,7 +41,7 @@ def drawn_operations(draw: st.DrawFn, most: int = 40, least_share: float = 1.0) 
                 receiver=receiver,
                 queue=draw(st.integers(0, 2)),
                 after=tuple(draw(st.lists(st.integers(0, number - 1), max_size=3))) if number else (),
-                shares=(draw(share), draw(share)),
+                asked=draw(asked),
             )
         )
     return operations
@@ -49,13 +49,20 @@ def drawn_operations(draw: st.DrawFn, most: int = 40, least_share: float = 1.0) 
 
 @st.composite
 def drawn_resources(draw: st.DrawFn) -> Resources:
-    """Some that save nothing, and changes of how much there is of them."""
+    """Some that are scarcer, some that save, and changes of how much there is of them."""
+    room = draw(
+        st.lists(st.just(WHOLE) | st.integers(WHOLE // 50, WHOLE), min_size=RESOURCES, max_size=RESOURCES)
+    )
     burst_ns = draw(st.lists(st.just(0) | st.integers(1, 50), min_size=RESOURCES, max_size=RESOURCES))
     change = st.tuples(
         st.integers(0, 2000), st.integers(0, RESOURCES - 1), st.integers(WHOLE // 100, 2 * WHOLE)
     )
     changes = sorted(draw(st.lists(change, max_size=5)))
-    return Resources(np.array(burst_ns, dtype=np.int64), np.array(changes, dtype=np.int64).reshape(-1, 3))
+    return Resources(
+        np.array(room, dtype=np.int64),
+        np.array(burst_ns, dtype=np.int64),
+        np.array(changes, dtype=np.int64).reshape(-1, 3),
+    )
 
 
 def graph_of(operations: list[DrawnOperation], resources: Resources | None = None) -> Dataflow:
@@ -63,6 +70,6 @@ def graph_of(operations: list[DrawnOperation], resources: Resources | None = Non
     for one in operations:
         builder.operation(
             one.duration_ns, after=one.after, latency_ns=one.latency_ns, sender=one.sender, receiver=one.receiver,
-            queue=one.queue, shares=one.shares,
+            queue=one.queue, asked=one.asked,
         )  # fmt: skip
     return builder.close()

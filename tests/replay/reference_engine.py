@@ -8,7 +8,7 @@ from collections import deque
 
 import numpy as np
 
-from headway.graph.dataflow import ROUTE, WAITS, WHOLE, Dataflow
+from headway.graph.dataflow import ROUTE, WAITS, Dataflow
 from headway.replay.engine import Schedule
 
 _CHANGED, _LEFT, _INSTANT, _READY = -1, 0, 1, 2  # of events at one time, those that free something come first
@@ -80,20 +80,13 @@ class _Sharing:
         self._resources = [tuple(side for side in pair if side >= 0) for pair in sides]
         self._key = graph.queue.tolist()
         self._queues: dict[int, deque[int]] = {}  # the first of each is under way
-        shares = (graph.routes.sender_share, graph.routes.receiver_share)
-        asked = zip(*(share[graph.narrow[:, ROUTE]].tolist() for share in shares), strict=True)
-        self._asked = [
-            tuple(share for side, share in zip(pair, own, strict=True) if side >= 0)
-            for pair, own in zip(
-                zip(graph.sender.tolist(), graph.receiver.tolist(), strict=True), asked, strict=True
-            )
-        ]
+        self._asked = graph.routes.asked[graph.narrow[:, ROUTE]].tolist()
         self._changes = graph.resources.changes.tolist()
         self._burst_ns = graph.resources.burst_ns.tolist()
         self._saved_ns = graph.resources.burst_ns.tolist()
         self._idle_since_ns = [0] * len(graph.resources)
-        self._room = [WHOLE] * len(graph.resources)
-        self._load = [0] * len(graph.resources)
+        self._room = graph.resources.room.tolist()
+        self._usual = graph.resources.room.tolist()
         self._under_way: list[list[int]] = [[] for _ in range(len(graph.resources))]
         self._left_ns: dict[int, float] = {}  # of work, at full rate
         self._rate: dict[int, float] = {}
@@ -113,59 +106,74 @@ class _Sharing:
     def begin(self, number: int, now_ns: int) -> None:
         """Let an operation onto its resources."""
         self._left_ns[number] = float(self._duration_ns[number])
-        if all(self._burst_ns[r] and not self._load[r] for r in self._resources[number]) and len(
-            set(self._resources[number])
-        ) == len(self._resources[number]):
+        own = self._resources[number]
+        if all(self._burst_ns[r] and not self._under_way[r] for r in own) and len(set(own)) == len(own):
             self._spend(number, now_ns)
         self._rate[number] = 0.0
         self._since_ns[number] = now_ns
         for resource in self._resources[number]:
             self._under_way[resource].append(number)
-        for resource, asked in zip(self._resources[number], self._asked[number], strict=True):
-            self._load[resource] += asked
-        self._share_anew(self._resources[number], now_ns)
+        self._share_anew(now_ns)
 
     def _spend(self, number: int, now_ns: int) -> None:
         """Be ahead by what the resources saved while nobody used them."""
-        sides = list(zip(self._resources[number], self._asked[number], strict=True))
-        for resource, _ in sides:
+        own, asked = self._resources[number], self._asked[number]
+        for resource in own:
             idle_ns = now_ns - self._idle_since_ns[resource]
             self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + idle_ns)
             self._idle_since_ns[resource] = now_ns
-        credit_ns = min(self._saved_ns[resource] * (WHOLE / asked) for resource, asked in sides)
+        credit_ns = min(self._saved_ns[resource] * (self._usual[resource] / asked) for resource in own)
         spent_ns = min(self._left_ns[number], credit_ns)
         self._left_ns[number] -= spent_ns
-        for resource, asked in sides:
-            self._saved_ns[resource] -= math.ceil(spent_ns * (asked / WHOLE))
+        for resource in own:
+            self._saved_ns[resource] -= math.ceil(spent_ns * (asked / self._usual[resource]))
 
     def change(self, place: int, now_ns: int) -> None:
         """There is more or less of a resource from now on."""
         _, resource, room = self._changes[place]
         self._room[resource] = room
-        self._share_anew((resource,), now_ns)
+        self._share_anew(now_ns)
 
     def end(self, number: int, now_ns: int) -> int:
         """Take an operation off its resources; returns the next one of its queue, or -1."""
         for resource in self._resources[number]:
             self._under_way[resource].remove(number)
-        for resource, asked in zip(self._resources[number], self._asked[number], strict=True):
-            self._load[resource] -= asked
-            if not self._load[resource]:
+        for resource in self._resources[number]:
+            if not self._under_way[resource]:
                 self._idle_since_ns[resource] = now_ns
         del self._left_ns[number], self._rate[number], self._since_ns[number]
-        self._share_anew(self._resources[number], now_ns)
+        self._share_anew(now_ns)
         queue = self._queues[self._key[number]]
         queue.popleft()
         return queue[0] if queue else -1
 
-    def _share_anew(self, changed: tuple[int, ...], now_ns: int) -> None:
-        """Estimate anew when everything leaves that is on one of the resources ``changed``."""
-        for resource in changed:
-            for number in self._under_way[resource]:
-                rate = min(1.0, *(self._room[side] / self._load[side] for side in self._resources[number]))
-                if rate != self._rate[number]:
-                    self._left_ns[number] -= self._rate[number] * (now_ns - self._since_ns[number])
-                    self._rate[number], self._since_ns[number] = rate, now_ns
-                    self.estimates[number] += 1
-                    leaves_ns = now_ns + math.ceil(max(0.0, self._left_ns[number]) / rate - 1e-6)
-                    heapq.heappush(self._events, (leaves_ns, _LEFT, number, self.estimates[number]))
+    def _share_anew(self, now_ns: int) -> None:
+        """Estimate anew when everything leaves that is on any resource."""
+        for number, granted in self._max_min_fair().items():
+            rate = granted / self._asked[number]
+            if rate != self._rate[number]:
+                self._left_ns[number] -= self._rate[number] * (now_ns - self._since_ns[number])
+                self._rate[number], self._since_ns[number] = rate, now_ns
+                self.estimates[number] += 1
+                leaves_ns = now_ns + math.ceil(max(0.0, self._left_ns[number]) / rate - 1e-6)
+                heapq.heappush(self._events, (leaves_ns, _LEFT, number, self.estimates[number]))
+
+    def _max_min_fair(self) -> dict[int, int]:
+        """What everything under way gets: all rise together until a resource is full; those on it stay there."""
+        rising = {number for own in self._under_way for number in own}
+        granted: dict[int, int] = {}
+        while rising:
+            fair = {}
+            for resource, own in enumerate(self._under_way):
+                if count := sum(number in rising for number in own):
+                    taken = sum(granted[number] for number in own if number in granted)
+                    fair[resource] = max(1, (self._room[resource] - taken) // count)
+            level = min([*fair.values(), *(self._asked[number] for number in rising)])
+            stays = {
+                number
+                for number in rising
+                if self._asked[number] <= level or any(fair[r] <= level for r in self._resources[number])
+            }
+            granted |= dict.fromkeys(stays, level)
+            rising -= stays
+        return granted

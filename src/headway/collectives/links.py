@@ -25,7 +25,7 @@ class Links:
 
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
     it are one rank's sends. What its collectives and messages cost a rank queues for its cores. Messages of a rank to
-    another on one connection follow each other; connections share a link evenly, each up to the rate of the other end.
+    another on one connection follow each other; connections share a link, each up to the rate of the other end.
 
     Where ranks are ``folded``, only the first of them and their hosts are there, and stand for their like.
     """
@@ -38,6 +38,7 @@ class Links:
         self._hosts = int(self._host_of[self._ranks - 1]) + 1
         self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
         self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
+        self._most_gbps = float(max(self._up_gbps.max(), self._down_gbps.max()))
 
     @property
     def world_size(self) -> int:
@@ -47,10 +48,12 @@ class Links:
     @property
     def resources(self) -> Resources:
         """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores."""
-        burst_ns = np.zeros(2 * self._hosts + 2 * self._ranks, dtype=np.int64)
-        for way, gbps in enumerate((self._up_gbps, self._down_gbps)):
-            burst_ns[way : 2 * self._hosts : 2] = np.rint(self._cluster.burst_bytes * 8 / gbps[: self._hosts])
-        return Resources(burst_ns, _changes(self._cluster))
+        count = 2 * self._hosts + 2 * self._ranks
+        burst_ns, room = np.zeros(count, dtype=np.int64), np.full(count, WHOLE, dtype=np.int64)
+        for way, gbps in enumerate((self._up_gbps[: self._hosts], self._down_gbps[: self._hosts])):
+            burst_ns[way : 2 * self._hosts : 2] = np.rint(self._cluster.burst_bytes * 8 / gbps)
+            room[way : 2 * self._hosts : 2] = np.maximum(1, np.rint(gbps / self._most_gbps * WHOLE))
+        return Resources(room, burst_ns, _changes(self._cluster, room))
 
     def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
         """What a collective costs every rank before its first message."""
@@ -106,18 +109,17 @@ class Links:
         empty = builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns)
         if local:
             return empty, builder.route(2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns)
-        up_gbps, down_gbps = self._up_gbps[source], self._down_gbps[target]
-        rate_gbps = min(up_gbps, down_gbps)
+        rate_gbps = min(self._up_gbps[source], self._down_gbps[target])
         return empty, builder.route(
             2 * source,
             2 * (target % hosts) + 1,
             queue=queue,
             latency_ns=latency_ns,
-            shares=(rate_gbps / up_gbps, rate_gbps / down_gbps),
+            asked=rate_gbps / self._most_gbps,
         )
 
 
-def _changes(cluster: Cluster) -> Ints:
+def _changes(cluster: Cluster, room: Ints) -> Ints:
     """When there is more or less of a link because of others' traffic (``Resources.changes``)."""
     places = {host.name: index for index, host in enumerate(cluster.hosts)}
     on_side: dict[int, list[Traffic]] = defaultdict(list)
@@ -136,5 +138,5 @@ def _changes(cluster: Cluster) -> Ints:
             ]
             taken = sum(t.gbps for t in under_way) / gbps
             left = max(1 - taken, 1 / (1 + sum(t.connections for t in under_way)))
-            rows.append((round(moment_ms * 1e6), side, max(1, round(left * WHOLE))))
+            rows.append((round(moment_ms * 1e6), side, max(1, round(left * int(room[side])))))
     return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)

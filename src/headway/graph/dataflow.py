@@ -28,20 +28,19 @@ ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
 FREE = 0  # the route of operations that use nothing
-WHOLE = 2**20  # all of a resource, in the unit that shares of it are counted in
+WHOLE = 2**46  # what rates are counted in: that of the quickest resource, where rates differ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
     """What operations use, in columns: a sender's and a receiver's side of a link, a queue, and a latency.
 
-    Shares are how much of a side an operation takes at its full rate (in WHOLE).
+    ``asked`` is how much of a side an operation takes at its full rate (in WHOLE).
     """
 
     sender: Numbers
     receiver: Numbers
-    sender_share: Ints
-    receiver_share: Ints
+    asked: Ints
     queue: Numbers
     latency_ns: Ints
 
@@ -50,17 +49,20 @@ class Routes:
 class Resources:
     """What operations share.
 
-    ``burst_ns`` is how long at its full rate each resource works in no time after it was idle for as long. ``changes``
-    are rows of a time (ns), a resource and how much there is of it from then on (in WHOLE), in order of time.
+    ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is how long at its full rate each works in no time
+    after it was idle for as long. ``changes`` are rows of a time (ns), a resource and how much there is of it from then
+    on (in WHOLE), in order of time.
     """
 
+    room: Ints
     burst_ns: Ints
     changes: Ints
 
     @classmethod
     def plain(cls, count: int) -> Resources:
-        """So many that save nothing and stay as they are."""
-        return cls(np.zeros(count, dtype=np.int64), np.zeros((0, 3), dtype=np.int64))
+        """So many alike that save nothing and stay as they are."""
+        nothing = np.zeros(count, dtype=np.int64)
+        return cls(nothing + WHOLE, nothing, np.zeros((0, 3), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.burst_ns)
@@ -215,17 +217,17 @@ class DataflowBuilder:
         *,
         queue: int = 0,
         latency_ns: int = 0,
-        shares: tuple[float, float] = (1.0, 1.0),
+        asked: float = 1.0,
     ) -> int:
         """What operations use, as a number. Queues are counted by themselves on each sender's side.
 
-        ``shares`` are how much of the sender's and of the receiver's side they take at their full rate, up to 1.
+        ``asked`` is how much of the sender's and of the receiver's side they take at their full rate, in WHOLE.
         """
         line = NO_RESOURCE
         if sender != NO_RESOURCE or receiver != NO_RESOURCE:
             line = self._queues.setdefault((sender, queue), len(self._queues))
-        asked = [max(1, round(share * WHOLE)) for share in shares]
-        return self._routes.setdefault((sender, receiver, line, *asked, latency_ns), len(self._routes))
+        units = max(1, round(asked * WHOLE))
+        return self._routes.setdefault((sender, receiver, line, units, latency_ns), len(self._routes))
 
     def operation(
         self,
@@ -236,7 +238,7 @@ class DataflowBuilder:
         sender: int = NO_RESOURCE,
         receiver: int = NO_RESOURCE,
         queue: int = 0,
-        shares: tuple[float, float] = (1.0, 1.0),
+        asked: float = 1.0,
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
         number = self._count
@@ -245,7 +247,7 @@ class DataflowBuilder:
         self._duration_ns.append(duration_ns)
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
         self._route.append(
-            FREE if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns, shares=shares)
+            FREE if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns, asked=asked)
         )
         for before in after:
             self.edge(before, number)
@@ -289,5 +291,5 @@ class DataflowBuilder:
     def _table(self) -> Routes:
         columns = list(zip(*self._routes, strict=True))
         sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
-        of_sender, of_receiver, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
-        return Routes(sender, receiver, of_sender, of_receiver, queue, latency_ns)
+        asked, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
+        return Routes(sender, receiver, asked, queue, latency_ns)

@@ -1,4 +1,4 @@
-"""The engine: plays a dataflow graph. Deterministic; what shares a link gets even shares of it."""
+"""The engine: plays a dataflow graph. Deterministic; what shares a link gets max-min fair shares of it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def play(graph: Dataflow) -> Schedule:
     """Start every operation as soon as what it waits for is done.
 
     One that needs resources first waits for those in front of it in its queue. Then it shares them with the operations
-    of other queues, as connections share a link: where more of a resource is asked for than there is, all who ask go on
-    at the same fraction of their full rate, that of the scarcer of their two resources. One that begins on resources
-    that nobody used for a while is ahead by what these saved meanwhile (``Resources.burst_ns``). Ties are broken by the
-    operations' numbers. Raises ValueError where the graph has a cycle,
+    of other queues, as connections share links: rates are max-min fair (Bertsekas and Gallager, 1992). So it gets as
+    much as any other on the scarcer of its two resources, and what those leave who are held up elsewhere. Where more
+    than ``kernel.MANY`` hold each other up, all on a resource go on at the same fraction of their full rates instead.
+    One that begins on resources that nobody used for a while is ahead by what these saved meanwhile
+    (``Resources.burst_ns``). Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle,
     OverflowError where times are out of range.
     """
     count = len(graph)
@@ -39,9 +40,8 @@ def play(graph: Dataflow) -> Schedule:
         kernel.OUT_OF_RANGE
         if longest_ns > LATEST_NS
         else simulate_for(count)(
-            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.sender_share,
-            routes.receiver_share, routes.queue, routes.latency_ns, graph.resources.burst_ns, graph.resources.changes,
-            graph.queues,
+            graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.asked, routes.queue,
+            routes.latency_ns, graph.resources.room, graph.resources.burst_ns, graph.resources.changes, graph.queues,
         )
     )  # fmt: skip
     if played == kernel.OUT_OF_RANGE:

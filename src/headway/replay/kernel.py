@@ -4,9 +4,9 @@ They keep to what compiles: numbers, arrays, and each other. Times are nanosecon
 
 What is under way is the front of a queue. ``lines`` (int64) has a row a queue, of the columns named below, ``work``
 (float64) how much is left of its front and the rate at which it goes on. ``sides`` (int64) has a row a resource: the
-first queue whose front has it as its sender's side and as its receiver's, how much of it is asked for in all and how
-much there is (in WHOLE), how much more it lets through at once, and since when nobody uses it. ``heap`` holds the
-queues whose fronts are under way, the first that leaves on top.
+first queue whose front has it as its sender's side and as its receiver's, how much of it is asked for in all, how
+much there is now and usually (in WHOLE), how much more it lets through at once, since when nobody uses it, and what
+sharing needs. ``heap`` holds the queues whose fronts are under way, the first that leaves on top.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from headway.graph.dataflow import (
     START,
     SUCCESSORS,
     WAITS,
-    WHOLE,
 )  # fmt: skip
 
 Array = Any  # of numbers; what a compiler makes of it is its own
@@ -38,11 +37,36 @@ OUT_OF_RANGE = -1
 _FIRST_ROOM = 1024
 
 # Columns of ``lines``: the front and the last of the queue; the resources of the front, and the queues after and before
-# this one on them, at the sender's end and at the receiver's; how much of them it asks for; its place in the heap;
-# since when its work is right, and when it leaves.
-FRONT, LAST, SIDE, AFTER, BEFORE, ASKED, PLACE, SINCE, LEAVES, COLUMNS = 0, 1, 2, 4, 6, 8, 10, 11, 12, 13
+# this one on them, at the sender's end and at the receiver's; how much of them it asks for and gets; its place in the
+# heap; since when its work is right, and when it leaves; which sharing it was part of last.
+FRONT, LAST, SIDE, AFTER, BEFORE, ASKED, GRANTED, PLACE, SINCE, LEAVES, MARK, COLUMNS = (
+    0,
+    1,
+    2,
+    4,
+    6,
+    8,
+    9,
+    10,
+    11,
+    12,
+    13,
+    14,
+)
 REST, RATE = 0, 1  # of ``work``
-LOAD, ROOM, SAVED, IDLE_SINCE, SIDE_COLUMNS = 2, 3, 4, 5, 6  # of ``sides``
+LOAD, ROOM, USUAL, SAVED, IDLE_SINCE, STAMP, TAKEN, RISING, FAIR, SIDE_COLUMNS = (
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    11,
+)  # of ``sides``
+MANY = 512  # that hold each other up and get max-min fair rates
 
 
 def push(times: Array, numbers: Array, size: int, time: int, number: int) -> None:
@@ -121,33 +145,136 @@ def leaves_at(now: int, rest: float, rate: float) -> int:
     return NEVER if wait > LATEST_NS else now + ceil(wait)
 
 
-def share_anew(
-    resource: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array
-) -> int:
-    """Estimate anew when the fronts of queues leave that are on ``resource``; returns how many are under way.
+def proportional(queue: int, lines: Array, sides: Array) -> float:
+    """The share of its full rate that the scarcer of a queue's resources leaves to all who ask for it."""
+    share = 1.0
+    for own in range(2):
+        side = lines[queue, SIDE + own]
+        if side >= 0 and sides[side, LOAD] > sides[side, ROOM]:
+            share = min(share, sides[side, ROOM] / sides[side, LOAD])
+    return share
 
-    Each goes on at its full rate, or at the share of it that the scarcer of its resources leaves to all who ask for it.
-    An estimate holds until something else begins or ends on one of them, or there is more or less of it.
+
+def reach(resource: int, lines: Array, sides: Array, reached: Array, crossed: Array) -> tuple[int, int]:
+    """Collect the queues that hold each other up, from those on ``resource`` on, and the resources that they are on.
+
+    Returns how many there are of both. Stops at MANY queues.
     """
-    for end in range(2):
-        queue = sides[resource, end]
-        while queue >= 0:
-            share = 1.0
+    stamp = reached[-1] + 1
+    reached[-1] = stamp
+    queues, resources, done = 0, 1, 0
+    crossed[0] = resource
+    sides[resource, STAMP] = stamp
+    while done < resources:
+        for end in range(2):
+            queue = sides[crossed[done], end]
+            while queue >= 0:
+                if lines[queue, MARK] != stamp:
+                    if queues == MANY:
+                        return queues + 1, resources
+                    lines[queue, MARK], lines[queue, GRANTED] = stamp, -1
+                    reached[queues] = queue
+                    queues += 1
+                    for own in range(2):
+                        side = lines[queue, SIDE + own]
+                        if side >= 0 and sides[side, STAMP] != stamp:
+                            sides[side, STAMP] = stamp
+                            crossed[resources] = side
+                            resources += 1
+                queue = lines[queue, AFTER + end]
+        done += 1
+    return queues, resources
+
+
+def grant(queues: int, resources: int, lines: Array, sides: Array, reached: Array, crossed: Array) -> None:
+    """Give what was reached max-min fair rates: all rise together until a resource is full, then those on it stay."""
+    for number in range(resources):
+        sides[crossed[number], TAKEN] = sides[crossed[number], RISING] = 0
+    for number in range(queues):
+        for own in range(2):
+            if lines[reached[number], SIDE + own] >= 0:
+                sides[lines[reached[number], SIDE + own], RISING] += 1
+    left = queues
+    while left:
+        level = NEVER
+        for number in range(resources):
+            side = crossed[number]
+            if sides[side, RISING]:
+                sides[side, FAIR] = max(1, (sides[side, ROOM] - sides[side, TAKEN]) // sides[side, RISING])
+                level = min(level, sides[side, FAIR])
+        for number in range(queues):
+            if lines[reached[number], GRANTED] < 0:
+                level = min(level, lines[reached[number], ASKED])
+        for number in range(queues):
+            queue = reached[number]
+            if lines[queue, GRANTED] >= 0:
+                continue
+            stays = lines[queue, ASKED] <= level
             for own in range(2):
                 side = lines[queue, SIDE + own]
-                if side >= 0 and sides[side, LOAD] > sides[side, ROOM]:
-                    share = min(share, sides[side, ROOM] / sides[side, LOAD])
-            if share != work[queue, RATE]:
-                work[queue, REST] -= work[queue, RATE] * (now - lines[queue, SINCE])
-                work[queue, RATE] = share
-                lines[queue, SINCE] = now
-                lines[queue, LEAVES] = leaves_at(now, max(work[queue, REST], 0.0), share)
-                if lines[queue, PLACE] < 0:
-                    lines[queue, PLACE] = under_way
-                    heap[under_way] = queue
-                    under_way += 1
-                settle(lines, heap, under_way, lines[queue, PLACE])
-            queue = lines[queue, AFTER + end]
+                stays = stays or (side >= 0 and sides[side, FAIR] <= level)
+            if stays:
+                lines[queue, GRANTED] = level
+                left -= 1
+        for number in range(queues):
+            queue = reached[number]
+            if lines[queue, GRANTED] == level and lines[queue, MARK] >= 0:
+                lines[queue, MARK] = -1
+                for own in range(2):
+                    side = lines[queue, SIDE + own]
+                    if side >= 0:
+                        sides[side, TAKEN] += level
+                        sides[side, RISING] -= 1
+
+
+def go_on_at(
+    queue: int, share: float, now: int, under_way: int, lines: Array, work: Array, heap: Array
+) -> int:
+    """Have the front of a queue go on at this share of its full rate; returns how many are under way."""
+    if share != work[queue, RATE]:
+        work[queue, REST] -= work[queue, RATE] * (now - lines[queue, SINCE])
+        work[queue, RATE] = share
+        lines[queue, SINCE] = now
+        lines[queue, LEAVES] = leaves_at(now, max(work[queue, REST], 0.0), share)
+        if lines[queue, PLACE] < 0:
+            lines[queue, PLACE] = under_way
+            heap[under_way] = queue
+            under_way += 1
+        settle(lines, heap, under_way, lines[queue, PLACE])
+    return under_way
+
+
+def share_anew(
+    resource: int,
+    now: int,
+    under_way: int,
+    lines: Array,
+    work: Array,
+    sides: Array,
+    heap: Array,
+    reached: Array,
+    crossed: Array,
+) -> int:
+    """Estimate anew when the fronts of queues leave that are on ``resource``, or held up by those that are.
+
+    An estimate holds until something else begins or ends, or there is more or less of a resource. Returns how many are
+    under way.
+    """
+    queues, resources = reach(resource, lines, sides, reached, crossed)
+    crossed[-1] = queues
+    if queues > MANY:
+        for end in range(2):
+            queue = sides[resource, end]
+            while queue >= 0:
+                share = proportional(queue, lines, sides)
+                under_way = go_on_at(queue, share, now, under_way, lines, work, heap)
+                queue = lines[queue, AFTER + end]
+        return under_way
+    grant(queues, resources, lines, sides, reached, crossed)
+    for number in range(queues):
+        queue = reached[number]
+        share = lines[queue, GRANTED] / lines[queue, ASKED]
+        under_way = go_on_at(queue, share, now, under_way, lines, work, heap)
     return under_way
 
 
@@ -162,12 +289,21 @@ def spend(queue: int, now: int, lines: Array, sides: Array, burst: Array) -> flo
                 burst[side] if idle >= burst[side] else min(burst[side], sides[side, SAVED] + idle)
             )
             sides[side, IDLE_SINCE] = now
-            credit = min(credit, sides[side, SAVED] * (WHOLE / lines[queue, ASKED + end]))
+            credit = min(credit, sides[side, SAVED] * (sides[side, USUAL] / lines[queue, ASKED]))
     return credit
 
 
 def let_on(
-    queue: int, now: int, under_way: int, lines: Array, work: Array, sides: Array, burst: Array, heap: Array
+    queue: int,
+    now: int,
+    under_way: int,
+    lines: Array,
+    work: Array,
+    sides: Array,
+    burst: Array,
+    heap: Array,
+    reached: Array,
+    crossed: Array,
 ) -> int:
     """Let the front of a queue onto its resources, which ``lines`` names; returns how many are under way."""
     alone, saves = True, True
@@ -175,8 +311,8 @@ def let_on(
         side = lines[queue, SIDE + end]
         if side >= 0:
             saves = saves and burst[side] > 0 and sides[side, LOAD] == 0
-            sides[side, LOAD] += lines[queue, ASKED + end]
-            alone = alone and sides[side, LOAD] == lines[queue, ASKED + end] <= sides[side, ROOM]
+            sides[side, LOAD] += lines[queue, ASKED]
+            alone = alone and sides[side, LOAD] == lines[queue, ASKED] <= sides[side, ROOM]
             after = sides[side, end]
             lines[queue, BEFORE + end], lines[queue, AFTER + end] = -1, after
             if after >= 0:
@@ -186,9 +322,9 @@ def let_on(
         spent = min(work[queue, REST], spend(queue, now, lines, sides, burst))
         work[queue, REST] -= spent
         for end in range(2):
-            if lines[queue, SIDE + end] >= 0:
-                share = lines[queue, ASKED + end] / WHOLE
-                sides[lines[queue, SIDE + end], SAVED] -= ceil(spent * share)
+            side = lines[queue, SIDE + end]
+            if side >= 0:
+                sides[side, SAVED] -= ceil(spent * (lines[queue, ASKED] / sides[side, USUAL]))
     lines[queue, SINCE] = now
     if alone:  # what share_anew would come to
         work[queue, RATE] = 1.0
@@ -197,13 +333,24 @@ def let_on(
         settle(lines, heap, under_way + 1, under_way)
         return under_way + 1
     work[queue, RATE] = 0.0
-    for end in range(2):
-        if lines[queue, SIDE + end] >= 0:
-            under_way = share_anew(lines[queue, SIDE + end], now, under_way, lines, work, sides, heap)
+    side = lines[queue, SIDE] if lines[queue, SIDE] >= 0 else lines[queue, SIDE + 1]
+    under_way = share_anew(side, now, under_way, lines, work, sides, heap, reached, crossed)
+    if crossed[-1] > MANY and lines[queue, SIDE + 1] >= 0:
+        side = lines[queue, SIDE + 1]
+        under_way = share_anew(side, now, under_way, lines, work, sides, heap, reached, crossed)
     return under_way
 
 
-def take_off_first(now: int, under_way: int, lines: Array, work: Array, sides: Array, heap: Array) -> int:
+def take_off_first(
+    now: int,
+    under_way: int,
+    lines: Array,
+    work: Array,
+    sides: Array,
+    heap: Array,
+    reached: Array,
+    crossed: Array,
+) -> int:
     """Take the first of the heap off its resources; returns how many are under way."""
     queue = heap[0]
     lines[queue, PLACE] = -1
@@ -214,7 +361,7 @@ def take_off_first(now: int, under_way: int, lines: Array, work: Array, sides: A
     for end in range(2):
         side = lines[queue, SIDE + end]
         if side >= 0:
-            sides[side, LOAD] -= lines[queue, ASKED + end]
+            sides[side, LOAD] -= lines[queue, ASKED]
             if sides[side, LOAD] == 0:
                 sides[side, IDLE_SINCE] = now
             before, after = lines[queue, BEFORE + end], lines[queue, AFTER + end]
@@ -224,10 +371,13 @@ def take_off_first(now: int, under_way: int, lines: Array, work: Array, sides: A
                 sides[side, end] = after
             if after >= 0:
                 lines[after, BEFORE + end] = before
+    before = reached[-1]
     for end in range(2):
         side = lines[queue, SIDE + end]
         if side >= 0 and sides[side, LOAD]:
-            under_way = share_anew(side, now, under_way, lines, work, sides, heap)
+            if sides[side, STAMP] > before and crossed[-1] <= MANY:
+                continue  # those on it were among those on the other
+            under_way = share_anew(side, now, under_way, lines, work, sides, heap, reached, crossed)
     return under_way
 
 
@@ -237,23 +387,31 @@ def simulate(
     spilled: Array,
     sender: Array,
     receiver: Array,
-    sender_share: Array,
-    receiver_share: Array,
+    asked: Array,
     queue_of: Array,
     latency: Array,
+    room: Array,
     burst: Array,
     changes: Array,
     queues: int,
 ) -> int:
     """Play a graph (see ``engine.play`` and ``graph.dataflow``); returns how many operations were, or OUT_OF_RANGE.
 
-    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. ``burst`` has an
-    entry a resource, ``changes`` rows of a time, a resource and how much there is of it from then on, in order of time.
+    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. ``room`` and
+    ``burst`` have an entry a resource, ``changes`` rows of a time, a resource and how much there is of it from then on,
+    in order of time.
     """
     lines, work = np.full((queues, COLUMNS), -1, np.int64), np.zeros((queues, 2), np.float64)
     sides, heap = np.full((len(burst), SIDE_COLUMNS), -1, np.int64), np.zeros(queues, np.int64)
     saves = len(burst) > 0 and burst.max() > 0
-    sides[:, LOAD], sides[:, ROOM], sides[:, SAVED], sides[:, IDLE_SINCE] = 0, WHOLE, burst, 0
+    sides[:, LOAD], sides[:, ROOM], sides[:, USUAL], sides[:, SAVED], sides[:, IDLE_SINCE] = (
+        0,
+        room,
+        room,
+        burst,
+        0,
+    )
+    reached, crossed = np.zeros(MANY + 1, np.int64), np.zeros(len(burst) + 1, np.int64)
     # What will be done at a known time, and what is ready now (its times are all the same).
     # Whatever takes no time and nothing else is done as soon as it is ready, before anything that takes something.
     done_at, done = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
@@ -277,7 +435,9 @@ def simulate(
         ):
             now = max(now, changing)
             sides[changes[changed, 1], ROOM] = changes[changed, 2]
-            under_way = share_anew(changes[changed, 1], now, under_way, lines, work, sides, heap)
+            under_way = share_anew(
+                changes[changed, 1], now, under_way, lines, work, sides, heap, reached, crossed
+            )
             changed += 1
             continue
         if to_begin and now < leaving and now < finishing:
@@ -315,7 +475,7 @@ def simulate(
                 lines[queue, LEAVES] = leaves_at(now, work[queue, REST], work[queue, RATE])
                 settle(lines, heap, under_way, 0)
             else:
-                under_way = take_off_first(now, under_way, lines, work, sides, heap)
+                under_way = take_off_first(now, under_way, lines, work, sides, heap, reached, crossed)
                 if following >= 0:
                     beginning = queue
         else:
@@ -330,8 +490,8 @@ def simulate(
             work[beginning, REST] = wide[number, DURATION]
             route = narrow[number, ROUTE]
             lines[beginning, SIDE], lines[beginning, SIDE + 1] = sender[route], receiver[route]
-            lines[beginning, ASKED], lines[beginning, ASKED + 1] = sender_share[route], receiver_share[route]
-            under_way = let_on(beginning, now, under_way, lines, work, sides, burst, heap)
+            lines[beginning, ASKED] = asked[route]
+            under_way = let_on(beginning, now, under_way, lines, work, sides, burst, heap, reached, crossed)
         if finished < 0:
             continue
         if wide[finished, END] > now:
