@@ -374,6 +374,15 @@ def wait_until(true: object, patience_s: float = 10.0) -> None:
 
 
 @pytest.mark.namespaces
+def test_a_hosts_own_queue_is_short(namespaced: Mode) -> None:
+    setting = "/proc/sys/net/ipv4/tcp_limit_output_bytes"
+    if not Path(setting).exists():
+        pytest.skip("this kernel has no such setting")
+    job = Job(LabSpec(hosts=2, rate="100mbit"), ["cat", setting], mode=namespaced)
+    assert [job.text_of(rank) for rank in range(2)] == [["65536"], ["65536"]]
+
+
+@pytest.mark.namespaces
 def test_hosts_have_networks_of_their_own(namespaced: Mode) -> None:
     before = sorted(os.listdir("/sys/class/net"))
     script = "tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' ' | sort | tr '\\n' ' '"

@@ -1,6 +1,7 @@
 """The engine's inner loops, over flat arrays: plain functions, which ``compiled`` makes quick.
 
-They keep to what compiles: numbers, arrays, and each other. Times are nanoseconds.
+They keep to what compiles: numbers, arrays, and each other. They are in one file because what was compiled is kept by
+the time of the file, and nobody asks whether what a loop calls has changed. Times are nanoseconds.
 
 What is under way is the front of a queue. ``lines`` (int64) has a row a queue, of the columns named below, ``work``
 (float64) how much is left of its front and the rate at which it goes on. ``sides`` (int64) has a row a resource: the
