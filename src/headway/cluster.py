@@ -68,8 +68,9 @@ class AlgorithmCost(BaseModel):
     """What one collective algorithm costs beyond the ideal of its messages.
 
     ``overhead_us`` is paid once a collective (launching, waking and joining its workers), by one collective of a rank
-    at a time; ``byte_factor`` is how many times the ideal its bytes take. ``message_us`` is how long a message that
-    has arrived takes to be added up and passed on, of which ``message_cpu_us`` are work of the receiver's cores.
+    at a time; ``byte_factor`` is how many times the ideal its bytes take. ``message_us`` is how long a message
+    takes, besides the latency of its link and its bytes, until it is added up and may be passed on; of that
+    ``message_cpu_us`` are work of the receiver's cores, one message at a time.
     ``fit_error`` is by how much, in the median, what was measured is off these costs.
     """
 

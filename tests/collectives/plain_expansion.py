@@ -44,6 +44,7 @@ class Links:
         receiver: int,
         size_bytes: int,
         after: list[int],
+        cost: AlgorithmCost,
         connection: int = 0,
     ) -> int:
         """Add the transfer of one message between two ranks; it ends when the receiver has it.
@@ -53,12 +54,13 @@ class Links:
         cluster = self._cluster
         queue = (connection * cluster.world_size + sender) * cluster.world_size + receiver
         source, target = self._host_of[sender], self._host_of[receiver]
+        later_us = cost.message_us - self._work_us(cost)
         if source == target:
             duration_ns = round(size_bytes * 8 / cluster.local_gbps)
             return builder.operation(
                 duration_ns,
                 after=after,
-                latency_ns=round(cluster.local_latency_us * 1e3),
+                latency_ns=round((cluster.local_latency_us + later_us) * 1e3),
                 sender=2 * len(cluster.hosts) + sender if size_bytes else NO_RESOURCE,
                 queue=queue,
             )
@@ -67,22 +69,25 @@ class Links:
         return builder.operation(
             round(size_bytes * 8 / rate_gbps),
             after=after,
-            latency_ns=round(cluster.latency_us * 1e3),
+            latency_ns=round((cluster.latency_us + later_us) * 1e3),
             sender=2 * source if size_bytes else NO_RESOURCE,
             receiver=2 * target + 1 if size_bytes else NO_RESOURCE,
             queue=queue,
             asked=rate_gbps / most_gbps,
         )
 
+    @staticmethod
+    def _work_us(cost: AlgorithmCost) -> float:
+        return min(cost.message_us, cost.message_cpu_us)
+
     def handle(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: list[int]) -> int:
         """Add what a message costs its receiver."""
-        work_us = min(cost.message_us, cost.message_cpu_us)
+        work_us = self._work_us(cost)
         resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
         return builder.operation(
             round(work_us * 1e3),
             after=after,
             sender=resource if work_us else NO_RESOURCE,
-            latency_ns=round((cost.message_us - work_us) * 1e3),
         )
 
 
@@ -119,7 +124,7 @@ def expand(
             held = done[rank][step.send_after] if step.send_after >= 0 else begun[rank]
             posted = done[receiver][posted_after] if posted_after >= 0 else begun[receiver]
             arrivals[receiver] = links.transfer(
-                builder, rank, receiver, end - start, [held, posted], connection
+                builder, rank, receiver, end - start, [held, posted], cost, connection
             )
             last_sent[rank] = arrivals[receiver]
         for rank, steps in enumerate(done):

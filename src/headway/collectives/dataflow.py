@@ -79,7 +79,7 @@ def expand(
     assert len(begins) == len(ends) == (folded or world_size)
     columns = columns_of(program_of, world_size, folded)
     sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
-    messages = links.messages(builder, columns, sizes_bytes, connection)
+    messages = links.messages(builder, columns, sizes_bytes, cost, connection)
     overheads, handling = links.overheads(builder, cost), links.handling(builder, cost, len(sizes_bytes))
     structure = structure_of(program_of, world_size, folded)
     block = CollectiveBlock(structure, overheads, messages, handling, ends)

@@ -57,33 +57,42 @@ class Links:
 
     def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
         """What a collective costs every rank before its first message."""
-        return self._on_cores(builder, cost.overhead_us, 0.0, (self._ranks,))
+        return self._on_cores(builder, cost.overhead_us, (self._ranks,))
 
     def handling(self, builder: DataflowBuilder, cost: AlgorithmCost, steps: int) -> Messages:
-        """What every message (steps, ranks) costs its receiver: work of its cores, then time."""
-        work_us = min(cost.message_us, cost.message_cpu_us * self._cluster.crowding)
-        return self._on_cores(builder, work_us, cost.message_us - work_us, (steps, self._ranks))
+        """The work of every message (steps, ranks) for the cores of its receiver."""
+        return self._on_cores(builder, self._work_us(cost), (steps, self._ranks))
 
-    def _on_cores(
-        self, builder: DataflowBuilder, work_us: float, then_us: float, shape: tuple[int, ...]
-    ) -> Messages:
-        work_ns, then_ns = round(work_us * 1e3), round(then_us * 1e3)
+    def _work_us(self, cost: AlgorithmCost) -> float:
+        return min(cost.message_us, cost.message_cpu_us * self._cluster.crowding)
+
+    def _on_cores(self, builder: DataflowBuilder, work_us: float, shape: tuple[int, ...]) -> Messages:
+        work_ns = round(work_us * 1e3)
         own = 2 * self._hosts + self._ranks
         routes = [
-            builder.route(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE, latency_ns=then_ns)
-            for rank in range(self._ranks)
+            builder.route(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE) for rank in range(self._ranks)
         ]
         return Messages(np.full(shape, work_ns, np.int64), np.broadcast_to(np.array(routes, np.int32), shape))
 
     def messages(
-        self, builder: DataflowBuilder, columns: ProgramColumns, size_bytes: Ints, connection: int = 0
+        self,
+        builder: DataflowBuilder,
+        columns: ProgramColumns,
+        size_bytes: Ints,
+        cost: AlgorithmCost,
+        connection: int = 0,
     ) -> Messages:
         """The messages of every step and rank, of ``size_bytes`` (steps, ranks); each ends when the receiver has it.
 
-        ``connection`` numbers the connections of a sender. What is empty takes a latency and no link.
+        ``connection`` numbers the connections of a sender. What is empty takes a latency and no link. What a message
+        takes by ``cost`` besides work comes with its latency: several that arrive together pass that time together.
         """
         pairs, pair_of = columns.pairs
-        routes = [self._routes(builder, sender, receiver, connection) for sender, receiver in pairs.tolist()]
+        later_us = cost.message_us - self._work_us(cost)
+        routes = [
+            self._routes(builder, sender, receiver, connection, later_us)
+            for sender, receiver in pairs.tolist()
+        ]
         table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
         source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
         between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
@@ -94,13 +103,13 @@ class Links:
         return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
 
     def _routes(
-        self, builder: DataflowBuilder, sender: int, receiver: int, connection: int
+        self, builder: DataflowBuilder, sender: int, receiver: int, connection: int, later_us: float
     ) -> tuple[int, int]:
         """The routes of an empty message and of another one."""
         cluster, hosts = self._cluster, self._hosts
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
-        latency_ns = round((cluster.local_latency_us if local else cluster.latency_us) * 1e3)
+        latency_ns = round(((cluster.local_latency_us if local else cluster.latency_us) + later_us) * 1e3)
         queue = (
             0
             if cluster.sharing == "queued"

@@ -13,7 +13,7 @@ from headway.replay.engine import play
 
 REPLAYED = 3  # collectives that follow each other: the first of them finds links that have rested
 LARGE = 2  # sizes that decide about bytes
-ROUNDS = 4
+HALVINGS = 10  # to a thousandth
 FACTORS = (0.1, 100.0)
 
 
@@ -44,10 +44,9 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     """
     tiny, large = measured[0], measured[-min(LARGE, len(measured)) :]
     messages = statistics.fmean(len(program(0, cluster.world_size).steps) for program in programs)
-    message_s = _message_seconds(cluster, programs, tiny, messages)
-    cost = AlgorithmCost(
-        message_us=message_s * 1e6, message_cpu_us=min(message_s, tiny.cpu_s / max(1.0, messages)) * 1e6
-    )
+    work_s = tiny.cpu_s / max(1.0, messages)
+    message_s = _message_seconds(cluster, programs, tiny, work_s)
+    cost = AlgorithmCost(message_us=message_s * 1e6, message_cpu_us=min(message_s, work_s) * 1e6)
     ratios = [m.seconds / replayed_seconds(cluster, programs, m.size_bytes, cost) for m in large]
     factor = min(max(min(ratios), FACTORS[0]), FACTORS[1])
     cost = cost.model_copy(update={"byte_factor": factor})
@@ -55,16 +54,18 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     return cost.model_copy(update={"fit_error": statistics.median(errors)})
 
 
-def _message_seconds(
-    cluster: Cluster, programs: Sequence[ProgramOf], tiny: Measured, messages: float
-) -> float:
-    """What each message takes, so that replay says ``tiny.seconds``: a time that grows with it, nearly as a line."""
+def _message_seconds(cluster: Cluster, programs: Sequence[ProgramOf], tiny: Measured, work_s: float) -> float:
+    """What each message takes, of that ``work_s`` work, so that replay says ``tiny.seconds``: by halving."""
 
-    def missing_s(message_s: float) -> float:
-        cost = AlgorithmCost(message_us=message_s * 1e6)
-        return tiny.seconds - replayed_seconds(cluster, programs, tiny.size_bytes, cost)
+    def takes_s(message_s: float) -> float:
+        cost = AlgorithmCost(message_us=message_s * 1e6, message_cpu_us=min(message_s, work_s) * 1e6)
+        return replayed_seconds(cluster, programs, tiny.size_bytes, cost)
 
-    found_s = 0.0
-    for _ in range(ROUNDS):
-        found_s = max(0.0, found_s + missing_s(found_s) / max(1.0, messages))
-    return found_s
+    least_s, most_s = 0.0, tiny.seconds
+    for _ in range(HALVINGS):
+        middle_s = (least_s + most_s) / 2
+        if takes_s(middle_s) < tiny.seconds:
+            least_s = middle_s
+        else:
+            most_s = middle_s
+    return (least_s + most_s) / 2
