@@ -111,7 +111,8 @@ def predict(
     console.print(_table(found, workload))
     for each in overtakings:
         console.print(f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers.")
-    console.print(f"links: {cluster.source}. Computation: {workload.times}, {workload.batch} a worker.")
+    source = cluster.source.rstrip(".")
+    console.print(f"links: {source}. Computation: {workload.times}, {workload.batch} a worker.")
 
 
 def _table(predictions: list[Prediction], workload: Workload) -> Table:
