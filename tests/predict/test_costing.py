@@ -97,5 +97,6 @@ def test_a_function_becomes_a_workload(monkeypatch: pytest.MonkeyPatch, tmp_path
         with pytest.raises(UserError) as caught:
             workload_named(f"my_nets:{name}", None, "adam")
         assert "\n" not in str(caught.value)
+    assert workload_named("my_nets:values", "here", "adam").samples == 3, "timed where it cannot be costed"
     with pytest.raises(UserError, match="cannot be imported"):
         function_named("no_such_module_here:f")

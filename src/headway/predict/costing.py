@@ -1,6 +1,6 @@
-"""A torch module costed on the meta device: the work of every layer, and what forward keeps for backward.
+"""A torch module costed by one forward: the work of every layer, and what forward keeps for backward.
 
-Nothing is computed and nothing is allocated, so a model of any size is costed in seconds on any machine.
+On the meta device nothing is computed and nothing is allocated, so a model of any size is costed in seconds.
 """
 
 from __future__ import annotations

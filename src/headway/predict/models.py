@@ -57,16 +57,15 @@ def _of_file(path: Path, device_name: str | None, optimizer: Optimizer) -> Workl
             f"layer table {path} has work rather than times", expected=f"--device {' or '.join(DEVICES)}"
         )
     device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
-    spec = table.spec
-    return Workload(
+    workload = Workload(
         name=table.name,
         batch=f"{table.samples} samples",
         samples=table.samples,
         times=device.name if table.needs_device else f"as in {path.name}",
-        spec=spec.model_copy(update={"optimizer_state_bytes": optimizer.state_bytes(spec.size_bytes)}),
+        spec=table.spec,
         layers=table.times(device),
-        optimizer_ns=optimizer.update_ns(spec.size_bytes, device.bytes_per_s),
     )
+    return workload.trained_by(optimizer, device.bytes_per_s)
 
 
 def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Workload:
@@ -77,12 +76,12 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
     from headway.predict.timing import bytes_per_s_of, timed_layers
     from headway.strategies.data_parallel.module_spec import model_spec
 
-    make = function_named(text)
-    costed = LayerWork(Built(text, make, torch.device("meta")))
-    built = costed.built
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on = here if device_name == HERE else torch.device("meta")
+    built = Built(text, function_named(text), on)
+    costed = LayerWork(built)
     if device_name == HERE:
-        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        layers = timed_layers(Built(text, make, here))
+        layers = timed_layers(built)
         times, bytes_per_s = f"timed on this machine ({here})", bytes_per_s_of(here)
     else:
         device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
@@ -96,12 +95,10 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
     spec = model_spec(built.module)
     workload = Workload(
         name=text, batch=built.batch, samples=built.samples, times=times, spec=spec, layers=layers,
-        optimizer_ns=optimizer.update_ns(spec.size_bytes, bytes_per_s),
     )  # fmt: skip
     learned = {
         "forward_order": tuple(layer.module for layer in layers),
         "ready_order": tuple(item.name for item in workload.timeline().items if item.kind == Point.READY),
         "activation_bytes": costed.activation_bytes,
-        "optimizer_state_bytes": optimizer.state_bytes(spec.size_bytes),
     }
-    return replace(workload, spec=spec.model_copy(update=learned))
+    return replace(workload, spec=spec.model_copy(update=learned)).trained_by(optimizer, bytes_per_s)

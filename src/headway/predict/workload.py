@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
@@ -28,6 +28,12 @@ class Workload:
     spec: ModelSpec
     layers: tuple[LayerTimes, ...] = field(repr=False)
     optimizer_ns: int = 0
+
+    def trained_by(self, optimizer: Optimizer, bytes_per_s: float) -> Workload:
+        """The same with the state and the update of ``optimizer``, on a device that moves so many bytes a second."""
+        size_bytes = self.spec.size_bytes
+        spec = self.spec.model_copy(update={"optimizer_state_bytes": optimizer.state_bytes(size_bytes)})
+        return replace(self, spec=spec, optimizer_ns=optimizer.update_ns(size_bytes, bytes_per_s))
 
     @property
     def computation_ns(self) -> int:
@@ -72,15 +78,12 @@ def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -
         )
         for layer, times in zip(table.layers, layer_times(table, device), strict=True)
     )
-    spec = table.spec.model_copy(
-        update={"optimizer_state_bytes": optimizer.state_bytes(table.spec.size_bytes)}
-    )
-    return Workload(
+    workload = Workload(
         name=table.name,
         batch=table.batch,
         samples=table.samples,
         times=device.name,
-        spec=spec,
+        spec=table.spec,
         layers=layers,
-        optimizer_ns=optimizer.update_ns(table.spec.size_bytes, device.bytes_per_s),
     )
+    return workload.trained_by(optimizer, device.bytes_per_s)
