@@ -16,7 +16,7 @@ COMMANDS = {
     "demo": "the whole loop on this machine in a few minutes",
     "record": "run an unmodified torchrun command and record it",
     "import": "read what other tools recorded: Kineto, Chakra, TensorFlow, JAX, MXNet, Horovod",
-    "export": "write a trace for other tools: Perfetto, Chakra",
+    "export": "write a trace for other tools: Perfetto, Chakra, GOAL",
     "diagnose": "where the time went, and who is to blame",
     "replay": "simulate the recorded step, as it was or under what-ifs",
     "predict": "a model and a cluster that you do not have yet",

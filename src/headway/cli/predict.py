@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from headway.predict.replayed import Prediction
     from headway.predict.workload import Workload
 
-MOST_WORKERS = 65_536
 MOST_SIZES = 64
 
 
@@ -129,18 +128,20 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
 
 
 def _world_sizes(text: str | None, most: int) -> list[int]:
+    from headway.replay.what_if import MAX_WORKERS
+
     if text is None:
         sizes = [1]
         while sizes[-1] * 2 < most:
             sizes.append(sizes[-1] * 2)
         return [*sizes, most] if most > 1 else sizes
     parts = text.split(",")
-    form = f"numbers from 1 to {MOST_WORKERS} with commas between them, at most {MOST_SIZES}"
+    form = f"numbers from 1 to {MAX_WORKERS} with commas between them, at most {MOST_SIZES}"
     if len(parts) > MOST_SIZES or not all(
         part.strip().isdecimal() and len(part.strip()) < 6 for part in parts
     ):
         raise UserError("--workers cannot be read", got=repr(text), expected=form)
     sizes = sorted({int(part) for part in parts})
-    if not 1 <= sizes[0] <= sizes[-1] <= MOST_WORKERS:
+    if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORKERS:
         raise UserError("--workers is out of range", got=repr(text), expected=form)
     return sizes

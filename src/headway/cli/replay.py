@@ -61,8 +61,8 @@ def replay(
             plan.check(loaded.model, loaded.world_size)
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()
-        result = replayer.replay(plan.strategy if plan else None, what_if) if asked else base
         strategy = plan.strategy if plan else None
+        result = replayer.replay(strategy, what_if) if asked else base
         unfolded_ms = replayer.replay(strategy, what_if, fold=False).step_ms if check_folding else None
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
     recorded_ms = replayer.recorded_step_ms

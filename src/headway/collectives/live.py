@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import executor, transfers
-from headway.collectives.program import LOOKAHEAD_ROUNDS, ChunkProgram, largest_piece, piece_bounds
+from headway.collectives.program import ChunkProgram, largest_piece, piece_bounds, ring_reduce_scatter
 
 
 def scratch_numel_of(program: ChunkProgram, numel: int) -> int:
@@ -21,7 +21,7 @@ def scratch_numel(numel: int, chunks: int, pieces: int = 1) -> int:
 
     These are the pieces whose receives are posted at a time; no more than two chunks, but for rounding.
     """
-    return min(LOOKAHEAD_ROUNDS, chunks - 1) * pieces * largest_piece(numel, chunks, pieces)
+    return scratch_numel_of(ring_reduce_scatter(0, chunks, pieces), numel)
 
 
 class Prepared:

@@ -35,7 +35,15 @@ class Device:
 # kernels about 0.85. 5 us is what a launched kernel costs at least. Published for one such card in fp32 (Lambda,
 # TensorFlow 1.12, lambdalabs.com/blog/2080-ti-deep-learning-benchmarks): 294 images/s of ResNet-50, 79 of
 # Inception-v4; these constants give values within a quarter of both, one below and one above.
-RTX_2080_TI = Device("RTX 2080 Ti (modelled)", 0.8 * 13.45e12, 0.85 * 616e9, 5e-6)
+FLOPS_SHARE, BYTES_SHARE, KERNEL_S = 0.8, 0.85, 5e-6
+
+
+def modelled(name: str, flops_per_s: float, bytes_per_s: float) -> Device:
+    """A device that reaches such shares of what it has on paper."""
+    return Device(f"{name} (modelled)", FLOPS_SHARE * flops_per_s, BYTES_SHARE * bytes_per_s, KERNEL_S)
+
+
+RTX_2080_TI = modelled("RTX 2080 Ti", 13.45e12, 616e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,9 +286,7 @@ def spend(queue: int, now: int, lines: Array, sides: Array, burst: Array) -> flo
         side = lines[queue, SIDE + end]
         if side >= 0:
             idle = now - sides[side, IDLE_SINCE]
-            sides[side, SAVED] = (
-                burst[side] if idle >= burst[side] else min(burst[side], sides[side, SAVED] + idle)
-            )
+            sides[side, SAVED] = min(burst[side], sides[side, SAVED] + idle)
             sides[side, IDLE_SINCE] = now
             credit = min(credit, sides[side, SAVED] * (sides[side, USUAL] / lines[queue, ASKED]))
     return credit

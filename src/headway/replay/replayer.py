@@ -129,8 +129,8 @@ class Replayer:
         proportion; and what the fit of the links missed, in proportion to the time that is waited.
         """
         missed = abs(self.base.step_ms / self.recorded_step_ms - 1)
-        costs = [collective.selection.cost(result.graph.cluster) for collective in result.graph.collectives]
-        unfitted = max((cost.fit_error for cost in costs), default=0.0)
+        selections = {collective.selection for collective in result.graph.collectives}
+        unfitted = max((each.cost(result.graph.cluster).fit_error for each in selections), default=0.0)
         return math.hypot(
             2 * _standard_error_ms(self.recorded_step_times_ms),
             missed * result.step_ms,
