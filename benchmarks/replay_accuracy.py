@@ -52,7 +52,7 @@ WORDS = (
     "communication takes 0.35 of computation on the base links. Labs: pN workers, links of so many times the base "
     "rate; slow-rank computes 1.5 times as long on rank 1, slow-link has half the rate on one host, tenant sends "
     "0.4 of a link's rate from host0 to host1. Bucket sizes are of the unscaled model, in MiB; decoupled and "
-    "servers have 5 MiB."
+    "servers have 5 MiB (models over 200 MB: 25), `small` a fifth of that."
 )
 
 

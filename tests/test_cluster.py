@@ -55,6 +55,20 @@ def test_ranks_that_share_cores_get_less_of_them_when_there_are_more() -> None:
     assert sharing.model_copy(update={"shared_cores": None}).resized(8).cost_of("ring").message_us == 300
 
 
+def test_what_messages_take_is_read_off_between_measured_sizes() -> None:
+    sizes = [
+        {"size_bytes": 100, "message_us": 10},
+        {"size_bytes": 10_000, "message_us": 30, "message_cpu_us": 4},
+    ]
+    cost = AlgorithmCost.model_validate({"byte_factor": 1.5, "by_size": sizes})
+    assert [cost.at(size).message_us for size in (1, 100, 1_000, 10_000, 1e9)] == [10, 10, 20, 30, 30]
+    assert cost.at(1_000).message_cpu_us == 2
+    assert cost.at(1_000).byte_factor == 1.5
+    assert cost.crowded(10).at(10_000).message_us == 40
+    with pytest.raises(ValueError, match="order of sizes"):
+        AlgorithmCost.model_validate({"by_size": sizes[::-1]})
+
+
 def test_hosts_take_as_many_workers_as_asked() -> None:
     assert [host.workers for host in cluster((2, 3)).resized(10, 4).hosts] == [4, 4, 2]
 

@@ -16,6 +16,7 @@ BASE_WORKERS = 4
 COMPUTE_S = 0.9  # forward and backward of a paced step
 ONE_WAY_SHARE = 0.35  # of that: what one way of communication takes at the base rate
 MOST_BYTES = 8e6  # of a scaled model
+LARGE_MODEL_BYTES = 200e6  # from here on buckets are of 25 MiB rather than 5, about twenty a model either way
 TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets
 SLOW_RANK, SLOW_BY = 1, 1.5
 SLOW_HOST, LINK_SHARE = "host1", 0.5
@@ -24,12 +25,16 @@ TENANT, TENANT_SHARE = ("host0", "host1"), 0.4  # of a link's rate
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and how it is imitated: sizes over ``shrink``, times times ``dilation``, and the base rate of links."""
+    """A model and how it is imitated: sizes over ``shrink``, times times ``dilation``, and the base rate of links.
+
+    ``cap_mb`` is the size of buckets where gradients are decoupled or pushed to servers, of the unscaled model.
+    """
 
     model: str
     shrink: int
     dilation: float
     rate_mbit: float
+    cap_mb: float
 
     @classmethod
     def of(cls, model: str) -> Subject:
@@ -41,7 +46,13 @@ class Subject:
             shrink *= 2
         one_way_bytes = size_bytes / shrink * (BASE_WORKERS - 1) / BASE_WORKERS
         bytes_per_s = one_way_bytes / (ONE_WAY_SHARE * COMPUTE_S)
-        return cls(model, shrink, COMPUTE_S / sum(step_s(table)), round(bytes_per_s / TCP_SHARE * 8e-6, 1))
+        return cls(
+            model=model,
+            shrink=shrink,
+            dilation=COMPUTE_S / sum(step_s(table)),
+            rate_mbit=round(bytes_per_s / TCP_SHARE * 8e-6, 1),
+            cap_mb=5 if size_bytes < LARGE_MODEL_BYTES else 25,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,17 +106,19 @@ def plans_of(subject: Subject, lab: Lab) -> dict[str, Strategy]:
     def ddp(cap_mb: float) -> Strategy:
         return DistributedDataParallelStrategy(bucket_caps_mb=(cap_mb / subject.shrink,))
 
-    cap_bytes = round(5 * 2**20 / subject.shrink)
-    decoupled = DecoupledStrategy(bucket_cap_bytes=cap_bytes, channels=1)
+    cap_mb = subject.cap_mb / subject.shrink
+    decoupled = DecoupledStrategy(bucket_cap_bytes=round(cap_mb * 2**20), channels=1)
     few: dict[str, Strategy] = {
         BASE_PLAN: ddp(25),
         "decoupled-parameters": decoupled,
         "decoupled-gradients": decoupled.model_copy(update={"gather": "gradients"}),
-        "servers": ParameterServerStrategy(bucket_cap_mb=5 / subject.shrink, channels=1),
+        "servers": ParameterServerStrategy(bucket_cap_mb=cap_mb, channels=1),
     }
     if lab != BASE_LAB:
         return few
     two = decoupled.model_copy(update={"channels": 2})
+    small = decoupled.model_copy(update={"bucket_cap_bytes": round(cap_mb * 2**20 / 5)})
     return {
-        **few, "ddp-2.5": ddp(2.5), "ddp-5": ddp(5), "ddp-100": ddp(100), "decoupled-parameters-2-channels": two
+        **few, "ddp-2.5": ddp(2.5), "ddp-5": ddp(5), "ddp-100": ddp(100),
+        "decoupled-parameters-2-channels": two, "decoupled-parameters-small": small,
     }  # fmt: skip

@@ -8,6 +8,9 @@ Rates are goodput, payload bits a second, not the nominal rate of the wire.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,14 +67,25 @@ class Traffic(BaseModel):
         return self
 
 
+class MessageCost(BaseModel):
+    """What a message of ``size_bytes`` takes by an algorithm: ``AlgorithmCost.message_us`` and ``message_cpu_us``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int = Field(ge=1, le=10**12)
+    message_us: Latency
+    message_cpu_us: Latency = 0.0
+
+
 class AlgorithmCost(BaseModel):
     """What one collective algorithm costs beyond the ideal of its messages.
 
     ``overhead_us`` is paid once a collective (launching, waking and joining its workers), by one collective of a rank
     at a time; ``byte_factor`` is how many times the ideal its bytes take. ``message_us`` is how long a message
     takes, besides the latency of its link and its bytes, until it is added up and may be passed on; of that
-    ``message_cpu_us`` are work of the receiver's cores, one message at a time.
-    ``fit_error`` is by how much, in the median, what was measured is off these costs.
+    ``message_cpu_us`` are work of the receiver's cores, one message at a time. Where both were measured at several
+    sizes, ``by_size`` has them, in the order of sizes (PLogP: Kielmann, Bal, Verstoep, 2000).
+    ``fit_error`` is by how much, in the median, what was measured is off these costs or varied.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +94,47 @@ class AlgorithmCost(BaseModel):
     byte_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     message_us: Latency = 0.0
     message_cpu_us: Latency = 0.0
+    by_size: tuple[MessageCost, ...] = Field(default=(), max_length=100)
     fit_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @model_validator(mode="after")
+    def _sizes_grow(self) -> AlgorithmCost:
+        sizes = [each.size_bytes for each in self.by_size]
+        if any(before >= after for before, after in pairwise(sizes)):
+            raise ValueError("by_size is not in the order of sizes")
+        return self
+
+    def at(self, size_bytes: float) -> AlgorithmCost:
+        """The same for messages of one size, by the logarithm between two measured ones; beyond them it is the nearest."""
+        if not self.by_size:
+            return self
+        place = bisect_right(self.by_size, size_bytes, key=lambda each: each.size_bytes)
+        below, above = self.by_size[max(0, place - 1)], self.by_size[min(place, len(self.by_size) - 1)]
+        share = 0.0
+        if below is not above:
+            share = math.log(size_bytes / below.size_bytes) / math.log(above.size_bytes / below.size_bytes)
+        return self.model_copy(
+            update={
+                "message_us": below.message_us + share * (above.message_us - below.message_us),
+                "message_cpu_us": below.message_cpu_us
+                + share * (above.message_cpu_us - below.message_cpu_us),
+                "by_size": (),
+            }
+        )
+
+    def crowded(self, crowding: float) -> AlgorithmCost:
+        """The same where each core has so many ranks: no message takes less than its work then does."""
+        return self.model_copy(
+            update={
+                "message_us": max(self.message_us, self.message_cpu_us * crowding),
+                "by_size": tuple(
+                    each.model_copy(
+                        update={"message_us": max(each.message_us, each.message_cpu_us * crowding)}
+                    )
+                    for each in self.by_size
+                ),
+            }
+        )
 
 
 class Cluster(BaseModel):
@@ -187,11 +241,7 @@ class Cluster(BaseModel):
             "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
         }
         resized = self.model_copy(update=changed)
-        crowding = resized.crowding
-        slower = {
-            name: cost.model_copy(update={"message_us": max(cost.message_us, cost.message_cpu_us * crowding)})
-            for name, cost in self.algorithms.items()
-        }
+        slower = {name: cost.crowded(resized.crowding) for name, cost in self.algorithms.items()}
         return resized.model_copy(update={"algorithms": slower})
 
     @classmethod

@@ -111,6 +111,7 @@ def expand(
     """
     world_size = len(begins)
     programs = [program_of(rank, world_size) for rank in range(world_size)]
+    cost = cost.at(size_bytes / (programs[0].chunks * programs[0].pieces))
     begun = [links.overhead(builder, rank, cost, begin) for rank, begin in enumerate(begins)]
     done: list[list[int]] = [[] for _ in begins]  # for each rank, the operation that ends each step
     last_sent = list(begun)

@@ -50,6 +50,17 @@ def test_a_rested_link_lets_a_burst_through_and_has_to_rest_again() -> None:
     assert many == pytest.approx(5 * 8 * MS - 800_000, rel=1e-3)
 
 
+def test_a_link_that_others_use_saves_what_they_leave() -> None:
+    """Rounds of 16 ms of bytes at full rate, on a link half of which is left, and 10 ms of rest between them."""
+    others = Traffic(source="h0", target="h1", gbps=0.5, connections=1)
+    cost = AlgorithmCost(message_us=10_000)
+    on = cluster(burst_bytes=1_250_000, traffic=(others,))  # 10 ms at full rate; a rest saves half of it
+    played = play(repeated(on, ring_all_gather, 4_000_000, cost, 3)).end_ns.max()
+    first_ns = (16 - 10) * 2 * MS + 10 * MS
+    later_ns = (16 - 5) * 2 * MS + 10 * MS
+    assert played == pytest.approx(first_ns + 2 * later_ns, rel=1e-3)
+
+
 def test_every_message_takes_its_receiver_a_while() -> None:
     """Of three rounds each has the bytes, then the message's time; the next round waits for both."""
     cost = AlgorithmCost(message_us=500, message_cpu_us=200)

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.collectives.dataflow import repeated
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
 from headway.network.collective_costs import ideal_seconds
 from headway.network.cost_fit import Measured, fit_cost, replayed_seconds
+from headway.replay.engine import play
 
 SIZES_BYTES = (4096, 65_536, 262_144, 1_048_576, 4_194_304)
 
@@ -31,15 +33,38 @@ def test_the_cost_of_messages_and_bytes_is_recovered(message_us: float, burst_by
     assert found.message_cpu_us <= found.message_us
 
 
-def test_what_disturbs_one_size_shows_in_the_error_and_not_in_the_cost() -> None:
+def test_what_one_size_takes_longer_is_laid_to_messages_of_that_size() -> None:
     cluster = cluster_of(4)
+    factors = (1, 1.5, 1.4, 1.6, 1)
     measured = [
         Measured(size, replayed_seconds(cluster, [ring_all_reduce], size, AlgorithmCost()) * factor)
-        for size, factor in zip(SIZES_BYTES, (1, 1.5, 1.4, 1.6, 1), strict=True)
+        for size, factor in zip(SIZES_BYTES, factors, strict=True)
     ]
     found = fit_cost(cluster, [ring_all_reduce], measured)
     assert found.byte_factor == pytest.approx(1, rel=0.01)
-    assert found.fit_error > 0.2
+    assert [each.size_bytes for each in found.by_size] == [size // 4 for size in SIZES_BYTES]
+    for each in measured:
+        replayed_s = replayed_seconds(cluster, [ring_all_reduce], each.size_bytes, found)
+        assert replayed_s == pytest.approx(each.seconds, rel=0.01)
+
+
+def test_measurements_that_vary_show_in_the_error() -> None:
+    cluster = cluster_of(4)
+    measured = [
+        Measured(size, replayed_seconds(cluster, [ring_all_reduce], size, AlgorithmCost()), spread=0.3)
+        for size in SIZES_BYTES
+    ]
+    assert fit_cost(cluster, [ring_all_reduce], measured).fit_error == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("turns", [5, 9, 30])
+def test_many_collectives_are_not_played_one_by_one(turns: int) -> None:
+    cluster = cluster_of(4, 0.25, burst_bytes=72_000)
+    cost = AlgorithmCost(message_us=300, message_cpu_us=100)
+    all_s = float(play(repeated(cluster, ring_all_reduce, 40_000, cost, turns)).end_ns.max()) / 1e9
+    assert replayed_seconds(cluster, [ring_all_reduce], 40_000, cost, turns) == pytest.approx(
+        all_s / turns, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -115,13 +115,17 @@ class _Sharing:
             self._under_way[resource].append(number)
         self._share_anew(now_ns)
 
+    def _save(self, resource: int, now_ns: int) -> None:
+        idle_ns = now_ns - self._idle_since_ns[resource]
+        unused_ns = int(idle_ns * (self._room[resource] / self._usual[resource]))
+        self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + unused_ns)
+        self._idle_since_ns[resource] = now_ns
+
     def _spend(self, number: int, now_ns: int) -> None:
         """Be ahead by what the resources saved while nobody used them."""
         own, asked = self._resources[number], self._asked[number]
         for resource in own:
-            idle_ns = now_ns - self._idle_since_ns[resource]
-            self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + idle_ns)
-            self._idle_since_ns[resource] = now_ns
+            self._save(resource, now_ns)
         credit_ns = min(self._saved_ns[resource] * (self._usual[resource] / asked) for resource in own)
         spent_ns = min(self._left_ns[number], credit_ns)
         self._left_ns[number] -= spent_ns
@@ -131,6 +135,8 @@ class _Sharing:
     def change(self, place: int, now_ns: int) -> None:
         """There is more or less of a resource from now on."""
         _, resource, room = self._changes[place]
+        if not self._under_way[resource]:
+            self._save(resource, now_ns)
         self._room[resource] = room
         self._share_anew(now_ns)
 

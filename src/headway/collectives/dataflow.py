@@ -78,6 +78,7 @@ def expand(
     world_size, folded = links.world_size, links.folded
     assert len(begins) == len(ends) == (folded or world_size)
     columns = columns_of(program_of, world_size, folded)
+    cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
     sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
     messages = links.messages(builder, columns, sizes_bytes, cost, connection)
     overheads, handling = links.overheads(builder, cost), links.handling(builder, cost, len(sizes_bytes))

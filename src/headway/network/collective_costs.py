@@ -32,11 +32,13 @@ from headway.network.beside import Timing, Work, repeat, timed
 from headway.network.cost_fit import Measured, fit_cost
 from headway.replay.engine import play
 
-# Sizes of one collective, and how many of them follow each other without a pause in one measurement. The first is of
-# next to nothing: what it takes is what its messages cost.
-SIZES_BYTES = {4_096: 30, 65_536: 30, 262_144: 16, 1_048_576: 6, 4_194_304: 3}
-REPEATS = 3
+# Bytes of a rank's share of one collective, and how many of these follow each other without a pause in one measurement.
+# The first is of next to nothing: what it takes is what its messages cost. None is a power of two: Gloo takes up to
+# twice as long over messages of exactly 64 KiB as over any others, and training has others.
+SHARES_BYTES = {1_000: 30, 6_000: 30, 20_000: 20, 75_000: 10, 300_000: 6, 1_200_000: 3}
+REPEATS = 5
 LONGEST_S = 0.25  # sizes that would take longer are left out
+MOST_BYTES = 2**26  # as are larger ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,12 @@ def measure_costs(
     """
     work = Work() if busy_cores else None
     measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in CANDIDATES}
-    for size_bytes, count in SIZES_BYTES.items():
+    for share_bytes, count in SHARES_BYTES.items():
+        size_bytes = share_bytes * cluster.world_size
         runs = []
         for candidate in CANDIDATES:
             ideal = candidate.ideal_s(cluster, size_bytes)
-            if ideal > LONGEST_S and len(measured[candidate.name]) > 1:
+            if (ideal > LONGEST_S or size_bytes > MOST_BYTES) and len(measured[candidate.name]) > 1:
                 continue
             turns = max(1, min(count // len(candidate.kinds), int(LONGEST_S / ideal)))
             action = candidate.prepared(size_bytes, second)
@@ -109,17 +112,30 @@ def measure_costs(
             for candidate, turns, action in runs:
                 timing = timed(partial(repeat, action, turns), work)
                 took[candidate.name].append(timing / (turns * len(candidate.kinds)))
-        for name, timings in took.items():
-            seconds = statistics.median(timing.seconds for timing in timings)
-            cpu_s = statistics.median(timing.cpu_s for timing in timings) if work is None else 0.0
-            measured[name].append(Measured(size_bytes, seconds, cpu_s))
-    tiny = next(iter(SIZES_BYTES))
+        for candidate, turns, _ in runs:
+            timings = took[candidate.name]
+            measured[candidate.name].append(
+                _median(size_bytes, timings, turns * len(candidate.kinds), idle=work is None)
+            )
+    tiny = next(iter(SHARES_BYTES)) * cluster.world_size
     return {
         candidate.name: fit_cost(
             cluster, candidate.programs(tiny, cluster.world_size), measured[candidate.name]
         )
         for candidate in CANDIDATES
     }
+
+
+def _median(size_bytes: int, timings: Sequence[Timing], turns: int, *, idle: bool) -> Measured:
+    """``idle`` says that whatever cores did, they did for communication."""
+    seconds = statistics.median(timing.seconds for timing in timings)
+    return Measured(
+        size_bytes=size_bytes,
+        seconds=seconds,
+        cpu_s=statistics.median(timing.cpu_s for timing in timings) if idle else 0.0,
+        turns=turns,
+        spread=statistics.median(abs(timing.seconds / seconds - 1) for timing in timings),
+    )
 
 
 def _in_turn(actions: Sequence[Callable[[], None]]) -> None:

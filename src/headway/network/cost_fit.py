@@ -6,66 +6,105 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.cluster import AlgorithmCost, Cluster
+from headway.cluster import AlgorithmCost, Cluster, MessageCost
 from headway.collectives.dataflow import repeated
 from headway.collectives.program import ProgramOf
 from headway.replay.engine import play
 
-REPLAYED = 3  # collectives that follow each other: the first of them finds links that have rested
 LARGE = 2  # sizes that decide about bytes
 HALVINGS = 10  # to a thousandth
 FACTORS = (0.1, 100.0)
 
 
 class Measured(NamedTuple):
-    """Collectives of ``size_bytes`` that followed each other: seconds of each, and seconds of a rank's cores."""
+    """Collectives of ``size_bytes``, ``turns`` of which followed each other: seconds of each, of a rank's cores too.
+
+    ``spread`` is by how much repetitions were off their median, in the median, as a share of it.
+    """
 
     size_bytes: int
     seconds: float
     cpu_s: float = 0.0
+    turns: int = 4
+    spread: float = 0.0
 
 
 def replayed_seconds(
-    cluster: Cluster, programs: Sequence[ProgramOf], size_bytes: int, cost: AlgorithmCost
+    cluster: Cluster, programs: Sequence[ProgramOf], size_bytes: int, cost: AlgorithmCost, turns: int = 4
 ) -> float:
-    """What replay says of each of several collectives that follow each other; the mean over ``programs``."""
-    ends_s = [
-        float(play(repeated(cluster, program, size_bytes, cost, REPLAYED)).end_ns.max()) / 1e9
-        for program in programs
-    ]
-    return statistics.fmean(ends_s) / REPLAYED
+    """What replay says of each of ``turns`` collectives that follow each other; the mean over ``programs``.
+
+    The first finds links that have rested; from the third on they are taken to be alike.
+    """
+
+    def seconds(program: ProgramOf, count: int) -> float:
+        return float(play(repeated(cluster, program, size_bytes, cost, count)).end_ns.max()) / 1e9
+
+    def total(program: ProgramOf) -> float:
+        if turns <= 4:
+            return seconds(program, turns)
+        two, four = seconds(program, 2), seconds(program, 4)
+        return two + (turns - 2) * (four - two) / 2
+
+    return statistics.fmean(total(program) for program in programs) / turns
 
 
 def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence[Measured]) -> AlgorithmCost:
     """The cost with which replay takes as long as was ``measured``, at growing sizes of which the first is tiny.
 
-    The tiny size says what a message costs, since its bytes take no time; the largest say what bytes cost, and of them
-    the quickest, since what disturbs a measurement only adds to it. All of them say how well that fits (``fit_error``).
+    The tiny size says what a message costs, since its bytes take no time. With that the largest sizes say what bytes
+    cost, and of them the quickest, since what disturbs a measurement only adds to it. What is left at each size is
+    laid to messages of that size.
     """
+    fit = _Fit(cluster, programs)
     tiny, large = measured[0], measured[-min(LARGE, len(measured)) :]
-    messages = statistics.fmean(len(program(0, cluster.world_size).steps) for program in programs)
-    work_s = tiny.cpu_s / max(1.0, messages)
-    message_s = _message_seconds(cluster, programs, tiny, work_s)
-    cost = AlgorithmCost(message_us=message_s * 1e6, message_cpu_us=min(message_s, work_s) * 1e6)
-    ratios = [m.seconds / replayed_seconds(cluster, programs, m.size_bytes, cost) for m in large]
+    cost = fit.message(tiny, AlgorithmCost())
+    ratios = [each.seconds / fit.seconds(each, cost) for each in large]
     factor = min(max(min(ratios), FACTORS[0]), FACTORS[1])
     cost = cost.model_copy(update={"byte_factor": factor})
-    errors = [abs(replayed_seconds(cluster, programs, m.size_bytes, cost) / m.seconds - 1) for m in measured]
+    by_size = tuple(
+        MessageCost(
+            size_bytes=max(1, round(fit.message_bytes(each))),
+            **fit.message(each, cost).model_dump(include={"message_us", "message_cpu_us"}),
+        )
+        for each in measured
+    )
+    cost = cost.model_copy(update={"by_size": by_size})
+    errors = [max(abs(fit.seconds(each, cost) / each.seconds - 1), each.spread) for each in measured]
     return cost.model_copy(update={"fit_error": statistics.median(errors)})
 
 
-def _message_seconds(cluster: Cluster, programs: Sequence[ProgramOf], tiny: Measured, work_s: float) -> float:
-    """What each message takes, of that ``work_s`` work, so that replay says ``tiny.seconds``: by halving."""
+class _Fit:
+    """Programs of one algorithm on a cluster."""
 
-    def takes_s(message_s: float) -> float:
-        cost = AlgorithmCost(message_us=message_s * 1e6, message_cpu_us=min(message_s, work_s) * 1e6)
-        return replayed_seconds(cluster, programs, tiny.size_bytes, cost)
+    def __init__(self, cluster: Cluster, programs: Sequence[ProgramOf]) -> None:
+        self._cluster = cluster
+        self._programs = programs
+        firsts = [program(0, cluster.world_size) for program in programs]
+        self._messages = max(1.0, statistics.fmean(len(program.steps) for program in firsts))
+        self._pieces = statistics.fmean(program.chunks * program.pieces for program in firsts)
 
-    least_s, most_s = 0.0, tiny.seconds
-    for _ in range(HALVINGS):
-        middle_s = (least_s + most_s) / 2
-        if takes_s(middle_s) < tiny.seconds:
-            least_s = middle_s
-        else:
-            most_s = middle_s
-    return (least_s + most_s) / 2
+    def message_bytes(self, measured: Measured) -> float:
+        """How large a message is."""
+        return measured.size_bytes / self._pieces
+
+    def seconds(self, measured: Measured, cost: AlgorithmCost) -> float:
+        """What replay says."""
+        return replayed_seconds(self._cluster, self._programs, measured.size_bytes, cost, measured.turns)
+
+    def message(self, measured: Measured, cost: AlgorithmCost) -> AlgorithmCost:
+        """``cost`` with what messages take for replay to say what was measured: by halving."""
+        work_us = measured.cpu_s / self._messages * 1e6
+
+        def with_message(message_us: float) -> AlgorithmCost:
+            taken = {"message_us": message_us, "message_cpu_us": min(message_us, work_us)}
+            return cost.model_copy(update=taken)
+
+        least_us, most_us = 0.0, measured.seconds * 1e6
+        for _ in range(HALVINGS):
+            middle_us = (least_us + most_us) / 2
+            if self.seconds(measured, with_message(middle_us)) < measured.seconds:
+                least_us = middle_us
+            else:
+                most_us = middle_us
+        return with_message((least_us + most_us) / 2)

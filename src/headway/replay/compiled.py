@@ -14,7 +14,8 @@ WORTH_OPERATIONS = 20_000  # fewer are played before a compiler has been loaded
 _LOOPS = (
     kernel.push, kernel.drop_first, kernel.roomier, kernel.precedes, kernel.settle, kernel.leaves_at,
     kernel.proportional, kernel.reach, kernel.grant,
-    kernel.go_on_at, kernel.share_anew, kernel.spend, kernel.let_on, kernel.take_off_first, kernel.simulate,
+    kernel.go_on_at, kernel.share_anew,
+    kernel.save, kernel.spend, kernel.let_on, kernel.take_off_first, kernel.simulate,
 )  # fmt: skip
 
 

@@ -279,15 +279,21 @@ def share_anew(
     return under_way
 
 
+def save(side: int, now: int, sides: Array, burst: Array) -> None:
+    """Put by what a resource that nobody used has let pass since then: as much of the time as there was room."""
+    idle = now - sides[side, IDLE_SINCE]
+    unused = int(idle * (sides[side, ROOM] / sides[side, USUAL]))
+    sides[side, SAVED] = min(burst[side], sides[side, SAVED] + unused)
+    sides[side, IDLE_SINCE] = now
+
+
 def spend(queue: int, now: int, lines: Array, sides: Array, burst: Array) -> float:
     """Take what the resources of a queue saved while nobody used them; returns how much work that is."""
     credit = float(NEVER)
     for end in range(2):
         side = lines[queue, SIDE + end]
         if side >= 0:
-            idle = now - sides[side, IDLE_SINCE]
-            sides[side, SAVED] = min(burst[side], sides[side, SAVED] + idle)
-            sides[side, IDLE_SINCE] = now
+            save(side, now, sides, burst)
             credit = min(credit, sides[side, SAVED] * (sides[side, USUAL] / lines[queue, ASKED]))
     return credit
 
@@ -433,6 +439,8 @@ def simulate(
             changing < min(leaving, finishing, NEVER - 1) + 1 and not to_begin and (under_way or to_be_done)
         ):
             now = max(now, changing)
+            if sides[changes[changed, 1], LOAD] == 0:
+                save(changes[changed, 1], now, sides, burst)
             sides[changes[changed, 1], ROOM] = changes[changed, 2]
             under_way = share_anew(
                 changes[changed, 1], now, under_way, lines, work, sides, heap, reached, crossed
