@@ -105,7 +105,7 @@ class AlgorithmCost(BaseModel):
         return self
 
     def at(self, size_bytes: float) -> AlgorithmCost:
-        """The same for messages of one size, by the logarithm between two measured ones; beyond them it is the nearest."""
+        """The same for messages of one size: by the logarithm between two measured ones, beyond them the nearest."""
         if not self.by_size:
             return self
         place = bisect_right(self.by_size, size_bytes, key=lambda each: each.size_bytes)
