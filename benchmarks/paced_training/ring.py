@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from headway.collectives.live import Prepared, scratch_numel
-from headway.collectives.program import ring_all_gather, ring_reduce_scatter
+from headway.collectives.live import Prepared
+from headway.collectives.program import ring_all_gather, ring_reduce_scatter, scratch_numel
 
 
 def ring(

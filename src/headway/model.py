@@ -52,12 +52,32 @@ class ParameterSpec(BaseModel):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
+class PassMemory(BaseModel):
+    """What a rank holds during forward and backward besides parameters, buffers, optimizer state and gradients.
+
+    The most during forward; the most until each gradient in turn is complete, from forward's end or the gradient
+    before on; the most from the last gradient until the update; and what the update of all parameters needs
+    besides. ``gradients_apart`` says that gradients have memory of their own, beside that of DDP's buckets, and
+    ``gradients_kept`` that those of the step before are still there during forward.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    forward_bytes: int = Field(ge=0)
+    backward: tuple[tuple[str, Annotated[int, Field(ge=0)]], ...]
+    after_bytes: int = Field(default=0, ge=0)
+    update_bytes: int = Field(default=0, ge=0)
+    gradients_apart: bool = True
+    gradients_kept: bool = False
+
+
 class ModelSpec(BaseModel):
     """A model's trainable parameters, in registration order, and what a recording learned about their use.
 
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
-    Both are empty where nothing was recorded.
+    Both are empty where nothing was recorded. ``activation_bytes`` is what forward leaves for backward, about;
+    ``pass_memory`` says more, where it was watched.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,6 +87,7 @@ class ModelSpec(BaseModel):
     ready_order: tuple[str, ...] = ()
     buffer_bytes: int = Field(default=0, ge=0)
     activation_bytes: int = Field(default=0, ge=0)
+    pass_memory: PassMemory | None = None
     optimizer_state_bytes: int = Field(default=0, ge=0)
 
     @cached_property

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.utils import _to_kwargs
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -145,6 +146,16 @@ def without_user_modes() -> Iterator[None]:
         torch.autocast("cuda", enabled=False),
     ):
         yield
+
+
+def pretended_tensors() -> AbstractContextManager[Any]:
+    """Inside it tensors have shapes, devices and lives as ever, and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes in force, the innermost last."""
+    return _get_current_dispatch_mode_stack()
 
 
 def inside_transform() -> bool:

@@ -16,6 +16,7 @@ from headway.collectives.program import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
+    scratch_numel,
 )
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -69,7 +70,7 @@ def check_native(rank: int, world_size: int) -> list[str]:
             own = slice(*chunk_bounds(numel, world_size)[rank])
             for algorithm in (RING, NATIVE):
                 flat = inputs[rank].clone()
-                scratch = torch.empty(live.scratch_numel(numel, world_size), dtype=dtype)
+                scratch = torch.empty(scratch_numel(numel, world_size), dtype=dtype)
                 algorithms.collective(algorithm, REDUCE_SCATTER, rank, world_size)(flat, group, scratch)
                 if not _near(flat[own], [part[own] for part in inputs]):
                     problems.append(f"{algorithm} reduce-scatter of {numel} {dtype}")
@@ -90,7 +91,7 @@ def check_prepared_again_and_again(rank: int, world_size: int) -> list[str]:
     """What was prepared once reads its buffer anew each time, and shares its scratch."""
     group = _group()
     flat = torch.empty(1000, dtype=torch.int64)
-    scratch = torch.empty(live.scratch_numel(1000, world_size, 3), dtype=torch.int64)
+    scratch = torch.empty(scratch_numel(1000, world_size, 3), dtype=torch.int64)
     for algorithm in (RING, NATIVE) if flat.numel() % world_size == 0 else (RING,):
         actions = {
             kind: algorithms.prepare(algorithm, kind, flat, group, scratch, pieces=3) for kind in KINDS
@@ -114,7 +115,7 @@ def check_two_groups_at_a_time(rank: int, world_size: int) -> list[str]:
 
     def work(number: int) -> None:
         flat = torch.empty(5000, dtype=torch.int32)
-        scratch = torch.empty(live.scratch_numel(5000, world_size, 2), dtype=torch.int32)
+        scratch = torch.empty(scratch_numel(5000, world_size, 2), dtype=torch.int32)
         prepared = live.Prepared(ring_all_reduce(rank, world_size, 2), flat, groups[number], scratch)
         for turn in range(30):
             flat.fill_(turn + number)
@@ -135,7 +136,7 @@ def run_while_a_peer_is_gone(rank: int, world_size: int) -> str:
     executor.compiled()  # takes a while the first time
     group = _group()
     program = ring_reduce_scatter(rank, world_size)
-    flat, scratch = torch.ones(100), torch.empty(live.scratch_numel(100, world_size))
+    flat, scratch = torch.ones(100), torch.empty(scratch_numel(100, world_size))
     live.run(program, flat, group, scratch)
     if rank == world_size - 1:
         return ""
@@ -150,7 +151,7 @@ def _check_ring(
     rank: int, world_size: int, group: dist.ProcessGroup, inputs: list[torch.Tensor], pieces: int
 ) -> Iterator[str]:
     numel, dtype = inputs[0].numel(), inputs[0].dtype
-    scratch = torch.empty(live.scratch_numel(numel, world_size, pieces), dtype=dtype)
+    scratch = torch.empty(scratch_numel(numel, world_size, pieces), dtype=dtype)
     bounds = chunk_bounds(numel, world_size)
     own = slice(*bounds[owned_chunk(rank, world_size)])
 

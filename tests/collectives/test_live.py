@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests import workers
 
-from headway.collectives import live
-from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter, scratch_numel
 
 CASES = "tests.collectives.live_cases"
 
@@ -62,13 +61,13 @@ def test_a_peer_that_is_gone_is_an_error_of_one_reason(world_size: int) -> None:
     ("numel", "chunks", "two_chunks"), [(0, 3, 0), (1, 3, 2), (6, 3, 4), (7, 3, 6), (9, 1, 0)]
 )
 def test_scratch_holds_two_chunks(numel: int, chunks: int, two_chunks: int) -> None:
-    assert live.scratch_numel(numel, chunks) == two_chunks
+    assert scratch_numel(numel, chunks) == two_chunks
 
 
 @pytest.mark.parametrize("world_size", range(1, 17))
 @pytest.mark.parametrize("pieces", range(1, 5))
 def test_scratch_is_what_programs_use(world_size: int, pieces: int) -> None:
-    slots = live.scratch_numel(world_size * pieces, world_size, pieces)
+    slots = scratch_numel(world_size * pieces, world_size, pieces)
     assert ring_reduce_scatter(0, world_size, pieces).scratch_slots == slots
     assert ring_all_reduce(0, world_size, pieces).scratch_slots == slots
     assert ring_all_gather(0, world_size, pieces).scratch_slots == 0

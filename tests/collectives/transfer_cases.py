@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from headway.collectives import executor, live, transfers
 from headway.collectives.algorithms import KINDS, RING, program_of
+from headway.collectives.program import scratch_numel
 from headway.collectives.transfers import Transfer
 
 Message = tuple[bool, int, int, int, int]  # sends, peer, bytes, posted, done
@@ -156,7 +157,7 @@ def _prepared(
     second: dist.ProcessGroup | None = None,
 ) -> live.Prepared:
     program = program_of(RING, kind, pieces)(group.rank(), group.size())
-    scratch = torch.empty(live.scratch_numel(flat.numel(), group.size(), pieces), dtype=flat.dtype)
+    scratch = torch.empty(scratch_numel(flat.numel(), group.size(), pieces), dtype=flat.dtype)
     return live.Prepared(program, flat, group, scratch, second)
 
 

@@ -51,27 +51,9 @@ def test_a_shared_parameter_has_one_name() -> None:
     assert built.layers["first"] == ("first.weight", "first.bias")
 
 
-def test_what_is_kept_for_backward_is_what_autograd_keeps() -> None:
-    costed = LayerWork(Built("net", make, META))
-    kept: dict[int, int] = {}
-    held: list[torch.Tensor] = []
-    net, x = make()
-    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        net(x).sum()
-    assert costed.activation_bytes == sum(kept.values()) > 0
-
-
 def test_a_module_is_timed_layer_by_layer() -> None:
-    layers = timed_layers(Built("net", make, torch.device("cpu")))
+    layers, error = timed_layers(Built("net", make, torch.device("cpu")))
+    assert 0 < error < 10
     assert [layer.module for layer in layers] == ["first", "second", "last"]
     assert all(layer.forward_ns > 0 for layer in layers)
     assert all(layer.backward_ns > 0 for layer in layers[:2])
@@ -92,7 +74,8 @@ def test_a_function_becomes_a_workload(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert workload.samples == 5
         assert workload.spec.ready_order[-1] == "0.weight"
         assert workload.spec.forward_order == ("0", "2")
-        assert workload.spec.activation_bytes > 0
+        assert workload.spec.pass_memory is not None
+        assert workload.spec.pass_memory.forward_bytes >= 5 * (8 + 16 + 4) * 4
     for name in ("nothing", "values", "frozen", "missing"):
         with pytest.raises(UserError) as caught:
             workload_named(f"my_nets:{name}", None, "adam")

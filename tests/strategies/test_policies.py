@@ -27,6 +27,8 @@ def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str
     assert strategy.describe()
     assert callable(driver(strategy, "runtime").wrap)
     assert callable(driver(strategy, "dataflow").Dataflow)
+    held = driver(strategy, "memory").held(model, schedule, 4)
+    assert held.buffers_bytes >= model.size_bytes
 
 
 def test_ddp_closes_a_bucket_once_it_is_full() -> None:

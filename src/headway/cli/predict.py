@@ -91,6 +91,7 @@ def predict(
                 "workers": best.workers,
                 "strategy": best.strategy,
                 "step_ms": best.step_ms,
+                "uncertainty_ms": best.uncertainty_ms,
                 "breakdown_ms": dict.fromkeys(ranks, best.breakdown_ms),
                 "peak_bytes": dict.fromkeys(ranks, best.peak_bytes),
                 "operations": sum(each.operations for each in found),
@@ -104,7 +105,8 @@ def predict(
     others = [each for each in largest if each is not best]
     beside = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
     console.print(
-        f"{best.step_ms:.1f} ms a step of {workload.name} on {best.workers} workers with {best.strategy}{beside}: "
+        f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
+        f"{best.strategy}{beside}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would do without communication."
     )
     console.print(_table(found, workload))
@@ -120,7 +122,8 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
     )
     for each in predictions:
         table.add_row(
-            str(each.workers), each.strategy, f"{each.step_ms:.1f}", f"{each.exposed_ms:.1f}",
+            str(each.workers), each.strategy, f"{each.step_ms:.1f} ± {each.uncertainty_ms:.1f}",
+            f"{each.exposed_ms:.1f}",
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip
     table.caption = f"{workload.computation_ns / 1e6:.1f} ms of computation, the update included"

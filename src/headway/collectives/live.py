@@ -8,20 +8,7 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import executor, transfers
-from headway.collectives.program import ChunkProgram, largest_piece, piece_bounds, ring_reduce_scatter
-
-
-def scratch_numel_of(program: ChunkProgram, numel: int) -> int:
-    """How many elements ``program`` needs as scratch for a tensor of ``numel`` elements."""
-    return program.scratch_slots * largest_piece(numel, program.chunks, program.pieces)
-
-
-def scratch_numel(numel: int, chunks: int, pieces: int = 1) -> int:
-    """How many elements a ring of ``chunks`` ranks needs as scratch for a tensor of ``numel`` elements.
-
-    These are the pieces whose receives are posted at a time; no more than two chunks, but for rounding.
-    """
-    return scratch_numel_of(ring_reduce_scatter(0, chunks, pieces), numel)
+from headway.collectives.program import ChunkProgram, largest_piece, piece_bounds
 
 
 class Prepared:

@@ -31,8 +31,15 @@ def _bert(name: str, net: TransformerBuilder, depth: int) -> LayerTable:
     for index in range(depth):
         layer = f"bert.encoder.layer.{index}"
         net.linear(f"{layer}.attention.self.query", width, width, rows=words)
-        net.linear(f"{layer}.attention.self.key", width, width, rows=words)
-        net.linear(f"{layer}.attention.self.value", width, width, rows=words, after=net.attention())
+        net.linear(f"{layer}.attention.self.key", width, width, rows=words, shares_input=True)
+        net.linear(
+            f"{layer}.attention.self.value",
+            width,
+            width,
+            rows=words,
+            after=net.attention(),
+            shares_input=True,
+        )
         net.linear(f"{layer}.attention.output.dense", width, width, rows=words)
         net.norm(f"{layer}.attention.output.LayerNorm")
         gelu = net.elementwise(words * inner, 2, 1)

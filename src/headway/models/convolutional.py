@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.models.table import FLOAT_BYTES, Layer, LayerTable, Parameter, Work
+
+PLACE_BYTES = 8  # of an element in its window
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,14 @@ class Feature:
 
 @dataclass
 class ConvolutionalBuilder:
-    """Collects layers for a batch of ``samples`` images."""
+    """Collects layers for a batch of ``samples`` images.
+
+    What backward will need is kept once, however many layers need it: one ``Feature`` object is one piece of memory.
+    """
 
     samples: int
     layers: list[Layer] = field(default_factory=list)
+    _kept: list[Feature] = field(default_factory=list)
 
     def convolution(
         self,
@@ -46,11 +52,13 @@ class ConvolutionalBuilder:
         flops = 2.0 * self.samples * output.height * output.width * weight.numel
         parameters = (weight, Parameter("bias", (channels,))) if bias else (weight,)
         self._add(name, parameters, flops, self._bytes(inputs) + self._bytes(output))
+        self._keep(inputs)
         return output
 
     def activation(self, inputs: Feature) -> Feature:
         """A ReLU in place, counted with the layer before it."""
         self._extend(2 * self._bytes(inputs))
+        self._keep(inputs)
         return inputs
 
     def norm(self, name: str, inputs: Feature, *, activation: bool = True) -> Feature:
@@ -58,7 +66,11 @@ class ConvolutionalBuilder:
         parameters = (Parameter("weight", (inputs.channels,)), Parameter("bias", (inputs.channels,)))
         passes, kernels = (5, 3) if activation else (3, 2)
         self._add(name, parameters, 4.0 * self.samples * inputs.numel, passes * self._bytes(inputs), kernels)
-        return inputs
+        self._keep(inputs)
+        output = replace(inputs)
+        if activation:
+            self._keep(output)
+        return output
 
     def linear(self, name: str, inputs: int, outputs: int) -> None:
         """A dense layer with bias on one vector a sample."""
@@ -66,10 +78,15 @@ class ConvolutionalBuilder:
         moved = self.samples * (inputs + outputs) * FLOAT_BYTES
         self._add(name, parameters, 2.0 * self.samples * inputs * outputs, moved)
 
-    def pool(self, inputs: Feature, kernel: int, stride: int = 1, padding: int = 0) -> Feature:
-        """Pooling, counted with the layer before it."""
+    def pool(
+        self, inputs: Feature, kernel: int, stride: int = 1, padding: int = 0, *, average: bool = False
+    ) -> Feature:
+        """Pooling, counted with the layer before it. That of the largest keeps where each was."""
         output = _slide(inputs, inputs.channels, (kernel, kernel), stride, (padding, padding))
         self._extend(self._bytes(inputs) + self._bytes(output))
+        self._keep(inputs)
+        if not average:
+            self._work(Work(kept_bytes=float(self.samples * output.numel * PLACE_BYTES)))
         return output
 
     def pool_all(self, inputs: Feature) -> int:
@@ -83,9 +100,12 @@ class ConvolutionalBuilder:
         self._extend(2 * self._bytes(joined))
         return joined
 
-    def add(self, inputs: Feature) -> None:
+    def add(self, inputs: Feature) -> Feature:
         """Add a residual and apply a ReLU, counted with the layer before it."""
         self._extend(5 * self._bytes(inputs), kernels=2)
+        output = replace(inputs)
+        self._keep(output)
+        return output
 
     def table(self, name: str, batch: str) -> LayerTable:
         """Everything collected."""
@@ -105,9 +125,17 @@ class ConvolutionalBuilder:
         moved = activation_bytes + sum(p.numel for p in parameters) * FLOAT_BYTES
         self.layers.append(Layer(name, parameters, Work(flops, moved, kernels)))
 
+    def _keep(self, feature: Feature) -> None:
+        if not any(feature is other for other in self._kept):
+            self._kept.append(feature)
+            self._work(Work(kept_bytes=self._bytes(feature)))
+
     def _extend(self, moved_bytes: float, kernels: int = 1) -> None:
+        self._work(Work(0.0, moved_bytes, kernels))
+
+    def _work(self, more: Work) -> None:
         last = self.layers[-1]
-        work = last.work + Work(0.0, moved_bytes, kernels)
+        work = last.work + more
         self.layers[-1] = Layer(last.name, last.parameters, work, last.tied)
 
 

@@ -32,4 +32,4 @@ def _dense_layer(net: ConvolutionalBuilder, name: str, inputs: Feature) -> Featu
 
 def _transition(net: ConvolutionalBuilder, name: str, inputs: Feature) -> Feature:
     x = net.convolution(f"{name}.conv", net.norm(f"{name}.norm", inputs), inputs.channels // 2, 1)
-    return net.pool(x, 2, stride=2)
+    return net.pool(x, 2, stride=2, average=True)

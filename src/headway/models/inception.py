@@ -30,7 +30,7 @@ class _Inception:
         return x
 
     def pooled(self, name: str, inputs: Feature, channels: int) -> Feature:
-        return self.unit(f"{name}.1", self.net.pool(inputs, 3, padding=1), channels, _1x1)
+        return self.unit(f"{name}.1", self.net.pool(inputs, 3, padding=1, average=True), channels, _1x1)
 
     def shrink(self, name: str, x: Feature, channels: int) -> Feature:
         return self.unit(name, x, channels, _3x3, stride=2, same=False)

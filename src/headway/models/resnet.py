@@ -29,7 +29,6 @@ def _bottleneck(net: ConvolutionalBuilder, name: str, inputs: Feature, width: in
     x = net.convolution(f"{name}.conv3", x, _EXPANSION * width, 1)
     net.norm(f"{name}.bn3", x, activation=False)
     if inputs != x:
-        net.convolution(f"{name}.downsample.0", inputs, x.channels, 1, stride=stride)
-        net.norm(f"{name}.downsample.1", x, activation=False)
-    net.add(x)
-    return x
+        short = net.convolution(f"{name}.downsample.0", inputs, x.channels, 1, stride=stride)
+        net.norm(f"{name}.downsample.1", short, activation=False)
+    return net.add(x)

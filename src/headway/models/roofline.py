@@ -36,6 +36,7 @@ class Device:
 # TensorFlow 1.12, lambdalabs.com/blog/2080-ti-deep-learning-benchmarks): 294 images/s of ResNet-50, 79 of
 # Inception-v4; these constants give values within a quarter of both, one below and one above.
 FLOPS_SHARE, BYTES_SHARE, KERNEL_S = 0.8, 0.85, 5e-6
+MODELLED_ERROR = 0.25
 
 
 def modelled(name: str, flops_per_s: float, bytes_per_s: float) -> Device:

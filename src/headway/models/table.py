@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from headway.model import ModelSpec, ParameterSpec
+from headway.model import ModelSpec, ParameterSpec, PassMemory
 
 FLOAT_BYTES = 4
 """All tables are of single precision, as the published benchmarks that use these models."""
@@ -27,15 +27,22 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a forward does: floating-point operations, bytes to and from memory, kernels launched."""
+    """What a forward does: floating-point operations, bytes to and from memory, kernels launched.
+
+    ``kept_bytes`` are what it leaves for backward.
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     kernels: int = 0
+    kept_bytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.kernels + other.kernels
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+            self.kernels + other.kernels,
+            self.kept_bytes + other.kept_bytes,
         )
 
 
@@ -96,4 +103,16 @@ class LayerTable:
             parameters=parameters,
             forward_order=tuple(layer.name for layer in self.layers),
             ready_order=tuple(p.name for p in reversed(parameters)),
+            pass_memory=self._pass_memory(),
         )
+
+    def _pass_memory(self) -> PassMemory | None:
+        """While backward is at a layer, gradients of what that kept are there besides."""
+        kept_bytes = [round(layer.work.kept_bytes) for layer in self.layers]
+        held_bytes = forward_bytes = sum(kept_bytes)
+        backward: list[tuple[str, int]] = []
+        for layer, own_bytes in zip(reversed(self.layers), reversed(kept_bytes), strict=True):
+            working_bytes = held_bytes + own_bytes
+            backward += [(layer.full_name(p), working_bytes) for p in reversed(layer.parameters)]
+            held_bytes -= own_bytes
+        return PassMemory(forward_bytes=forward_bytes, backward=tuple(backward)) if forward_bytes else None

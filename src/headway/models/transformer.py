@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from headway.models.table import FLOAT_BYTES, Layer, Parameter, Work
 
+MASK_BYTES = 1  # what dropout keeps of an element
+
 
 @dataclass
 class TransformerBuilder:
@@ -31,30 +33,53 @@ class TransformerBuilder:
         """Layer norm with the dropout and the residual before it."""
         parameters = (Parameter("weight", (self.width,)), Parameter("bias", (self.width,)))
         elements = self.words * self.width
-        self._add(name, parameters, Work(8.0 * elements, 8.0 * elements * FLOAT_BYTES, 3))
+        kept_bytes = elements * (FLOAT_BYTES + MASK_BYTES)
+        self._add(name, parameters, Work(8.0 * elements, 8.0 * elements * FLOAT_BYTES, 3, kept_bytes))
 
-    def linear(self, name: str, inputs: int, outputs: int, *, rows: int, after: Work | None = None) -> None:
-        """A dense layer on ``rows`` vectors, and the parameterless work that follows it."""
+    def linear(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        rows: int,
+        after: Work | None = None,
+        shares_input: bool = False,
+    ) -> None:
+        """A dense layer on ``rows`` vectors, and the parameterless work that follows it.
+
+        What it ``shares_input`` with keeps that for backward.
+        """
         parameters = (Parameter("weight", (outputs, inputs)), Parameter("bias", (outputs,)))
         moved = float(rows * (inputs + outputs) + inputs * outputs) * FLOAT_BYTES
-        self._add(name, parameters, Work(2.0 * rows * inputs * outputs, moved, 1) + (after or Work()))
+        kept_bytes = 0 if shares_input else rows * inputs * FLOAT_BYTES
+        self._add(
+            name, parameters, Work(2.0 * rows * inputs * outputs, moved, 1, kept_bytes) + (after or Work())
+        )
 
     def tied_linear(self, name: str, outputs: int, tied: str, after: Work, *, bias: bool = True) -> None:
         """A dense layer on all words whose weight is the parameter ``tied`` of another layer."""
         moved = float(self.words * (self.width + outputs) + self.width * outputs) * FLOAT_BYTES
-        work = Work(2.0 * self.words * self.width * outputs, moved, 1) + after
+        kept_bytes = self.words * self.width * FLOAT_BYTES
+        work = Work(2.0 * self.words * self.width * outputs, moved, 1, kept_bytes) + after
         own = (Parameter("bias", (outputs,)),) if bias else ()
         self.layers.append(Layer(name, own, work, (tied,)))
 
     def elementwise(self, elements: float, passes: int, kernels: int) -> Work:
-        """So many passes over so many elements."""
-        return Work(passes * elements, passes * elements * FLOAT_BYTES, kernels)
+        """So many passes over so many elements, which are kept."""
+        return Work(passes * elements, passes * elements * FLOAT_BYTES, kernels, elements * FLOAT_BYTES)
 
     def attention(self) -> Work:
-        """Scores, scaling, mask, softmax, dropout and the weighted sum."""
+        """Scores, scaling, mask, softmax, dropout and the weighted sum.
+
+        Kept are query, key, value, and the scores behind softmax, behind dropout, and its mask.
+        """
         scores = float(self.samples * self.heads * self.length**2)
         products = Work(
-            4.0 * self.words * self.length * self.width, 4.0 * self.words * self.width * FLOAT_BYTES, 2
+            4.0 * self.words * self.length * self.width,
+            4.0 * self.words * self.width * FLOAT_BYTES,
+            2,
+            3.0 * self.words * self.width * FLOAT_BYTES + scores * (FLOAT_BYTES + MASK_BYTES),
         )
         return products + self.elementwise(scores, 8, 4)
 

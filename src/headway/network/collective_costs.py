@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from headway.cluster import AlgorithmCost, Cluster
-from headway.collectives import live
 from headway.collectives.algorithms import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,6 +26,7 @@ from headway.collectives.algorithms import (
     program_of,
 )
 from headway.collectives.dataflow import ProgramOf, alone
+from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import native
 from headway.network.beside import Timing, Work, repeat, timed
 from headway.network.cost_fit import Measured, fit_cost
@@ -61,7 +61,7 @@ class Candidate:
         flat = torch.ones(-(-size_bytes // (4 * group.size())) * group.size())
         rank, world_size = group.rank(), group.size()
         programs = [program(rank, world_size) for program in self.programs(size_bytes, world_size)]
-        scratch = torch.empty(max(live.scratch_numel_of(program, flat.numel()) for program in programs))
+        scratch = torch.empty(max(scratch_numel_of(program, flat.numel()) for program in programs))
         actions = [
             prepare(self.algorithm, kind, flat, group, scratch, self.pieces, second) for kind in self.kinds
         ]

@@ -1,4 +1,4 @@
-"""A torch module costed by one forward: the work of every layer, and what forward keeps for backward.
+"""A torch module costed by one forward: the work of every layer.
 
 On the meta device nothing is computed and nothing is allocated, so a model of any size is costed in seconds.
 """
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -24,9 +23,8 @@ class LayerWork:
     def __init__(self, built: Built) -> None:
         self.built = built
         self.work: dict[str, Work] = {}
-        with _layers_entered(built, self._enter), _Counter(self._add), _saved(built.module) as kept:
+        with _layers_entered(built, self._enter), _Counter(self._add):
             built.forward()
-        self.activation_bytes = sum(kept.values())
 
     def _enter(self, name: str) -> None:
         self._name = name
@@ -74,24 +72,6 @@ class _Counter(TorchDispatchMode):
 
 
 _FREE = ("aten::detach", "aten::empty", "aten::empty_like", "aten::lift_fresh")
-
-
-@contextmanager
-def _saved(module: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield what autograd keeps meanwhile: the bytes of each memory that is not a parameter's or a buffer's."""
-    own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    kept: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # an address that is used again would be taken for the same memory
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
 
 
 def _size_bytes(value: Any) -> int:

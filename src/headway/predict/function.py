@@ -76,6 +76,17 @@ class Built:
         """One forward; returns a loss: what the module returns as such, or the sum of all that it returns."""
         return self._guarded(self._forward)  # type: ignore[no-any-return]
 
+    def backward(self, begin: Callable[[Any], object], forward_done: Callable[[], object]) -> None:
+        """One forward and its backward; ``begin`` is told of the inputs, ``forward_done`` of the loss."""
+
+        def both() -> None:
+            begin(self._inputs)
+            loss = self._forward()
+            forward_done()
+            loss.backward()
+
+        self._guarded(both)
+
     def _forward(self) -> torch.Tensor:
         inputs = self._inputs
         if isinstance(inputs, dict):

@@ -12,6 +12,7 @@ from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Point
 from headway.models.catalogue import MODELS
 from headway.models.devices import DEVICES
+from headway.models.roofline import MODELLED_ERROR
 from headway.predict.optimizers import OPTIMIZERS, Optimizer
 from headway.predict.table_file import load_table
 from headway.predict.workload import Workload, workload_of_table
@@ -62,6 +63,7 @@ def _of_file(path: Path, device_name: str | None, optimizer: Optimizer) -> Workl
         batch=f"{table.samples} samples",
         samples=table.samples,
         times=device.name if table.needs_device else f"as in {path.name}",
+        times_error=MODELLED_ERROR if table.needs_device else 0.0,
         spec=table.spec,
         layers=table.times(device),
     )
@@ -73,15 +75,17 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
 
     from headway.predict.costing import LayerWork
     from headway.predict.function import Built, function_named
+    from headway.predict.memory import pass_memory_of, pretended
     from headway.predict.timing import bytes_per_s_of, timed_layers
     from headway.strategies.data_parallel.module_spec import model_spec
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on = here if device_name == HERE else torch.device("meta")
-    built = Built(text, function_named(text), on)
+    make = function_named(text)
+    built = Built(text, make, on)
     costed = LayerWork(built)
     if device_name == HERE:
-        layers = timed_layers(built)
+        layers, error = timed_layers(built)
         times, bytes_per_s = f"timed on this machine ({here})", bytes_per_s_of(here)
     else:
         device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
@@ -91,14 +95,15 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
             LayerTimes(name, owned[name], round(s * 1e9), round(s * device.backward_factor * 1e9))
             for name, s in forwards_s.items()
         )
-        times, bytes_per_s = device.name, device.bytes_per_s
+        times, bytes_per_s, error = device.name, device.bytes_per_s, MODELLED_ERROR
     spec = model_spec(built.module)
     workload = Workload(
         name=text, batch=built.batch, samples=built.samples, times=times, spec=spec, layers=layers,
+        times_error=error,
     )  # fmt: skip
     learned = {
         "forward_order": tuple(layer.module for layer in layers),
         "ready_order": tuple(item.name for item in workload.timeline().items if item.kind == Point.READY),
-        "activation_bytes": costed.activation_bytes,
+        "pass_memory": pass_memory_of(built if device_name == HERE else pretended(text, make), optimizer),
     }
     return replace(workload, spec=spec.model_copy(update=learned)).trained_by(optimizer, bytes_per_s)

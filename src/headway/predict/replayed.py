@@ -18,6 +18,7 @@ from headway.replay.disturbance import play_disturbed
 from headway.replay.folding import period_of
 from headway.replay.memory import peak_bytes
 from headway.replay.size import check_size, times_in_range
+from headway.replay.uncertainty import together, unfitted
 from headway.strategies.base import Strategy
 from headway.strategies.loading import driver
 
@@ -28,12 +29,14 @@ STEPS = 4  # the first two get the strategy under way
 class Prediction:
     """A step of ``workload`` under ``strategy``: its time, and how it compares with workers that need no other.
 
+    ``uncertainty_ms`` is by how much the step may be off because the times of layers and the costs of collectives are.
     ``efficiency`` is the share of the throughput that as many workers would have without any communication.
     """
 
     workers: int
     strategy: str
     step_ms: float
+    uncertainty_ms: float
     samples_per_s: float
     efficiency: float
     exposed_ms: float
@@ -67,6 +70,9 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
         workers=cluster.world_size,
         strategy=name,
         step_ms=step_ns / 1e6,
+        uncertainty_ms=together(
+            workload.times_error * workload.computation_ns / 1e6, unfitted(graph) * exposed_ns / 1e6
+        ),
         samples_per_s=workload.samples * cluster.world_size / step_ns * 1e9,
         efficiency=workload.computation_ns / step_ns,
         exposed_ms=exposed_ns / 1e6,
@@ -75,7 +81,7 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
             "exposed_communication": exposed_ns / 1e6,
             "optimizer": parts_ns[Part.OPTIMIZER] / 1e6,
         },
-        peak_bytes=peak_bytes(workload.spec, graph.schedule, cluster.world_size),
+        peak_bytes=peak_bytes(workload.spec, strategy, graph.schedule, cluster.world_size),
         operations=len(dataflow),
     )
 

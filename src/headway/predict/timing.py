@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 
@@ -13,8 +14,10 @@ from headway.predict.function import Built
 WARM, TIMED = 2, 5
 
 
-def timed_layers(built: Built) -> tuple[LayerTimes, ...]:
-    """The median times of a few steps of ``built``, layer by layer in the order of forward.
+def timed_layers(built: Built) -> tuple[tuple[LayerTimes, ...], float]:
+    """The median times of a few steps of ``built``, layer by layer in the order of forward, and their error.
+
+    That is two standard errors of the steps' mean, as a share of it.
 
     A layer's forward lasts until the next layer's begins, and its backward until its last gradient is ready. On an
     accelerator every layer is waited for, which hides none of its time and adds a little.
@@ -30,7 +33,9 @@ def timed_layers(built: Built) -> tuple[LayerTimes, ...]:
         forward_ns = statistics.median(step.forward_ns[name] for step in steps)
         backward_ns = statistics.median(step.backward_ns.get(name, 0) for step in steps)
         layers.append(LayerTimes(name, watch.parameters[name], round(forward_ns), round(backward_ns)))
-    return tuple(layers)
+    whole_ns = [sum(step.forward_ns.values()) + sum(step.backward_ns.values()) for step in steps]
+    error = 2 * statistics.stdev(whole_ns) / math.sqrt(TIMED) / max(1.0, statistics.fmean(whole_ns))
+    return tuple(layers), error
 
 
 class _Step:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
-from headway.models.roofline import Device, layer_times
+from headway.models.roofline import MODELLED_ERROR, Device, layer_times
 from headway.models.table import LayerTable
 from headway.predict.optimizers import Optimizer
 
@@ -17,8 +17,8 @@ from headway.predict.optimizers import Optimizer
 class Workload:
     """A model with the times of its layers on some device.
 
-    ``samples`` is what one worker trains on in a step, ``batch`` says so in words, ``times`` where the times are from.
-    ``layers`` are in the order of forward.
+    ``samples`` is what one worker trains on in a step, ``batch`` says so in words, ``times`` where the times are from
+    and ``times_error`` by what share they may all be off. ``layers`` are in the order of forward.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Workload:
     spec: ModelSpec
     layers: tuple[LayerTimes, ...] = field(repr=False)
     optimizer_ns: int = 0
+    times_error: float = 0.0
 
     def trained_by(self, optimizer: Optimizer, bytes_per_s: float) -> Workload:
         """The same with the state and the update of ``optimizer``, on a device that moves so many bytes a second."""
@@ -85,5 +86,6 @@ def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -
         times=device.name,
         spec=table.spec,
         layers=layers,
+        times_error=MODELLED_ERROR,
     )
     return workload.trained_by(optimizer, device.bytes_per_s)

@@ -1,20 +1,49 @@
-"""How many bytes a rank needs at its peak, by what it holds."""
+"""How many bytes a rank needs at its peak, by what it holds when."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
+from headway.strategies.held import Held
+from headway.strategies.loading import driver
 
 
-def peak_bytes(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> int:
-    """Parameters, gradients, the strategy's bucket buffers, optimizer state, buffers and activations.
+def peak_bytes(model: ModelSpec, strategy: Strategy, schedule: BucketSchedule, world_size: int) -> int:
+    """The most that one of ``world_size`` ranks holds at once.
 
-    Where parameters are gathered a rank holds the optimizer's state of its share only. Activations are the outputs of
-    the innermost modules in one forward, an estimate: what autograd saves differs from operation to operation.
+    Parameters, buffers, the optimizer's state and what ``strategy`` holds are there all the time. During backward
+    activations go and gradients come; then the update may need some more. Where nobody watched a pass
+    (``ModelSpec.pass_memory``), activations are taken to go evenly.
     """
-    buckets = sum(bucket.size_bytes for bucket in schedule.buckets)
-    gradients = model.size_bytes
-    held = model.size_bytes + gradients + buckets
-    sharded = schedule.gather == "parameters"
-    state = -(-model.optimizer_state_bytes // world_size) if sharded else model.optimizer_state_bytes
-    return held + state + model.buffer_bytes + model.activation_bytes
+    held: Held = driver(strategy, "memory").held(model, schedule, world_size)
+    always = model.size_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
+    return always + max(_moments(model, held))
+
+
+def _moments(model: ModelSpec, held: Held) -> Iterator[int]:
+    """What is there besides at each moment that may be the worst."""
+    memory = model.pass_memory
+    if memory is None:
+        ready = model.ready_parameters()
+        backward = [
+            (p.name, model.activation_bytes * (len(ready) - done) // len(ready))
+            for done, p in enumerate(ready)
+        ]
+        yield model.activation_bytes
+        update_bytes = after_bytes = 0
+    else:
+        kept_bytes = model.size_bytes if memory.gradients_kept and held.gradients_apart else 0
+        yield memory.forward_bytes + kept_bytes
+        backward = list(memory.backward)
+        update_bytes, after_bytes = memory.update_bytes, memory.after_bytes
+    gradient_bytes = 0
+    for name, working_bytes in backward:
+        yield working_bytes + gradient_bytes
+        if held.gradients_apart and name in model.by_name:
+            gradient_bytes += model.by_name[name].size_bytes
+    yield gradient_bytes + after_bytes
+    # An update of a part at a time needs no more than an optimizer that updates all at once does for that part.
+    yield gradient_bytes + min(update_bytes, 2 * held.update_bytes)

@@ -25,6 +25,7 @@ from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
 from headway.replay.ranks import draws_of, ranks_of
 from headway.replay.size import check_size, times_in_range
+from headway.replay.uncertainty import together, unfitted
 from headway.replay.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.base import Strategy
@@ -129,12 +130,10 @@ class Replayer:
         proportion; and what the fit of the links missed, in proportion to the time that is waited.
         """
         missed = abs(self.base.step_ms / self.recorded_step_ms - 1)
-        selections = {collective.selection for collective in result.graph.collectives}
-        unfitted = max((each.cost(result.graph.cluster).fit_error for each in selections), default=0.0)
-        return math.hypot(
+        return together(
             2 * _standard_error_ms(self.recorded_step_times_ms),
             missed * result.step_ms,
-            unfitted * result.waiting_ms,
+            unfitted(result.graph) * result.waiting_ms,
         )
 
     def replay(
@@ -165,7 +164,9 @@ class Replayer:
             waiting_ms=_waiting_ms(graph, played),
             operations=len(dataflow),
             elapsed_s=time.perf_counter() - begun,
-            peak_bytes=peak_bytes(graph.model, graph.schedule, graph.world_size),
+            peak_bytes=peak_bytes(
+                graph.model, self._strategy_run(strategy), graph.schedule, graph.world_size
+            ),
             graph=graph,
             schedule=played,
         )

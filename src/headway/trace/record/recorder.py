@@ -38,6 +38,7 @@ from headway.trace.record.derive import (
 )
 from headway.trace.record.description import model_described, strategy_in_force
 from headway.trace.record.meeting import ClockComparison, connection_peers, publish_connections
+from headway.trace.record.memory import MemoryWatch
 from headway.trace.record.modules import ModuleWatch
 from headway.trace.record.now import Now
 from headway.trace.record.pauses import PauseWatch
@@ -75,6 +76,7 @@ class Recorder:
         self._rows: list[Event] = []
         self._spans: list[StrategySpan] = []
         self._watch = ModuleWatch(self._now)
+        self._memory = MemoryWatch()
         self._tap = CollectiveTap(self._now)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
@@ -152,6 +154,7 @@ class Recorder:
         if self.options.detail != "kernels":
             self._watch.attach(model, root)
             self._watch.count_activations(root)
+            self._watch_memory()
 
     def span(self, span: StrategySpan) -> None:
         """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
@@ -178,6 +181,7 @@ class Recorder:
 
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._optimizer_start_ns = time.monotonic_ns()
+        self._memory.update_begins()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         now_ns = time.monotonic_ns()
@@ -191,8 +195,10 @@ class Recorder:
             self._connections.end_step(now.step, now_ns)
             if self._profiled is not None:
                 self._profiled.end_step()
+        self._memory.end()
         self._tap.release_finished()
         now.step += 1
+        self._watch_memory()
         self._boundary_ns = now_ns
         full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
         now.recording = self.options.first_step <= now.step < self.options.last_step and not full
@@ -202,6 +208,16 @@ class Recorder:
                 self._profiled.begin()
         if now.step >= self.options.last_step or full:
             self.finish()
+
+    def _watch_memory(self) -> None:
+        """Watch the last step that is not recorded, but not the second: DDP makes its buckets anew in it."""
+        last = self.options.first_step - 1
+        if (
+            self._now.step == (0 if last == 1 else last)
+            and self._model is not None
+            and self._root is not None
+        ):
+            self._memory.arm(self._model, self._root)
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
         self._rows.append(Event(kind, name, Stream.COMPUTE, self._now.step, start_ns, end_ns - start_ns))
@@ -218,6 +234,7 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._watch.detach()
+        self._memory.end()
         self._pauses.detach()
         self._tap.detach()
         if self._original_next is not None:
@@ -272,6 +289,7 @@ class Recorder:
         fit = self._clocks.end(rank, world_size)
         events = self._rows + self._watch.rows()
         model = model_described(self._root, self._watch, events, self._step_clock.optimizer)
+        model = model.model_copy(update={"pass_memory": self._memory.found})
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         peers = connection_peers(self._number, self._connections, rank, world_size)
         events += link_rows(self._connections.uses, peers)

@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from headway.collectives import live, native
+from headway.collectives import native
 from headway.collectives.algorithms import ALL_GATHER, NATIVE, REDUCE_SCATTER, Run
+from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
@@ -62,7 +63,7 @@ class OnHost:
         }
         needed: dict[torch.dtype, int] = {}
         for (_, bucket), selection in self._selected.items():
-            numel = live.scratch_numel(bucket.buffer.numel(), world_size, selection.pieces)
+            numel = scratch_numel(bucket.buffer.numel(), world_size, selection.pieces)
             needed[bucket.buffer.dtype] = max(numel, needed.get(bucket.buffer.dtype, 0))
         self._scratch = [
             {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()}

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
-from headway.collectives import live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING, Run, prepare
+from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
@@ -335,7 +335,7 @@ class Engine:
     def all_reduce(self, tensor: torch.Tensor) -> Job:
         """A job that sums a small tensor over ranks, in place."""
         numel = tensor.numel()
-        scratch = tensor.new_empty(live.scratch_numel(numel, self.world_size))
+        scratch = tensor.new_empty(scratch_numel(numel, self.world_size))
 
         def work(channel: int) -> None:
             self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
+from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import push_and_pull
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
@@ -115,7 +116,7 @@ class Servers:
         """The program on a channel's connections, bound to where DDP keeps the bucket for now."""
         group = self._groups.host[channel]
         program = push_and_pull(group.rank(), group.size())
-        needed = live.scratch_numel_of(program, buffer.numel())
+        needed = scratch_numel_of(program, buffer.numel())
         scratch = self._scratch[channel]
         if scratch.numel() < needed or scratch.dtype != buffer.dtype:
             scratch = self._scratch[channel] = buffer.new_empty(needed)

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from headway.cluster import DEFERRED_UPDATE, AlgorithmCost, Cluster, Host
-from headway.collectives import live
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
+from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import ideal_seconds
 from headway.strategies.data_parallel.decoupled.communication import Job
@@ -151,7 +151,7 @@ def _run(
 ) -> None:
     world_size = engine.world_size
     flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
-    scratch = torch.empty(live.scratch_numel(flat.numel(), world_size))
+    scratch = torch.empty(scratch_numel(flat.numel(), world_size))
     actions = [engine.prepare(selection, flat, scratch, channel) for selection in selections]
     for action in actions:  # ranks begin together behind it, and shaped links have spent what they had saved
         action()

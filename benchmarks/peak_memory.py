@@ -1,0 +1,130 @@
+"""Peak memory as it is predicted, from a recording and from the model alone, against that of the processes.
+
+    python benchmarks/peak_memory.py [--quick] [--only CASE] [--json FILE]
+
+Real models train on one machine, a process a rank. Every plan's peak is predicted twice: by replay from ONE recording
+of the model (stock DDP, two workers), and by `headway predict` from the function that builds it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import parse_arguments, report
+from memory.job import GO, TRACE, work
+from memory.subjects import BASE_WORKERS, PLANS, SUBJECTS
+from memory.watching import Watching
+
+from headway.cluster import Cluster, Host
+from headway.lab import launch
+from headway.lab.spec import parse_spec
+from headway.predict.models import workload_named
+from headway.predict.replayed import predict
+from headway.replay.replayer import Replayer
+from headway.replay.what_if import WhatIf
+from headway.trace.folder import load_trace
+
+WORKER = "--worker"
+WORKERS = (2, 4)
+TIMEOUT_S = 600.0
+WORDS = (
+    "Peak memory of a rank, in MB, measured as by how much a process's anonymous resident memory grew at most, seen "
+    "from outside every half millisecond from before the model was built until after the fifth step (mean over "
+    "ranks; memory that is freed is returned to the system at once, MALLOC_MMAP_THRESHOLD_=65536). Predicted from "
+    "one recording of stock DDP on two workers (`replayed_mb`), and from the function alone, on pretended tensors "
+    "(`predicted_mb`). `error` is the recording's, `error_of_predict` the other's. Optimizers update all at once "
+    "(foreach), as they do on accelerators. Buckets: DDP's default, 5 MiB elsewhere."
+)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__ or "", list(SUBJECTS))
+    names = [arguments.only] if arguments.only else list(SUBJECTS)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            _run(name, "ddp", BASE_WORKERS, Path(folder), record=True)
+            replayer = Replayer(load_trace(Path(folder) / TRACE))
+            for workers in WORKERS[:1] if arguments.quick else WORKERS:
+                rows += [_row(name, plan, workers, replayer) for plan in PLANS]
+    report("peak_memory", rows, arguments, WORDS)
+
+
+def _row(name: str, plan: str, workers: int, replayer: Replayer) -> dict[str, Any]:
+    print(f"{name} {plan} on {workers} …", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        grown = _run(name, plan, workers, Path(folder), record=False)
+    measured = sum(grown) / len(grown)
+    replayed = replayer.replay(PLANS[plan], WhatIf.parse([f"workers={workers}"])).peak_bytes
+    subject = SUBJECTS[name]
+    function = f"memory.subjects:{subject.make.__name__}"
+    cluster = Cluster(
+        hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=10, down_gbps=10) for i in range(workers))
+    )
+    workload = workload_named(function, None, subject.optimizer)
+    predicted = predict(workload, cluster, plan, PLANS[plan]).peak_bytes
+    return {
+        "case": f"{name}-p{workers}",
+        "method": plan,
+        "measured_mb": round(measured / 1e6, 1),
+        "replayed_mb": round(replayed / 1e6, 1),
+        "predicted_mb": round(predicted / 1e6, 1),
+        "ratio": replayed / measured,
+        "error": replayed / measured - 1,
+        "error_of_predict": predicted / measured - 1,
+    }
+
+
+def _run(name: str, plan: str, workers: int, folder: Path, *, record: bool) -> list[int]:
+    """Run a job; by how much each rank grew, unless it is recorded."""
+    command = [sys.executable, __file__, WORKER, name, plan, str(folder), str(int(record))]
+    spec = parse_spec({"hosts": [{"name": f"host{rank}"} for rank in range(workers)]})
+    lines: list[str] = []
+    grown: list[int] = []
+    looking = threading.Thread(target=_look, args=(workers, folder, grown))
+    if not record:
+        looking.start()
+    status = launch.run(
+        spec,
+        command,
+        mode="loopback",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        timeout_s=TIMEOUT_S,
+        on_line=lambda rank, _, line: lines.append(f"[{rank}] {line}"),
+        on_notice=lines.append,
+    )
+    (folder / "ended").touch()
+    if not record:
+        looking.join()
+    if status != 0:
+        raise SystemExit("\n".join([*lines[-20:], f"{name} {plan}: the job ended with status {status}"]))
+    return grown
+
+
+def _look(workers: int, folder: Path, grown: list[int]) -> None:
+    """Wait until all ranks are ready, let them go and watch them until they end."""
+    files = [folder / f"pid-{rank}" for rank in range(workers)]
+    ended = folder / "ended"
+    while not all(file.exists() and file.read_text() for file in files):
+        if ended.exists():
+            return
+        time.sleep(0.01)
+    time.sleep(0.2)
+    watching = Watching([int(file.read_text()) for file in files])
+    (folder / GO).touch()
+    while not ended.exists():
+        time.sleep(0.05)
+    grown += watching.stop()
+
+
+if __name__ == "__main__":
+    if WORKER in sys.argv:
+        work(sys.argv[2], sys.argv[3], Path(sys.argv[4]), record=bool(int(sys.argv[5])))
+    else:
+        main()

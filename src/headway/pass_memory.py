@@ -1,0 +1,134 @@
+"""What a forward and a backward hold in memory, and finding it out by watching tensors come and go."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headway import torch_private
+from headway.model import PassMemory
+
+
+class Allocations(TorchDispatchMode):
+    """Adds up the memory of tensors that are made while it is on, until nothing holds them any more.
+
+    It sees what autograd keeps and what passes between operations, and not what an operation needs inside. Whatever is
+    computed meanwhile is computed as without it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held_bytes = 0
+        self._stopped = False
+        self._peak_bytes = 0
+        self._sizes_bytes: dict[int, int] = {}  # by memory
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def peak_bytes(self) -> int:
+        """The most that was held since this was asked last."""
+        peak, self._peak_bytes = self._peak_bytes, self.held_bytes
+        return peak
+
+    def holds(self, tensor: torch.Tensor | None) -> int:
+        """The bytes of ``tensor``'s memory, 0 where it was not made meanwhile."""
+        return 0 if tensor is None else self._sizes_bytes.get(_memory_of(tensor), 0)
+
+    def add(self, value: Any) -> None:
+        """Count the tensors in ``value`` as well, for as long as there are any."""
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, torch.Tensor):
+                self._made(tensor)
+
+    def stop(self) -> None:
+        """See nothing any more."""
+        self._stopped = True
+        if torch_private.dispatch_modes()[-1:] == [self]:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._stopped and not any(each.alias_info for each in func._schema.returns):
+            self.add(out)
+        return out
+
+    def _made(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes_bytes:
+            self._sizes_bytes[key] = size_bytes = storage.nbytes()
+            self._watched[key] = weakref.ref(storage, partial(self._gone, key))
+            self.held_bytes += size_bytes
+            self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+
+    def _gone(self, key: int, _storage: Any) -> None:
+        self._watched.pop(key, None)
+        self.held_bytes -= self._sizes_bytes.pop(key, 0)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+class PassMemoryWatch:
+    """Follows one forward, its backward and the update behind it; told of each by whoever runs them.
+
+    ``apart`` says that gradients have memory of their own, ``kept`` that they were there already when forward began.
+    """
+
+    def __init__(self, *, apart: bool = True, kept: bool = False) -> None:
+        self._allocations = Allocations()
+        self._apart, self._kept = apart, kept
+        self._gradient_bytes = 0
+        self._forward_bytes: int | None = None
+        self._backward: list[tuple[str, int]] = []
+        self._after_bytes = self._held_bytes = 0
+        self._understood = True
+
+    def begin(self, inputs: Any) -> None:
+        """Forward begins, on ``inputs``."""
+        self._allocations.add(inputs)
+        self._allocations.__enter__()  # type: ignore[no-untyped-call]
+
+    def forward_done(self) -> None:
+        """The model's forward is done; what becomes of it comes later."""
+        if self._forward_bytes is None:
+            self._forward_bytes = self._allocations.peak_bytes()
+
+    def gradient_done(self, name: str, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter is complete."""
+        self._backward.append((name, self._peak_bytes()))
+        own_bytes = self._allocations.holds(parameter.grad)
+        if self._apart and own_bytes == 0 and parameter.numel():
+            self._understood = False  # it was added to one that was there
+        self._gradient_bytes += own_bytes
+
+    def update_begins(self) -> None:
+        """Backward is done, and the optimizer begins its update."""
+        self._after_bytes = self._peak_bytes()
+        self._held_bytes = self._allocations.held_bytes
+
+    def end(self) -> PassMemory | None:
+        """The update is done; None where no whole pass was seen, or not one that is understood."""
+        held_bytes = max(self._held_bytes, self._allocations.held_bytes)
+        update_bytes = max(0, self._allocations.peak_bytes() - held_bytes)
+        self._allocations.stop()
+        if self._forward_bytes is None or not self._backward or not self._understood:
+            return None
+        return PassMemory(
+            forward_bytes=self._forward_bytes,
+            backward=tuple(self._backward),
+            after_bytes=self._after_bytes,
+            update_bytes=update_bytes,
+            gradients_apart=self._apart,
+            gradients_kept=self._kept,
+        )
+
+    def _peak_bytes(self) -> int:
+        """Without the gradients that were complete before."""
+        return max(0, self._allocations.peak_bytes() - self._gradient_bytes)
