@@ -53,7 +53,13 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self._stopped and not any(each.alias_info for each in func._schema.returns):
-            self.add(out)
+            # Some operators say nothing of it and still return what they were given: collectives do.
+            given = {
+                _memory_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+            }
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and _memory_of(tensor) not in given:
+                    self._made(tensor)
         return out
 
     def _made(self, tensor: torch.Tensor) -> None:

@@ -45,5 +45,4 @@ def _moments(model: ModelSpec, held: Held) -> Iterator[int]:
         if held.gradients_apart and name in model.by_name:
             gradient_bytes += model.by_name[name].size_bytes
     yield gradient_bytes + after_bytes
-    # An update of a part at a time needs no more than an optimizer that updates all at once does for that part.
-    yield gradient_bytes + min(update_bytes, 2 * held.update_bytes)
+    yield gradient_bytes + round(update_bytes * held.updated_share)

@@ -10,10 +10,11 @@ class Held:
     """``buffers_bytes`` for good (buckets, scratch), and ``state_bytes`` of the optimizer's state.
 
     ``gradients_apart`` says that gradients have memory of their own beside the buffers, from when they are complete
-    until they are set to None. ``update_bytes`` is what is updated at a time: all parameters, or a bucket.
+    until they are set to None. ``updated_share`` is how much of all parameters is updated at a time while all of them
+    are there.
     """
 
     buffers_bytes: int
     state_bytes: int
     gradients_apart: bool
-    update_bytes: int
+    updated_share: float

@@ -14,5 +14,5 @@ def held(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Held:
         buffers_bytes=sum(bucket.size_bytes for bucket in schedule.buckets),
         state_bytes=model.optimizer_state_bytes,
         gradients_apart=model.pass_memory is None or model.pass_memory.gradients_apart,
-        update_bytes=model.size_bytes,
+        updated_share=1.0,
     )

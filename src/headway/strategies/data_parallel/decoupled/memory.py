@@ -1,7 +1,9 @@
-"""What the decoupled all-reduce holds: buckets that are the gradients' only memory, and scratch of its rings.
+"""What the decoupled all-reduce holds: buckets beside each rank's own gradients, and scratch of its rings.
 
-Where parameters are gathered, a rank keeps its shard of the gradients and of the optimizer's state, and while it
-updates a bucket the state of its share before and after.
+A rank's own gradients are there until the next forward needs their parameters. Where gradients are gathered, a bucket
+is updated when its own are gone, so that its update needs no more than they did. Where parameters are gathered, a rank
+keeps its shard of the gradients and of the optimizer's state, and of the bucket that it updates the state before
+and after.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from headway.strategies.held import Held
 def held(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Held:
     """What one of ``world_size`` ranks holds."""
     sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
-    largest = max(sizes_bytes, default=0)
     scratch_bytes = max(
         (
             scratch_numel(size, world_size, schedule.algorithms.select(kind, size, world_size).pieces)
@@ -26,10 +27,9 @@ def held(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Held:
         default=0,
     )
     buffers_bytes = sum(sizes_bytes) + schedule.channels * scratch_bytes
-    state_bytes = model.optimizer_state_bytes
+    state_bytes, share = model.optimizer_state_bytes, 0.0
     if schedule.gather == "parameters":
-        shard_bytes = -(-model.size_bytes // world_size)
-        share = largest / world_size / max(1, model.size_bytes)
+        buffers_bytes += -(-model.size_bytes // world_size)
+        share = max(sizes_bytes, default=0) / world_size / max(1, model.size_bytes)
         state_bytes = -(-state_bytes // world_size) + round(state_bytes * share)
-        buffers_bytes += shard_bytes
-    return Held(buffers_bytes, state_bytes, gradients_apart=False, update_bytes=largest)
+    return Held(buffers_bytes, state_bytes, gradients_apart=True, updated_share=share)
