@@ -51,7 +51,10 @@ def test_ranks_that_share_cores_get_less_of_them_when_there_are_more() -> None:
     assert sharing.crowding == 1
     grown = sharing.resized(8)
     assert grown.crowding == 4
-    assert {name: cost.message_us for name, cost in grown.algorithms.items()} == {"ring": 400, "servers": 300}
+    assert {name: cost.message_us for name, cost in grown.algorithms.items()} == {
+        "ring": 1200,
+        "servers": 1200,
+    }
     assert sharing.model_copy(update={"shared_cores": None}).resized(8).cost_of("ring").message_us == 300
 
 
@@ -64,7 +67,7 @@ def test_what_messages_take_is_read_off_between_measured_sizes() -> None:
     assert [cost.at(size).message_us for size in (1, 100, 1_000, 10_000, 1e9)] == [10, 10, 20, 30, 30]
     assert cost.at(1_000).message_cpu_us == 2
     assert cost.at(1_000).byte_factor == 1.5
-    assert cost.crowded(10).at(10_000).message_us == 40
+    assert cost.crowded(2).at(10_000).message_us == 60
     with pytest.raises(ValueError, match="order of sizes"):
         AlgorithmCost.model_validate({"by_size": sizes[::-1]})
 

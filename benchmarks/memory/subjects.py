@@ -68,7 +68,7 @@ def convolutional() -> Made:
         Residual(512, 512, 1),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100),
     )  # fmt: skip
-    return Loss(model), (torch.zeros(16, 3, 64, 64), torch.zeros(16, dtype=torch.long))
+    return Loss(model), (torch.zeros(32, 3, 64, 64), torch.zeros(32, dtype=torch.long))
 
 
 def transformer() -> Made:

@@ -122,16 +122,13 @@ class AlgorithmCost(BaseModel):
             }
         )
 
-    def crowded(self, crowding: float) -> AlgorithmCost:
-        """The same where each core has so many ranks: no message takes less than its work then does."""
+    def crowded(self, times: float) -> AlgorithmCost:
+        """The same where so many times as many ranks share the cores, for which messages mostly wait."""
         return self.model_copy(
             update={
-                "message_us": max(self.message_us, self.message_cpu_us * crowding),
+                "message_us": self.message_us * times,
                 "by_size": tuple(
-                    each.model_copy(
-                        update={"message_us": max(each.message_us, each.message_cpu_us * crowding)}
-                    )
-                    for each in self.by_size
+                    each.model_copy(update={"message_us": each.message_us * times}) for each in self.by_size
                 ),
             }
         )
@@ -143,10 +140,11 @@ class Cluster(BaseModel):
     ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
     stands for a fifth longer). It is 0 for devices that compute by themselves.
 
-    ``sharing`` says how connections get on on a link: "shared", all at once and each with a part of the rate, as TCP
-    does, or "queued", one message of a host after the other. ``shared_cores`` is how many cores all ranks share, where
-    the hosts are one machine's. ``burst_bytes`` is what a link that was idle lets through at once, as one that a token
-    bucket shapes. ``traffic`` is what others send over the same links.
+    ``library`` is whose collectives a process group's own are. ``sharing`` says how connections get on on a link:
+    "shared", all at once and each with a part of the rate, as TCP does, or "queued", one message of a host after
+    the other. ``shared_cores`` is how many cores all ranks share, where the hosts are one machine's. ``burst_bytes``
+    is what a link that was idle lets through at once, as one that a token bucket shapes. ``traffic`` is what others
+    send over the same links.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -158,6 +156,7 @@ class Cluster(BaseModel):
     local_latency_us: Latency = 30.0
     algorithms: dict[str, AlgorithmCost] = {}
     compute_slowdown: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    library: Literal["gloo", "nccl"] = "gloo"
     sharing: Literal["shared", "queued"] = "shared"
     shared_cores: int | None = Field(default=None, ge=1, le=100_000)
     burst_bytes: int = Field(default=0, ge=0, le=10**9)
@@ -241,7 +240,8 @@ class Cluster(BaseModel):
             "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
         }
         resized = self.model_copy(update=changed)
-        slower = {name: cost.crowded(resized.crowding) for name, cost in self.algorithms.items()}
+        times = resized.crowding / self.crowding
+        slower = {name: cost.crowded(times) for name, cost in self.algorithms.items()}
         return resized.model_copy(update={"algorithms": slower})
 
     @classmethod

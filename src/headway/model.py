@@ -58,7 +58,8 @@ class PassMemory(BaseModel):
     The most during forward; the most until each gradient in turn is complete, from forward's end or the gradient
     before on; the most from the last gradient until the update; and what the update of all parameters needs
     besides. ``gradients_apart`` says that gradients have memory of their own, beside that of DDP's buckets, and
-    ``gradients_kept`` that those of the step before are still there during forward.
+    ``gradients_kept`` that those of the step before are still there during forward, ``gradients_accumulate`` that a
+    step has several passes, in all but the first of which all gradients are there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,6 +70,7 @@ class PassMemory(BaseModel):
     update_bytes: int = Field(default=0, ge=0)
     gradients_apart: bool = True
     gradients_kept: bool = False
+    gradients_accumulate: bool = False
 
 
 class ModelSpec(BaseModel):

@@ -117,6 +117,20 @@ def test_accumulation_a_throw_away_optimizer_and_a_small_group_do_not_confuse_it
     assert trace.model.activation_bytes == 4 * 4 * (16 + 16 + 4)
 
 
+def test_a_pass_before_the_recorded_steps_is_watched(
+    done: tuple[Path, list[dict[str, object]]],
+) -> None:
+    for name, accumulates in (("first", True), ("second", False)):
+        memory = headway.load_trace(done[0] / name).model.pass_memory
+        assert memory is not None
+        # The batch, what the first layer puts out and is activated in place, and what the second one puts out.
+        assert memory.forward_bytes == 4 * 4 * (8 + 16 + 4)
+        assert [parameter for parameter, _ in memory.backward] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+        assert memory.gradients_accumulate == accumulates
+        assert memory.gradients_apart
+    assert headway.load_trace(done[0] / "third").model.pass_memory is None, "it is not stock DDP"
+
+
 def test_everything_is_undone_afterwards(done: tuple[Path, list[dict[str, object]]]) -> None:
     for seen in done[1]:
         assert seen["undone"]

@@ -8,6 +8,7 @@ from headway.collectives.algorithms import (
     ALL_REDUCE,
     KINDS,
     NATIVE,
+    NCCL,
     REDUCE_SCATTER,
     RING,
     sent_bytes,
@@ -29,6 +30,19 @@ def test_chunks_of_two_mebibytes_and_more_are_cut_into_two_pieces() -> None:
     assert RINGS.select(REDUCE_SCATTER, 8 * MIB, 4) == Selection(RING, REDUCE_SCATTER, 2)
     assert RINGS.select(ALL_GATHER, 8 * MIB, 8).pieces == 1
     assert len(RINGS.select(ALL_GATHER, 8 * MIB, 4).program_of(0, 4).steps) == 2 * 3
+
+
+def test_nccl_has_rings_of_its_own_for_everything() -> None:
+    """Each half moves what a ring half does, in pieces of a step of NCCL's buffers."""
+    for algorithms in (RINGS, Algorithms(reduce_scatter="native", all_gather="native")):
+        selection = algorithms.select(REDUCE_SCATTER, 8 * MIB, 4, "nccl")
+        assert selection == native(REDUCE_SCATTER, 8 * MIB, 4, "nccl") == Selection(NCCL, REDUCE_SCATTER, 4)
+        assert len(selection.program_of(0, 4).steps) == 3 * 4
+    assert native(ALL_REDUCE, 1, 4, "nccl").pieces == 1
+    assert native(ALL_REDUCE, 2**40, 4, "nccl").pieces == 64
+    for kind, rounds in ((ALL_REDUCE, 6), (REDUCE_SCATTER, 3), (ALL_GATHER, 3)):
+        assert sent_bytes(NCCL, kind, 4, 4_000) == rounds * 1_000
+    assert native(ALL_REDUCE, 1, 4, "nccl").cost(cluster(gloo_all_reduce=7)).overhead_us == 7
 
 
 def test_each_half_has_its_own_algorithm_and_native_ones_are_cut_as_gloo_cuts_them() -> None:

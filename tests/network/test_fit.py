@@ -28,6 +28,15 @@ def test_ranks_that_alternate_between_hosts_are_refused() -> None:
         cluster_from_trace(placed(("a", "b", "a", "b")))
 
 
+def test_the_library_is_that_of_the_recorded_group() -> None:
+    trace = placed(("a", "b"))
+    assert cluster_from_trace(trace).library == "gloo"
+    for backend, library in (("nccl", "nccl"), ("cpu:gloo,cuda:nccl", "gloo")):
+        ranks = tuple(info.model_copy(update={"backend": backend}) for info in trace.manifest.ranks)
+        manifest = trace.manifest.model_copy(update={"ranks": ranks})
+        assert cluster_from_trace(Trace(trace.path, manifest, trace.model, trace.events)).library == library
+
+
 def periods_of(disturbed: int = 0) -> list[BusyPeriod]:
     """Collectives that take 2 ms each and 10 ns a byte; ``disturbed`` of the periods take five times as long."""
     generator = random.Random(1)

@@ -7,6 +7,7 @@ from tests.models import layered_model
 from tests.replay.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
+from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.graph.step_profile import profile_of
 from headway.optimize.bounds import step_bound
@@ -16,6 +17,7 @@ from headway.replay.replayer import Replayer
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.trace.events import Kind
 
 
@@ -49,6 +51,17 @@ def test_the_recorded_strategy_is_the_first_candidate(recorded: Strategy) -> Non
     assert found[0].name == recorded.name
     decided = [(s.name, s.decide(model)) for s in found]
     assert len(set(decided)) == len(decided)
+
+
+def test_servers_are_offered_where_a_probe_has_measured_them(replayer: Replayer) -> None:
+    assert not any(isinstance(c.strategy, ParameterServerStrategy) for c in search(replayer).candidates)
+    probed = replayer.cluster.model_copy(
+        update={"algorithms": {**replayer.cluster.algorithms, "servers": AlgorithmCost(byte_factor=1.1)}}
+    )
+    found = search(Replayer(replayer.trace, probed)).candidates
+    offered = [c for c in found if isinstance(c.strategy, ParameterServerStrategy)]
+    assert offered
+    assert all("parameter_server instead of ddp" in c.changes for c in offered)
 
 
 def test_a_hand_tuned_job_is_not_given_something_slower(replayer: Replayer) -> None:

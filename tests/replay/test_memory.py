@@ -53,6 +53,8 @@ def test_activations_and_gradients_are_not_all_there_at_once() -> None:
         always = peak(watched(model, backward=(), forward_bytes=0), strategy)
         assert 1_000_000 <= peak(watched(model), strategy) - always < 1_000_000 + model.size_bytes
     always = peak(watched(model, backward=(), forward_bytes=0), DDP)
+    accumulating = watched(model, gradients_accumulate=True)
+    assert peak(accumulating, DDP) - always == 1_000_000 + model.size_bytes
     kept = watched(model, gradients_kept=True)
     assert peak(kept, DDP) - always == 1_000_000 + model.size_bytes
 

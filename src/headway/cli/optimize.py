@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 @click.option(
     "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
 )
-@click.option("--strategy", "only", type=click.Choice(["any", "ddp", "decoupled"]), default="any", show_default=True,
-              help="Write the best plan of this strategy.")  # fmt: skip
+@click.option(
+    "--strategy", "only", type=click.Choice(["any", "ddp", "decoupled", "parameter_server"]), default="any",
+    show_default=True, help="Write the best plan of this strategy.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str, as_json: bool) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file."""

@@ -21,7 +21,8 @@ ALL_GATHER = "all_gather"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 
 RING = "ring"  # Headway's chunk programs
-NATIVE = "native"  # the process group's own collectives
+NATIVE = "native"  # the process group's own collectives, of Gloo where replay plays them
+NCCL = "nccl"  # a process group's own as NCCL does them: replayed, never chosen
 SERVERS = "servers"  # every rank a parameter server; all-reduce alone
 ALGORITHMS = (RING, NATIVE, SERVERS)
 
@@ -53,7 +54,7 @@ def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
     A native collective is replayed as what Gloo does (``collectives.gloo``): its reduce-scatter moves as much as a
-    whole all-reduce (as measured). Raises PlanError for an unknown name.
+    whole all-reduce (as measured). NCCL's are rings. Raises PlanError for an unknown name.
     """
     _check(algorithm, kind)
     if algorithm == NATIVE:
@@ -61,6 +62,7 @@ def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
         return native if pieces <= SEGMENTS else partial(native, pieces=pieces)
     if algorithm == SERVERS:
         return push_and_pull
+    # NCCL's rings, in its pieces, are like our own.
     ring = {ALL_REDUCE: ring_all_reduce, REDUCE_SCATTER: ring_reduce_scatter, ALL_GATHER: ring_all_gather}[
         kind
     ]
@@ -127,7 +129,7 @@ def prepare(
 
 
 def _check(algorithm: str, kind: str) -> None:
-    for what, name, known in (("algorithm", algorithm, ALGORITHMS), ("kind", kind, KINDS)):
+    for what, name, known in (("algorithm", algorithm, (*ALGORITHMS, NCCL)), ("kind", kind, KINDS)):
         if name not in known:
             raise PlanError(f"there is no such collective {what}", got=name, expected=" or ".join(known))
     if algorithm == SERVERS and kind != ALL_REDUCE:

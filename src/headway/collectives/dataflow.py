@@ -21,13 +21,12 @@ class CollectiveBlock:
     def __init__(
         self,
         structure: Structure,
-        overheads: Messages,
-        messages: Messages,
-        handling: Messages,
+        columns: tuple[Messages, Messages, Messages],
         ends: Sequence[int],
     ) -> None:
+        """``columns`` are what it costs ranks at first, its messages, and what they are to their receivers."""
         self._structure = structure
-        self._columns = (overheads, messages, handling)
+        self._columns = columns
         self._ends = np.array(ends, dtype=np.int64)
 
     @property
@@ -77,14 +76,16 @@ def expand(
     """
     world_size, folded = links.world_size, links.folded
     assert len(begins) == len(ends) == (folded or world_size)
-    columns = columns_of(program_of, world_size, folded)
-    cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
-    sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
-    messages = links.messages(builder, columns, sizes_bytes, cost, connection)
-    overheads, handling = links.overheads(builder, cost), links.handling(builder, cost, len(sizes_bytes))
+    key = (program_of, size_bytes, cost, connection)
+    if key not in links.laid_out:  # most buckets come again in every step
+        columns = columns_of(program_of, world_size, folded)
+        cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
+        sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
+        messages = links.messages(builder, columns, sizes_bytes, cost, connection)
+        overheads, handling = links.overheads(builder, cost), links.handling(builder, cost, len(sizes_bytes))
+        links.laid_out[key] = (overheads, messages, handling)
     structure = structure_of(program_of, world_size, folded)
-    block = CollectiveBlock(structure, overheads, messages, handling, ends)
-    base = builder.block(block)
+    base = builder.block(CollectiveBlock(structure, links.laid_out[key], ends))
     for rank, begin in enumerate(begins):
         builder.edge(begin, base + rank)
     return base

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,9 @@ class Links:
 
     def __init__(self, cluster: Cluster, folded: int = 0) -> None:
         self.folded = folded
+        self.laid_out: dict[
+            Any, tuple[Messages, Messages, Messages]
+        ] = {}  # by collective, in one builder's routes
         self._cluster = cluster
         self._ranks = folded or cluster.world_size
         self._host_of = np.array(cluster.host_of_rank)

@@ -13,6 +13,7 @@ from headway.collectives.algorithms import (
     ALL_GATHER,
     GLOO_ALL_REDUCE,
     NATIVE,
+    NCCL,
     REDUCE_SCATTER,
     RING,
     cost_name,
@@ -22,6 +23,9 @@ from headway.collectives.gloo import segments_for
 from headway.collectives.program import ProgramOf, pieces_for
 
 AlgorithmName = Literal["ring", "native"]
+GLOO = "gloo"
+NCCL_STEP_BYTES = 2**19  # buffers of 4 MiB in eight steps
+MOST_PIECES = 64  # more would change next to nothing, and be many messages
 
 
 class Selection(NamedTuple):
@@ -40,7 +44,9 @@ class Selection(NamedTuple):
     def cost_names(self) -> tuple[str, ...]:
         """The names under which a cluster may hold its cost or one like it, the most fitting one first."""
         names = [cost_name(self.algorithm, self.kind, pieces) for pieces in (self.pieces, 1)]
-        return tuple(dict.fromkeys([*names, *([GLOO_ALL_REDUCE] if self.algorithm == NATIVE else [])]))
+        return tuple(
+            dict.fromkeys([*names, *([GLOO_ALL_REDUCE] if self.algorithm in (NATIVE, NCCL) else [])])
+        )
 
     def cost(self, cluster: Cluster) -> AlgorithmCost:
         """What it costs on ``cluster``.
@@ -63,8 +69,10 @@ class Algorithms:
     reduce_scatter: AlgorithmName = "ring"
     all_gather: AlgorithmName = "ring"
 
-    def select(self, kind: str, size_bytes: int, world_size: int) -> Selection:
-        """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks."""
+    def select(self, kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:
+        """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks by ``library``."""
+        if library == NCCL:
+            return native(kind, size_bytes, world_size, library)
         algorithm = {REDUCE_SCATTER: self.reduce_scatter, ALL_GATHER: self.all_gather}[kind]
         pieces = pieces_for(size_bytes // world_size)
         return (
@@ -72,9 +80,15 @@ class Algorithms:
         )
 
 
-def native(kind: str, size_bytes: int, world_size: int) -> Selection:
-    """The process group's own ``kind`` of a tensor of ``size_bytes`` over ``world_size`` ranks."""
-    return Selection(NATIVE, kind, segments_for(-(-size_bytes // world_size)))
+def native(kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:
+    """The own ``kind`` of a process group of ``library``, of a tensor of ``size_bytes`` over ``world_size`` ranks.
+
+    NCCL hands on what it receives in pieces of a step of its buffers (src/device, protocol Simple).
+    """
+    chunk_bytes = -(-size_bytes // world_size)
+    if library == NCCL:
+        return Selection(NCCL, kind, min(MOST_PIECES, max(1, -(-chunk_bytes // NCCL_STEP_BYTES))))
+    return Selection(NATIVE, kind, segments_for(chunk_bytes))
 
 
 RINGS = Algorithms()

@@ -213,7 +213,7 @@ def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, time
                 strategy.backward_end(walk)
             case Point.BLOCKING:
                 kind = item.name if item.name in KINDS else ALL_REDUCE
-                selection = native(kind, item.size_bytes, graph.world_size)
+                selection = native(kind, item.size_bytes, graph.world_size, graph.cluster.library)
                 number = graph.launch(
                     walk, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
                 )

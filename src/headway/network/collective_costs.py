@@ -36,7 +36,8 @@ from headway.replay.engine import play
 # The first is of next to nothing: what it takes is what its messages cost. None is a power of two: Gloo takes up to
 # twice as long over messages of exactly 64 KiB as over any others, and training has others.
 SHARES_BYTES = {1_000: 30, 6_000: 30, 20_000: 20, 75_000: 10, 300_000: 6, 1_200_000: 3}
-REPEATS = 5
+REPEATS, MOST_REPEATS = 5, 15  # the latter where times vary by more than STEADY
+STEADY = 0.03
 LONGEST_S = 0.25  # sizes that would take longer are left out
 MOST_BYTES = 2**26  # as are larger ones
 
@@ -108,10 +109,11 @@ def measure_costs(
             repeat(action, turns)  # connections find their windows
             runs.append((candidate, turns, action))
         took: dict[str, list[Timing]] = {candidate.name: [] for candidate, _, _ in runs}
-        for _ in range(REPEATS):
+        for _ in range(MOST_REPEATS):
             for candidate, turns, action in runs:
-                timing = timed(partial(repeat, action, turns), work)
-                took[candidate.name].append(timing / (turns * len(candidate.kinds)))
+                if not _is_known(took[candidate.name]):
+                    timing = timed(partial(repeat, action, turns), work)
+                    took[candidate.name].append(timing / (turns * len(candidate.kinds)))
         for candidate, turns, _ in runs:
             timings = took[candidate.name]
             measured[candidate.name].append(
@@ -126,6 +128,17 @@ def measure_costs(
     }
 
 
+def _is_known(timings: Sequence[Timing]) -> bool:
+    """Whether more repetitions would hardly tell more. All ranks hold the same times."""
+    return len(timings) >= REPEATS and _spread(timings) <= STEADY
+
+
+def _spread(timings: Sequence[Timing]) -> float:
+    """By how much times are off their median, in the median, as a share of it."""
+    median_s = statistics.median(timing.seconds for timing in timings)
+    return statistics.median(abs(timing.seconds / median_s - 1) for timing in timings)
+
+
 def _median(size_bytes: int, timings: Sequence[Timing], turns: int, *, idle: bool) -> Measured:
     """``idle`` says that whatever cores did, they did for communication."""
     seconds = statistics.median(timing.seconds for timing in timings)
@@ -134,7 +147,7 @@ def _median(size_bytes: int, timings: Sequence[Timing], turns: int, *, idle: boo
         seconds=seconds,
         cpu_s=statistics.median(timing.cpu_s for timing in timings) if idle else 0.0,
         turns=turns,
-        spread=statistics.median(abs(timing.seconds / seconds - 1) for timing in timings),
+        spread=_spread(timings),
     )
 
 

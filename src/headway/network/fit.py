@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
-from headway.collectives.algorithms import KINDS, NATIVE, RING, SERVERS, cost_name, sent_bytes
+from headway.collectives.algorithms import KINDS, NATIVE, NCCL, RING, SERVERS, cost_name, sent_bytes
 from headway.errors import TraceError
 from headway.graph.intervals import Intervals
 from headway.graph.update_cost import is_beside, update_cost_beside
@@ -56,6 +56,15 @@ def cluster_from_trace(trace: Trace) -> Cluster:
     return _cluster(trace, 8.0 / fit.ns_per_byte, dict.fromkeys(names, cost) | host_costs(trace), source)
 
 
+def library_of(trace: Trace) -> Literal["gloo", "nccl"]:
+    """Whose collectives the recorded process group's own are; RCCL's are NCCL's.
+
+    A group that has both, each for devices of its own, is taken for Gloo's.
+    """
+    backend = trace.manifest.ranks[0].backend.lower()
+    return "nccl" if "nccl" in backend and "gloo" not in backend else "gloo"
+
+
 def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
     """What updates beside the main thread cost the hosts that recorded them; empty where there were none."""
     calls_ns = _step_calls_ns(trace)
@@ -90,11 +99,12 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
             if row.bucket >= 0 and row.name in KINDS:
                 members[row.name, row.group, row.sequence].append(row)
     spans = []
+    own = NCCL if library_of(trace) == "nccl" else NATIVE
     names: set[str] = set()
     for (kind, _, _), rows in members.items():
         if len(rows) == trace.world_size:
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
-            algorithm = rows[0].algorithm if rows[0].algorithm in (RING, SERVERS) else NATIVE
+            algorithm = rows[0].algorithm if rows[0].algorithm in (RING, SERVERS) else own
             names.add(cost_name(algorithm, kind))
             spans.append(
                 (begin_ns, end_ns, sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes))
@@ -179,5 +189,6 @@ def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source:
         latency_us=DEFAULT_LATENCY_US,
         local_gbps=rate if on_one_host else 20.0,
         algorithms=costs,
+        library=library_of(trace),
         source=source,
     )

@@ -64,11 +64,11 @@ class LinkCost:
 
 
 def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveCost:
-    least = algorithms.select(kind, 1, cluster.world_size)
+    least = algorithms.select(kind, 1, cluster.world_size, cluster.library)
     alone_ns = []
     ns_per_byte = 0.0
     for size_bytes in _SIZES_BYTES:
-        selection = algorithms.select(kind, size_bytes, cluster.world_size)
+        selection = algorithms.select(kind, size_bytes, cluster.world_size, cluster.library)
         graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
         alone_ns.append(float(play(graph).end_ns.max()))
         if selection == least:  # the bytes of larger ones, in pieces, may have another factor

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from headway.collectives.algorithms import SERVERS
 from headway.errors import UserError
 from headway.graph.step_profile import profile_of
 from headway.model import ModelSpec
@@ -19,9 +20,11 @@ from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 TIE = 0.01
 DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+SERVER_CAPS_MB, SERVER_CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 DECOUPLED_CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 
 
@@ -52,7 +55,10 @@ class SearchResult:
         for candidate in self.candidates:
             if strategy is None or isinstance(candidate.strategy, strategy):
                 return candidate
-        raise UserError(f"there is no plan of that strategy: {self.note}", fix="Leave --strategy out.")
+        raise UserError(
+            "there is no plan of that strategy" + (f": {self.note}" if self.note else ""),
+            fix="Leave --strategy out. Parameter servers need a --cluster that headway probe has measured, and Gloo.",
+        )
 
 
 def candidate_strategies(
@@ -60,11 +66,14 @@ def candidate_strategies(
     recorded: Strategy | None = None,
     planned: Iterable[BucketSchedule] = (),
     forms: Sequence[Gather] = FORMS,
+    *,
+    servers: bool = False,
 ) -> Iterator[Strategy]:
     """Strategies worth a replay: each decides otherwise than those before it.
 
     ``recorded`` comes first, so that a job that was tuned by hand is never given something slower. ``planned`` are
-    schedules that the planner proposes, ``forms`` what decoupled strategies may gather.
+    schedules that the planner proposes, ``forms`` what decoupled strategies may gather, ``servers`` whether parameter
+    servers are among them.
     """
     seen: set[tuple[str, BucketSchedule]] = set()
     if isinstance(recorded, DecoupledStrategy):
@@ -78,6 +87,12 @@ def candidate_strategies(
         for form in forms
         for cap in DECOUPLED_CAPS_BYTES
     ]
+    if servers:
+        options += [
+            ParameterServerStrategy(bucket_cap_mb=cap, channels=channels)
+            for channels in SERVER_CHANNELS
+            for cap in SERVER_CAPS_MB
+        ]
     for strategy in options:
         decided = (strategy.name, strategy.decide(model))
         if decided not in seen:
@@ -94,7 +109,12 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     with times_in_range():
         planned = plan_schedules(model, profile_of(replayer.timelines), replayer.cluster, forms=forms)
     schedules = [each.schedule for each in planned.schedules]
-    strategies = list(candidate_strategies(model, replayer.recorded_strategy, schedules, forms))
+    # All push at once, which costs more than the messages by themselves: by how much only a probe can say.
+    on_gloo = "gloo" in replayer.trace.manifest.ranks[0].backend
+    servers = on_gloo and SERVERS in replayer.cluster.algorithms
+    strategies = list(
+        candidate_strategies(model, replayer.recorded_strategy, schedules, forms, servers=servers)
+    )
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
         result = replayer.replay(strategy)

@@ -92,7 +92,7 @@ def lay_out(workload: Workload, cluster: Cluster, strategy: Strategy) -> tuple[G
     period = period_of(cluster, 1)
     ranks = [[workload.timeline(rank, step) for step in range(STEPS)] for rank in range(period)]
     with times_in_range():
-        check_size(ranks, cluster.world_size, schedule)
+        check_size(ranks, cluster, schedule)
         graph = GraphBuilder(cluster, workload.spec, schedule, period if period < cluster.world_size else 0)
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         return graph, graph.close()

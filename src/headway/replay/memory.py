@@ -39,10 +39,11 @@ def _moments(model: ModelSpec, held: Held) -> Iterator[int]:
         yield memory.forward_bytes + kept_bytes
         backward = list(memory.backward)
         update_bytes, after_bytes = memory.update_bytes, memory.after_bytes
-    gradient_bytes = 0
+    accumulate = memory is not None and memory.gradients_accumulate and held.gradients_apart
+    gradient_bytes = model.size_bytes if accumulate else 0
     for name, working_bytes in backward:
         yield working_bytes + gradient_bytes
-        if held.gradients_apart and name in model.by_name:
+        if held.gradients_apart and not accumulate and name in model.by_name:
             gradient_bytes += model.by_name[name].size_bytes
     yield gradient_bytes + after_bytes
     yield gradient_bytes + round(update_bytes * held.updated_share)

@@ -29,7 +29,7 @@ def draws_of(recorded: Recorded, cluster: Cluster, schedule: BucketSchedule) -> 
     steps = len(recorded[min(recorded)])
     if rounds == 1 or steps == 1 or not _alike(recorded):
         return 1
-    a_rank = operations_of([recorded[min(recorded)]], cluster.world_size, schedule)
+    a_rank = operations_of([recorded[min(recorded)]], cluster, schedule)
     for draws in range(min(rounds, steps), 1, -1):
         if a_rank * period_of(cluster, draws * len(recorded)) <= MOST_OPERATIONS:
             return draws

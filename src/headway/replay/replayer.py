@@ -16,7 +16,7 @@ from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.dataflow import Dataflow
 from headway.graph.timeline import Timeline, timelines_of
-from headway.network.fit import cluster_from_trace, host_costs
+from headway.network.fit import cluster_from_trace, host_costs, library_of
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
@@ -195,7 +195,7 @@ class Replayer:
         period = period_of(cluster, draws * len(own)) if alike else cluster.world_size
         computes = (what_if.compute * what_if.of_ranks.get(rank, 1.0) for rank in range(period))
         ranks = ranks_of(own, draws, computes)
-        check_size(ranks, cluster.world_size, schedule)
+        check_size(ranks, cluster, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, self.trace.model, schedule, folded)
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
@@ -238,5 +238,10 @@ def _standard_error_ms(times_ms: Sequence[float]) -> float:
 
 
 def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
-    """``cluster`` with what the recorded hosts spend on updates beside training, unless it says so itself."""
-    return cluster.model_copy(update={"algorithms": {**host_costs(trace), **cluster.algorithms}})
+    """``cluster`` with what the recorded hosts spend on updates beside training, unless it says so itself.
+
+    And with the library that the job used.
+    """
+    library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
+    costs = {**host_costs(trace), **cluster.algorithms}
+    return cluster.model_copy(update={"algorithms": costs, "library": library})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
 from headway.collectives.selection import native
 from headway.errors import UserError
@@ -15,9 +16,9 @@ MAX_OPERATIONS = 60_000_000
 BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
-def check_size(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> None:
+def check_size(ranks: Sequence[Sequence[Timeline]], cluster: Cluster, schedule: BucketSchedule) -> None:
     """Refuse what would take too long."""
-    operations = operations_of(ranks, world_size, schedule)
+    operations = operations_of(ranks, cluster, schedule)
     if operations > MAX_OPERATIONS:
         raise UserError(
             "the replay would be too large",
@@ -27,14 +28,16 @@ def check_size(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: B
         )
 
 
-def operations_of(ranks: Sequence[Sequence[Timeline]], world_size: int, schedule: BucketSchedule) -> int:
+def operations_of(ranks: Sequence[Sequence[Timeline]], cluster: Cluster, schedule: BucketSchedule) -> int:
     """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
+    world_size, library = cluster.world_size, cluster.library
     items = collectives = 0
     sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
     if schedule.gather_order:
-        pieces = sum(schedule.algorithms.select(ALL_GATHER, size, world_size).pieces for size in sizes_bytes)
+        select = schedule.algorithms.select
+        pieces = sum(select(ALL_GATHER, size, world_size, library).pieces for size in sizes_bytes)
     else:
-        pieces = sum(native(ALL_REDUCE, size, world_size).pieces for size in sizes_bytes)
+        pieces = sum(native(ALL_REDUCE, size, world_size, library).pieces for size in sizes_bytes)
     for timelines in ranks:
         launched = 0
         for item in (item for timeline in timelines for item in timeline.items):

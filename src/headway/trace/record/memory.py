@@ -56,8 +56,14 @@ class MemoryWatch:
         self._handles.append(register(JobHook(observe), **how))
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
-        ready = torch.is_grad_enabled() and model.training and not torch_private.dispatch_modes()
-        if self._watch is None and ready:
+        ready = torch.is_grad_enabled() and model.training
+        if self._watch is not None:
+            if ready:  # a further pass before the update
+                self.update_begins()
+                self.end()
+                if self.found is not None:
+                    self.found = self.found.model_copy(update={"gradients_accumulate": True})
+        elif ready and not torch_private.dispatch_modes():
             kept = self._apart and any(p.grad is not None for _, p in self._trained)
             self._watch = PassMemoryWatch(apart=self._apart, kept=kept)
             self._watch.begin(inputs)

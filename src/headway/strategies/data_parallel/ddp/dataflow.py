@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS
+from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
@@ -43,7 +43,7 @@ class Dataflow:
     @property
     def at_a_time(self) -> int:
         """How many all-reduces are under way at a time; each follows the one so many before it."""
-        return GLOO_THREADS
+        return 1 if self._graph.cluster.library == NCCL else GLOO_THREADS
 
     @property
     def channels_apart(self) -> bool:
@@ -52,7 +52,7 @@ class Dataflow:
 
     def selection(self, size_bytes: int) -> Selection:
         """What carries out the all-reduce of a bucket."""
-        return native(ALL_REDUCE, size_bytes, self._graph.world_size)
+        return native(ALL_REDUCE, size_bytes, self._graph.world_size, self._graph.cluster.library)
 
     def backward_end(self, walk: Walk) -> None:
         """Wait for every bucket of this backward."""

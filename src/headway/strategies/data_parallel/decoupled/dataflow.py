@@ -113,7 +113,9 @@ class Dataflow:
             key,
             bucket.size_bytes,
             bucket=index,
-            selection=self._schedule.algorithms.select(name, bucket.size_bytes, self._graph.world_size),
+            selection=self._schedule.algorithms.select(
+                name, bucket.size_bytes, self._graph.world_size, self._graph.cluster.library
+            ),
             channel=count % self._schedule.channels,
             after=[*self._channel(walk), *after],
             after_work=after_work,
