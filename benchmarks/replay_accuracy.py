@@ -104,6 +104,7 @@ def _row(model: str, lab: Lab, plan: str, predicted_ms: float, steps_ms: list[fl
         "class": REPRODUCTION if (lab, plan) == (BASE_LAB, BASE_PLAN) else lab.kind,
         "time_ms": measured_ms,
         "spread_ms": [low, high],
+        "steps": len(steps_ms),
         "predicted_ms": predicted_ms,
         "ratio": predicted_ms / measured_ms,
         "error": predicted_ms / measured_ms - 1,

@@ -70,6 +70,13 @@ def test_gradients_that_are_added_to_others_are_not_understood() -> None:
     assert watched(model, torch.ones(4, 8)) is None
 
 
+def test_sparse_gradients_are_trained_as_ever_and_not_understood() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    assert watched(model, torch.tensor([1, 2])) is None
+    assert model.weight.grad is not None
+    assert model.weight.grad.is_sparse
+
+
 def test_nothing_changes_for_what_is_watched() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for _ in range(2)]

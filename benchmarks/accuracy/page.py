@@ -30,13 +30,13 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
     lines += _table("what-if, by plan", _grouped(what_if, lambda row: row["method"]))
     lines += _table("what-if, by model", _grouped(what_if, lambda row: row["case"]))
     lines += ["## Every configuration", ""]
-    columns = ("case", "lab", "method", "class", "measured ms", "quartiles", "predicted ms", "error")
+    columns = ("case", "lab", "method", "class", "measured ms", "quartiles", "steps", "predicted ms", "error")
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in rows:
         low, high = row["spread_ms"]
         cells = (
             row["case"], row["lab"], row["method"], row["class"], f"{row['time_ms']:.1f}", f"{low:.1f} to {high:.1f}",
-            f"{row['predicted_ms']:.1f}", f"{row['error']:+.2%}",
+            str(row["steps"]), f"{row['predicted_ms']:.1f}", f"{row['error']:+.2%}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", ", ".join(f"{key} {value}" for key, value in document["environment"].items()), ""]

@@ -18,12 +18,14 @@ class Allocations(TorchDispatchMode):
     """Adds up the memory of tensors that are made while it is on, until nothing holds them any more.
 
     It sees what autograd keeps and what passes between operations, and not what an operation needs inside. Whatever is
-    computed meanwhile is computed as without it.
+    computed meanwhile is computed as without it. Where there are tensors whose memory cannot be told, as of sparse
+    ones, it gives up: nothing is ``understood`` then.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
+        self.understood = True
         self._stopped = False
         self._peak_bytes = 0
         self._sizes_bytes: dict[int, int] = {}  # by memory
@@ -35,13 +37,15 @@ class Allocations(TorchDispatchMode):
         return peak
 
     def holds(self, tensor: torch.Tensor | None) -> int:
-        """The bytes of ``tensor``'s memory, 0 where it was not made meanwhile."""
-        return 0 if tensor is None else self._sizes_bytes.get(_memory_of(tensor), 0)
+        """The bytes of ``tensor``'s memory, 0 where it was not made meanwhile, or where they cannot be told."""
+        if tensor is None or tensor.layout != torch.strided:
+            return 0
+        return self._sizes_bytes.get(_memory_of(tensor), 0)
 
     def add(self, value: Any) -> None:
         """Count the tensors in ``value`` as well, for as long as there are any."""
         for tensor in tree_leaves(value):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 self._made(tensor)
 
     def stop(self) -> None:
@@ -53,14 +57,19 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self._stopped and not any(each.alias_info for each in func._schema.returns):
-            # Some operators say nothing of it and still return what they were given: collectives do.
-            given = {
-                _memory_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-            }
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor) and _memory_of(tensor) not in given:
-                    self._made(tensor)
+            try:
+                self._look(out, (args, kwargs))
+            except Exception:  # whatever tensors there are: training goes on
+                self.understood = False
+                self._stopped = True
         return out
+
+    def _look(self, out: Any, arguments: Any) -> None:
+        # Some operators say nothing of it and still return what they were given: collectives do.
+        given = {_memory_of(each) for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _memory_of(tensor) not in given:
+                self._made(tensor)
 
     def _made(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -124,7 +133,8 @@ class PassMemoryWatch:
         held_bytes = max(self._held_bytes, self._allocations.held_bytes)
         update_bytes = max(0, self._allocations.peak_bytes() - held_bytes)
         self._allocations.stop()
-        if self._forward_bytes is None or not self._backward or not self._understood:
+        understood = self._understood and self._allocations.understood
+        if self._forward_bytes is None or not self._backward or not understood:
             return None
         return PassMemory(
             forward_bytes=self._forward_bytes,

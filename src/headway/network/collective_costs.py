@@ -36,9 +36,9 @@ from headway.replay.engine import play
 # The first is of next to nothing: what it takes is what its messages cost. None is a power of two: Gloo takes up to
 # twice as long over messages of exactly 64 KiB as over any others, and training has others.
 SHARES_BYTES = {1_000: 30, 6_000: 30, 20_000: 20, 75_000: 10, 300_000: 6, 1_200_000: 3}
-REPEATS, MOST_REPEATS = 5, 15  # the latter where times vary by more than STEADY
+REPEATS, MOST_REPEATS = 5, 11  # the latter where times vary by more than STEADY
 STEADY = 0.03
-LONGEST_S = 0.25  # sizes that would take longer are left out
+LONGEST_S = 0.15  # sizes that would take longer are left out
 MOST_BYTES = 2**26  # as are larger ones
 
 

@@ -211,12 +211,10 @@ class Recorder:
 
     def _watch_memory(self) -> None:
         """Watch the last step that is not recorded, but not the second: DDP makes its buckets anew in it."""
+        if self._model is None or self._root is None or self.options.detail == "kernels":
+            return
         last = self.options.first_step - 1
-        if (
-            self._now.step == (0 if last == 1 else last)
-            and self._model is not None
-            and self._root is not None
-        ):
+        if self._now.step == (0 if last == 1 else last):
             self._memory.arm(self._model, self._root)
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
