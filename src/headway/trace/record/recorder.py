@@ -154,7 +154,7 @@ class Recorder:
         if self.options.detail != "kernels":
             self._watch.attach(model, root)
             self._watch.count_activations(root)
-            self._watch_memory()
+            self._watch_memory(first=True)
 
     def span(self, span: StrategySpan) -> None:
         """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
@@ -198,7 +198,7 @@ class Recorder:
         self._memory.end()
         self._tap.release_finished()
         now.step += 1
-        self._watch_memory()
+        self._watch_memory(first=False)
         self._boundary_ns = now_ns
         full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
         now.recording = self.options.first_step <= now.step < self.options.last_step and not full
@@ -209,12 +209,15 @@ class Recorder:
         if now.step >= self.options.last_step or full:
             self.finish()
 
-    def _watch_memory(self) -> None:
-        """Watch the last step that is not recorded, but not the second: DDP makes its buckets anew in it."""
+    def _watch_memory(self, *, first: bool) -> None:
+        """Watch the last pass before those recorded, or the ``first`` where the second is that: DDP makes buckets anew.
+
+        With ``detail`` kernels nothing is watched.
+        """
         if self._model is None or self._root is None or self.options.detail == "kernels":
             return
         last = self.options.first_step - 1
-        if self._now.step == (0 if last == 1 else last):
+        if not self._now.recording and (first if last <= 1 else self._now.step == last):
             self._memory.arm(self._model, self._root)
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
