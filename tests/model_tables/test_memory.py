@@ -11,7 +11,6 @@ from torch import nn
 from headway.models.bert import bert_base
 from headway.models.resnet import resnet50
 from headway.predict.memory import pass_memory_of, pretended
-from headway.predict.optimizers import OPTIMIZERS
 
 
 def norm(channels: int, *, activation: bool = True) -> nn.Sequential:
@@ -55,7 +54,7 @@ def residual_net() -> nn.Module:
 def test_a_convolutional_table_keeps_what_torch_keeps() -> None:
     samples = 8
     built = pretended("net", lambda: (residual_net(), torch.zeros(samples, 3, 224, 224)))
-    found = pass_memory_of(built, OPTIMIZERS["sgd"])
+    found = pass_memory_of(built)
     table = resnet50(samples).spec.pass_memory
     assert found is not None
     assert table is not None
@@ -95,7 +94,7 @@ def test_a_transformer_table_keeps_what_torch_keeps() -> None:
     def make() -> tuple[nn.Module, torch.Tensor]:
         return nn.Sequential(*(EncoderLayer() for _ in range(depth))), torch.zeros(samples, length, 768)
 
-    found = pass_memory_of(pretended("net", make), OPTIMIZERS["sgd"])
+    found = pass_memory_of(pretended("net", make))
     assert found is not None
     layers = [x for x in bert_base(samples, length).layers if x.name.startswith("bert.encoder.layer.")]
     kept = sum(layer.work.kept_bytes for layer in layers) / 12 * depth

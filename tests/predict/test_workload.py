@@ -42,3 +42,12 @@ def test_every_table_on_every_device_readies_every_gradient_once(name: str, devi
 @pytest.mark.parametrize(("name", "count"), [("vgg16", 138_357_544), ("gpt2", 124_439_808)])
 def test_models_have_as_many_parameters_as_published(name: str, count: int) -> None:
     assert MODELS[name]().parameter_count == count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_an_optimizer_holds_counts_for_tables_as_for_functions(name: str) -> None:
+    for optimizer, states, temporaries in (("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 1)):
+        spec = workload_of_table(MODELS[name](), DEVICES["a100"], OPTIMIZERS[optimizer]).spec
+        assert spec.optimizer_state_bytes == states * spec.size_bytes
+        assert spec.pass_memory is not None
+        assert spec.pass_memory.update_bytes == temporaries * spec.size_bytes

@@ -14,7 +14,6 @@ from headway import torch_private
 from headway.model import PassMemory
 from headway.pass_memory import PassMemoryWatch
 from headway.predict.function import Built
-from headway.predict.optimizers import Optimizer
 
 
 def pretended(text: str, make: Callable[[], Any]) -> Built:
@@ -22,11 +21,8 @@ def pretended(text: str, make: Callable[[], Any]) -> Built:
     return Built(text, make, torch_private.pretended_tensors())
 
 
-def pass_memory_of(built: Built, optimizer: Optimizer) -> PassMemory | None:
-    """What one forward and backward of ``built`` hold. Raises UserError where they fail.
-
-    The update is ``optimizer``'s over all parameters at once, as on accelerators.
-    """
+def pass_memory_of(built: Built) -> PassMemory | None:
+    """What one forward and backward of ``built`` hold. Raises UserError where they fail."""
     module = built.module
     module.zero_grad(set_to_none=True)
     watch = PassMemoryWatch()
@@ -35,17 +31,12 @@ def pass_memory_of(built: Built, optimizer: Optimizer) -> PassMemory | None:
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
-    found = None
     try:
         built.backward(watch.begin, watch.forward_done)
         watch.update_begins()
-        found = watch.end()
     finally:
-        watch.end()
+        found = watch.end()
         for handle in handles:
             handle.remove()
         module.zero_grad(set_to_none=True)
-    if found is None:
-        return None
-    size_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return found.model_copy(update={"update_bytes": optimizer.update_bytes(size_bytes)})
+    return found

@@ -104,6 +104,6 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
     learned = {
         "forward_order": tuple(layer.module for layer in layers),
         "ready_order": tuple(item.name for item in workload.timeline().items if item.kind == Point.READY),
-        "pass_memory": pass_memory_of(built if device_name == HERE else pretended(text, make), optimizer),
+        "pass_memory": pass_memory_of(built if device_name == HERE else pretended(text, make)),
     }
     return replace(workload, spec=spec.model_copy(update=learned)).trained_by(optimizer, bytes_per_s)

@@ -33,7 +33,11 @@ class Workload:
     def trained_by(self, optimizer: Optimizer, bytes_per_s: float) -> Workload:
         """The same with the state and the update of ``optimizer``, on a device that moves so many bytes a second."""
         size_bytes = self.spec.size_bytes
-        spec = self.spec.model_copy(update={"optimizer_state_bytes": optimizer.state_bytes(size_bytes)})
+        held: dict[str, object] = {"optimizer_state_bytes": optimizer.state_bytes(size_bytes)}
+        if self.spec.pass_memory is not None:
+            update = {"update_bytes": optimizer.update_bytes(size_bytes)}
+            held["pass_memory"] = self.spec.pass_memory.model_copy(update=update)
+        spec = self.spec.model_copy(update=held)
         return replace(self, spec=spec, optimizer_ns=optimizer.update_ns(size_bytes, bytes_per_s))
 
     @property
