@@ -33,9 +33,8 @@ class Links:
 
     def __init__(self, cluster: Cluster, folded: int = 0) -> None:
         self.folded = folded
-        self.laid_out: dict[
-            Any, tuple[Messages, Messages, Messages]
-        ] = {}  # by collective, in one builder's routes
+        # By collective, in the routes of the one builder that these links are laid out in.
+        self.laid_out: dict[Any, tuple[Messages, Messages, Messages]] = {}
         self._cluster = cluster
         self._ranks = folded or cluster.world_size
         self._host_of = np.array(cluster.host_of_rank)

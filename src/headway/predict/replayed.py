@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from headway.replay.disturbance import play_disturbed
 from headway.replay.folding import period_of
 from headway.replay.memory import peak_bytes
 from headway.replay.size import check_size, times_in_range
-from headway.replay.uncertainty import together, unfitted
+from headway.replay.uncertainty import unfitted
 from headway.strategies.base import Strategy
 from headway.strategies.loading import driver
 
@@ -70,7 +71,7 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
         workers=cluster.world_size,
         strategy=name,
         step_ms=step_ns / 1e6,
-        uncertainty_ms=together(
+        uncertainty_ms=math.hypot(
             workload.times_error * workload.computation_ns / 1e6, unfitted(graph) * exposed_ns / 1e6
         ),
         samples_per_s=workload.samples * cluster.world_size / step_ns * 1e9,

@@ -25,7 +25,7 @@ from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
 from headway.replay.ranks import draws_of, ranks_of
 from headway.replay.size import check_size, times_in_range
-from headway.replay.uncertainty import together, unfitted
+from headway.replay.uncertainty import unfitted
 from headway.replay.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.base import Strategy
@@ -130,7 +130,7 @@ class Replayer:
         proportion; and what the fit of the links missed, in proportion to the time that is waited.
         """
         missed = abs(self.base.step_ms / self.recorded_step_ms - 1)
-        return together(
+        return math.hypot(
             2 * _standard_error_ms(self.recorded_step_times_ms),
             missed * result.step_ms,
             unfitted(result.graph) * result.waiting_ms,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.model import ModelSpec
+from headway.model import ModelSpec, PassMemory
 from headway.strategies.data_parallel.decoupled.policy import options_of
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
@@ -19,7 +19,11 @@ from headway.trace.record.modules import ModuleWatch
 
 
 def model_described(
-    root: nn.Module | None, watch: ModuleWatch, rows: Iterable[Event], optimizer: torch.optim.Optimizer | None
+    root: nn.Module | None,
+    watch: ModuleWatch,
+    rows: Iterable[Event],
+    optimizer: torch.optim.Optimizer | None,
+    memory: PassMemory | None,
 ) -> ModelSpec:
     """The model of ``root``, with the orders of its last recorded step and what it and its optimizer hold."""
     if root is None:
@@ -29,6 +33,7 @@ def model_described(
             "forward_order": tuple(watch.forward_order),
             "ready_order": _last_order(rows),
             "activation_bytes": watch.activation_bytes,
+            "pass_memory": memory,
             "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer),
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ class MemoryWatch:
         self._hook(model.register_forward_pre_hook, self._begin, prepend=True)
         self._hook(model.register_forward_hook, self._forward_done)
         for name, parameter in self._trained:
-            hook = _GradientDone(self._gradient_done, name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hook(parameter.register_post_accumulate_grad_hook, partial(self._gradient_done, name))
 
     def update_begins(self) -> None:
         """The optimizer is about to update."""
@@ -75,15 +75,3 @@ class MemoryWatch:
     def _gradient_done(self, name: str, parameter: torch.Tensor) -> None:
         if self._watch is not None:
             self._watch.gradient_done(name, parameter)
-
-
-class _GradientDone(JobHook):
-    """The gradient of a parameter of this name is complete."""
-
-    def __init__(self, observe: Callable[..., None], name: str) -> None:
-        super().__init__(observe)
-        self._name = name
-
-    def __call__(self, *arguments: Any) -> None:
-        """Tell of it."""
-        super().__call__(self._name, *arguments)

@@ -289,8 +289,9 @@ class Recorder:
         rank, world_size = dist_place()
         fit = self._clocks.end(rank, world_size)
         events = self._rows + self._watch.rows()
-        model = model_described(self._root, self._watch, events, self._step_clock.optimizer)
-        model = model.model_copy(update={"pass_memory": self._memory.found})
+        model = model_described(
+            self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
+        )
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         peers = connection_peers(self._number, self._connections, rank, world_size)
         events += link_rows(self._connections.uses, peers)
