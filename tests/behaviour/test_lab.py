@@ -382,6 +382,23 @@ def test_a_hosts_own_queue_is_short(namespaced: Mode) -> None:
     assert [job.text_of(rank) for rank in range(2)] == [["65536"], ["65536"]]
 
 
+LINK = """
+from pathlib import Path
+from pyroute2 import IPRoute
+with IPRoute() as netlink:
+    (link,) = netlink.link("get", ifname="eth0")
+control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+print(control, link.get_attr("IFLA_GSO_MAX_SIZE"))
+"""
+
+
+@pytest.mark.namespaces
+def test_connections_are_steady_and_packets_short(namespaced: Mode) -> None:
+    job = Job(LabSpec(hosts=2, rate="80mbit"), [sys.executable, "-c", LINK], mode=namespaced)
+    assert job.status == 0, job.lines
+    assert [job.text_of(rank) for rank in range(2)] == [["reno 10000"]] * 2
+
+
 @pytest.mark.namespaces
 def test_hosts_have_networks_of_their_own(namespaced: Mode) -> None:
     before = sorted(os.listdir("/sys/class/net"))

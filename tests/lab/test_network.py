@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from headway.lab.events import MAX_RATE_GBPS, MIN_RATE_GBPS
-from headway.lab.network import BURST_BYTES, QUEUE_LEAST_BYTES, QUEUE_MOST_BYTES, address, bucket
+from headway.lab.network import (
+    BURST_BYTES,
+    QUEUE_LEAST_BYTES,
+    QUEUE_MOST_BYTES,
+    address,
+    bucket,
+    packet_bytes,
+)
 from headway.lab.spec import MAX_HOSTS
 
 
@@ -14,6 +21,13 @@ def test_a_bucket_holds_a_whole_offload_packet_and_fits_the_kernels_fields(rate_
     assert settings["burst"] >= BURST_BYTES > 64 * 2**10
     assert settings["burst"] / settings["rate"] * 1e9 / 64 < 2**32
     assert QUEUE_LEAST_BYTES <= settings["limit"] <= QUEUE_MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rate_gbps", "expected"), [(MIN_RATE_GBPS, 4096), (0.08, 10_000), (0.4, 50_000), (MAX_RATE_GBPS, 65_536)]
+)
+def test_packets_take_a_millisecond_at_most_but_on_the_slowest_links(rate_gbps: float, expected: int) -> None:
+    assert packet_bytes(rate_gbps) == expected < BURST_BYTES
 
 
 def test_addresses_are_distinct_and_valid() -> None:
