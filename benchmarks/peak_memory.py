@@ -67,6 +67,7 @@ def _row(name: str, plan: str, workers: int, replayer: Replayer) -> dict[str, An
         grown = _run(name, plan, workers, Path(folder), record=False)
     measured = sum(grown) / len(grown)
     replayed = replayer.replay(PLANS[plan], WhatIf.parse([f"workers={workers}"])).peak_bytes
+    assert replayed is not None
     subject = SUBJECTS[name]
     function = f"memory.subjects:{subject.make.__name__}"
     cluster = Cluster(

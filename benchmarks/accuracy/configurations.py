@@ -81,7 +81,7 @@ class Effort:
     steps: int
 
 
-FULL, QUICK = Effort(2, 6), Effort(1, 4)
+FULL, QUICK = Effort(1, 8), Effort(1, 4)
 PACED = ("resnet50", "densenet201", "bert-base", "vgg16")
 BASE_PLAN = "ddp-25"
 BASE_LAB = Lab()

@@ -119,20 +119,26 @@ def test_many_notes_are_not_all_shown(
     assert capsys.readouterr().out.splitlines()[-1] == "and 5 more notes (--json lists all)"
 
 
-def test_an_imported_trace_cannot_be_replayed_and_says_why(
+def test_an_imported_trace_is_replayed_as_it_was_recorded_and_takes_no_plan(
     recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["import", str(recordings / "rank0.json.gz"), "-o", str(tmp_path / "one")]) == 0
-    assert run(["import", str(recordings), "-o", str(tmp_path / "out")]) == 0
+    one, whole = str(tmp_path / "one"), str(tmp_path / "out")
+    assert run(["import", str(recordings / "rank0.json.gz"), "-o", one]) == 0
+    assert run(["import", str(recordings), "-o", whole]) == 0
     capsys.readouterr()
-    for trace, command in (
-        (tmp_path / "out", "replay"),
-        (tmp_path / "one", "replay"),
-        (tmp_path / "out", "optimize"),
-    ):
-        assert run([command, str(trace)]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith("headway: the trace names no parameters, so no plan can be laid over it")
+    for trace, lacking in ((whole, 1), (one, 2)):
+        assert run(["replay", trace, "--what-if", "bandwidth=0.5x", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert len(document["notes"]) == lacking
+        assert document["step_ms"] > document["reproduced_step_ms"]
+        assert document["peak_bytes"] == {"0": None, "1": None}
+    assert run(["replay", one]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Note: The trace names no parameters" in said
+    assert "Note: Only 1 of 2 ranks were recorded" in said
+    assert run(["optimize", whole]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("headway: the trace names no parameters, so no plan can be laid over it")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.errors import TraceError
-from headway.replay.replayer import Replayer
 from headway.trace.events import Events
 from headway.trace.folder import load_trace, server_file, write_trace
 from headway.trace.format import RankInfo, Trace
@@ -72,14 +71,3 @@ def test_the_framework_was_called_torch_once(whole: Trace, tmp_path: Path) -> No
     loaded = load_trace(folder)
     assert [info.version for info in loaded.manifest.ranks] == [info.version for info in whole.manifest.ranks]
     assert (loaded.manifest.framework, loaded.manifest.groups, loaded.servers) == ("pytorch", {}, {})
-
-
-def test_a_replay_needs_all_ranks_and_parameters(whole: Trace) -> None:
-    assert Replayer(whole).recorded_step_ms > 0
-    with pytest.raises(
-        TraceError, match=r"lacks ranks, and a replay needs all of them; got 3 of 4\. Import or record"
-    ):
-        Replayer(without(whole, 0))
-    bare = replace(whole, model=whole.model.model_copy(update={"parameters": ()}))
-    with pytest.raises(TraceError, match=r"the trace names no parameters, so no plan can be laid over it"):
-        Replayer(bare)

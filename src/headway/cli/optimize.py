@@ -40,6 +40,7 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
 
     with output.progress("searching") as advance:
         replayer = Replayer(loaded, cluster)
+        replayer.check_takes_plans()
         found = search(replayer, advance)
     best = found.best(STRATEGIES.get(only))
     plan_of(best, replayer, found.baseline_ms).save(plan_path)
@@ -63,6 +64,7 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
                 "elapsed_s": found.elapsed_s,
                 "plan": str(plan_path),
                 "note": found.note,
+                "notes": list(replayer.lacks),
             },
         )
         return
@@ -71,6 +73,8 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
         f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ms a step, "
         f"{found.baseline_ms / best.predicted_ms:.2f} times as quick as now; written to {plan_path}."
     )
+    for note in replayer.lacks:
+        console.print(f"Note: {note}")
     if found.note:
         console.print(f"Note: {found.note}.")
     console.print(plans_table(found))

@@ -58,6 +58,7 @@ def replay(
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)
         if plan is not None:
+            replayer.check_takes_plans()
             plan.check(loaded.model, loaded.world_size)
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()
@@ -84,6 +85,7 @@ def replay(
                 "error": error,
                 "uncertainty_ms": uncertainty_ms,
                 "what_if": what_if.describe(),
+                "notes": list(replayer.lacks),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
             },
         )
@@ -99,6 +101,8 @@ def replay(
         console.print(
             f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
         )
+    for note in replayer.lacks:
+        console.print(f"Note: {note}")
     console.print(_table(breakdown_ms))
     if graph.ranks < graph.world_size:
         console.print(f"The other {graph.world_size - graph.ranks} ranks do the same as these, in turn.")

@@ -102,7 +102,7 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     own = NCCL if library_of(trace) == "nccl" else NATIVE
     names: set[str] = set()
     for (kind, _, _), rows in members.items():
-        if len(rows) == trace.world_size:
+        if len(rows) == len(trace.events):
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
             algorithm = rows[0].algorithm if rows[0].algorithm in (RING, SERVERS) else own
             names.add(cost_name(algorithm, kind))
@@ -168,8 +168,8 @@ def _robust(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.floating]:
 def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source: str) -> Cluster:
     workers: dict[str, int] = {}
     before = ""
-    for rank in sorted(trace.hosts):
-        host = trace.hosts[rank]
+    for rank in range(trace.world_size):
+        host = trace.hosts.get(rank, f"unrecorded-{rank}")
         if host in workers and host != before:
             raise TraceError(
                 "ranks that alternate between hosts are not supported yet",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
 
-def check_fidelity(trace: Trace, strategy: Strategy, timelines: Sequence[Timeline], cluster: Cluster) -> None:
-    """Hold rank 0's recorded collectives of gradients against what ``strategy`` launches over its ``timelines``.
+def check_fidelity(
+    trace: Trace, strategy: Strategy, recorded_timelines: Mapping[int, Sequence[Timeline]], cluster: Cluster
+) -> None:
+    """Hold the first rank's recorded collectives of gradients against what ``strategy`` launches over its timelines.
 
     Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
     step's collectives in the step after, so there the whole recording must agree, give or take one step. Raises
@@ -25,13 +27,15 @@ def check_fidelity(trace: Trace, strategy: Strategy, timelines: Sequence[Timelin
     """
     if trace.world_size == 1:
         return
+    first = min(recorded_timelines)
+    timelines = recorded_timelines[first]
     graph = GraphBuilder(cluster, trace.model, strategy.decide(trace.model))
     walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), [timelines])
     launched = np.zeros((len(timelines), 2))
     for collective in graph.collectives:
         if collective.bucket >= 0:
             launched[collective.step] += (1, collective.size_bytes)
-    recorded = np.array([_recorded(trace.events[0], timeline.step) for timeline in timelines])
+    recorded = np.array([_recorded(trace.events[first], timeline.step) for timeline in timelines])
     if graph.schedule.gather_order:
         off = np.abs((recorded - launched).sum(axis=0)) > launched.max(axis=0)
     else:

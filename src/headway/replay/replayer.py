@@ -21,6 +21,7 @@ from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
+from headway.replay.incomplete import RECORD, lacks, of_recorded_buckets
 from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
 from headway.replay.ranks import draws_of, ranks_of
@@ -41,6 +42,7 @@ class ReplayResult:
 
     ``step_ms`` is the mean over the replayed steps and ranks; ``step_times_ms`` holds each step's mean. Of it,
     ``waiting_ms`` is what ranks did not compute in: they waited for communication, or for each other.
+    ``peak_bytes`` is None where the trace names no parameters.
     """
 
     step_ms: float
@@ -48,7 +50,7 @@ class ReplayResult:
     waiting_ms: float
     operations: int
     elapsed_s: float
-    peak_bytes: int
+    peak_bytes: int | None
     graph: GraphBuilder
     schedule: Schedule
 
@@ -56,24 +58,16 @@ class ReplayResult:
 class Replayer:
     """Replays one trace, many times if asked: what does not change is computed once.
 
-    ``cluster`` of None fits the links from the trace itself. Raises TraceError where the trace lacks the
-    parameter map or the collectives that a replay needs, and on the first replay where the recorded communication
-    is not that of the recorded strategy.
+    ``cluster`` of None fits the links from the trace itself. A trace without a parameter map, or without some of its
+    ranks, is replayed as far as that goes; ``lacks`` says how far. Raises TraceError where the trace lacks the
+    collectives that a replay needs, and on the first replay where the recorded communication is not that of the
+    recorded strategy, or where a plan is to be laid over a trace without parameters.
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
-        if not trace.model.parameters:
-            raise TraceError(
-                "the trace names no parameters, so no plan can be laid over it",
-                fix="Record a job that constructs DistributedDataParallel.",
-            )
-        if trace.missing_ranks:
-            raise TraceError(
-                "the trace lacks ranks, and a replay needs all of them",
-                got=f"{len(trace.events)} of {trace.world_size}",
-                fix="Import or record every rank.",
-            )
-        self.trace = trace
+        self.lacks = lacks(trace)
+        self._knows_parameters = bool(trace.model.parameters)
+        self.trace = trace if self._knows_parameters else of_recorded_buckets(trace)
         self._checked = False
         self.cluster = cluster_from_trace(trace) if cluster is None else _with_host_costs(cluster, trace)
         if self.cluster.world_size != trace.world_size:
@@ -164,12 +158,15 @@ class Replayer:
             waiting_ms=_waiting_ms(graph, played),
             operations=len(dataflow),
             elapsed_s=time.perf_counter() - begun,
-            peak_bytes=peak_bytes(
-                graph.model, self._strategy_run(strategy), graph.schedule, graph.world_size
-            ),
+            peak_bytes=self._peak_bytes(graph, self._strategy_run(strategy)),
             graph=graph,
             schedule=played,
         )
+
+    def _peak_bytes(self, graph: GraphBuilder, strategy: Strategy) -> int | None:
+        if not self._knows_parameters:
+            return None
+        return peak_bytes(graph.model, strategy, graph.schedule, graph.world_size)
 
     def lay_out(
         self,
@@ -185,7 +182,7 @@ class Replayer:
     ) -> tuple[GraphBuilder, Dataflow]:
         strategy = self._strategy_run(strategy)
         if not self._checked:
-            check_fidelity(self.trace, self.recorded_strategy, self.timelines[0], self.cluster)
+            check_fidelity(self.trace, self.recorded_strategy, self.timelines, self.cluster)
             self._checked = True
         cluster = what_if.apply(self.cluster)
         schedule = strategy.decide(self.trace.model)
@@ -201,7 +198,14 @@ class Replayer:
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         return graph, graph.close()
 
+    def check_takes_plans(self) -> None:
+        """Raise TraceError unless the trace names the parameters that plans decide about."""
+        if not self._knows_parameters:
+            raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=RECORD)
+
     def _strategy_run(self, asked: Strategy | None) -> Strategy:
+        if asked is not None:
+            self.check_takes_plans()
         if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
             return self.recorded_strategy
         return as_run(asked, *self.permitted)

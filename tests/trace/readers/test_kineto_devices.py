@@ -269,3 +269,16 @@ def test_groups_are_told_beside_the_events() -> None:
         [step(5, 0, 200), *launched(SUM, 20, 30, 40, 1, **OWN)], rank=0, world=16, distributed=told
     )
     assert (found.groups, found.rank, found.world_size) == ({"7": (0, 8)}, 0, 16)
+
+
+def test_a_bucket_is_ready_when_what_was_launched_before_it_is_done() -> None:
+    """However long it then waits behind the bucket before it."""
+    events = [
+        step(5, 0, 100), span("cpu_op", BACKWARD, 10, 80),
+        *launched(KERNEL, 11, 20, 10, 1), *launched(SUM, 12, 30, 40, 2, **OWN),
+        *launched(KERNEL, 13, 32, 8, 3), *launched(SUM, 14, 70, 10, 4, **{**OWN, "Seq": 42}),
+    ]  # fmt: skip
+    found = rows(events, Kind.GRADIENT_READY)
+    assert [(one.name, one.bucket, one.step, one.start_ns) for one in found] == [
+        ("bucket 0", 0, 5, 30), ("bucket 1", 1, 5, 40),
+    ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Events, Kind, Stream, Texts, texts
+from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
 from headway.trace.readers.kineto.companions import Known, Row
 from headway.trace.readers.kineto.document import KinetoDocument
 from headway.trace.readers.kineto.entries import Arguments
@@ -124,19 +124,24 @@ def host_collectives(document: KinetoDocument, known: Known) -> Collectives:
     return Collectives(spans[order], callers[order], [rows[position] for position in order.tolist()])
 
 
-def collective_events(
-    document: KinetoDocument, found: Collectives, steps: Steps, step: Indices, phase: Texts
-) -> Events:
-    """Events of collectives that lie in ``step`` (indices) and were asked for in ``phase``.
+def bucket_numbers(found: Collectives, step: Indices, phase: Texts) -> Ints:
+    """The bucket that each collective of ``step`` (indices), asked for in ``phase``, carries; -1 for none.
 
-    What a backward reduces are gradients: such collectives are numbered as buckets.
+    What a backward reduces are gradients: such collectives are numbered as buckets, in each step.
     """
     buckets: dict[int, int] = {}
-    bucket = []
+    numbers = []
     for row, one, part in zip(found.rows, step.tolist(), phase.tolist(), strict=True):
         carries = part == Kind.BACKWARD and row.name in _REDUCING
-        bucket.append(buckets.get(one, 0) if carries else -1)
+        numbers.append(buckets.get(one, 0) if carries else -1)
         buckets[one] = buckets.get(one, 0) + carries
+    return np.array(numbers, dtype=np.int64)
+
+
+def collective_events(
+    document: KinetoDocument, found: Collectives, steps: Steps, step: Indices, bucket: Ints
+) -> Events:
+    """Events of collectives that lie in ``step`` (indices) and carry ``bucket``."""
     messages = {"send": Kind.SEND, "receive": Kind.RECEIVE}
     on_device = document.of_device(found.index)
     start_ns = document.start_ns[found.index]
@@ -153,7 +158,7 @@ def collective_events(
         group=texts([row.group for row in found.rows]),
         sequence=np.array([row.sequence for row in found.rows], dtype=np.int64),
         size_bytes=np.array([row.size_bytes for row in found.rows], dtype=np.int64),
-        bucket=np.array(bucket, dtype=np.int64),
+        bucket=bucket,
         peer=np.array([row.peer for row in found.rows], dtype=np.int64),
         algorithm=texts([str(name)[:80] for name in document.name[found.index].tolist()]),
     )

@@ -9,9 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
-from headway.trace.events import Events, Ints, Kind, Stream, Texts
+from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
 from headway.trace.readers.kineto import phases
-from headway.trace.readers.kineto.collectives import collective_events, device_collectives, is_communication
+from headway.trace.readers.kineto.collectives import (
+    Collectives,
+    bucket_numbers,
+    collective_events,
+    device_collectives,
+    is_communication,
+)
 from headway.trace.readers.kineto.companions import Known
 from headway.trace.readers.kineto.document import DEVICE, LAUNCHES, KinetoDocument
 from headway.trace.readers.kineto.idle import idle_reasons, long_enough
@@ -40,7 +46,11 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     ]  # fmt: skip
     communicating &= inside
     found = device_collectives(document, kernels[communicating], launches[communicating], known)
-    parts.append(collective_events(document, found, steps, step[communicating], phase[communicating]))
+    bucket = bucket_numbers(found, step[communicating], phase[communicating])
+    parts.append(collective_events(document, found, steps, step[communicating], bucket))
+    parts.append(
+        _gradients_ready(document, found, own, launches[computing], bucket, steps.number[step[communicating]])
+    )
     busy = intervals.union(document.start_ns[own], document.end_ns[own])
     exposed = _exposed(document, kernels[communicating], busy)
     parts.append(_spans(Kind.WAIT, exposed, steps.number[stretch_of], start_ns, end_ns))
@@ -50,6 +60,32 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     gaps = intervals.subtract(whole, intervals.join(busy, exposed, reading))
     parts.append(_idle(document, gaps[long_enough(gaps)], steps.number[stretch_of], start_ns))
     return Events.concatenated(parts), found.notes()
+
+
+def _gradients_ready(
+    document: KinetoDocument,
+    found: Collectives,
+    computing: Indices,
+    launches: Indices,
+    bucket: Ints,
+    number: Ints,
+) -> Events:
+    """When the computation was done that each bucket waited for: all that had been launched when its collective was.
+
+    The collective itself may begin later, behind the one before it.
+    """
+    asked = found.asked != found.index  # otherwise nothing tells when it was launched
+    launched = launches >= 0
+    order = np.argsort(document.start_ns[launches[launched]], kind="stable")
+    launch_ns = document.start_ns[launches[launched]][order]
+    done_ns = np.maximum.accumulate(document.end_ns[computing[launched]][order])
+    before = np.searchsorted(launch_ns, document.start_ns[found.asked]) - 1
+    told = asked & (bucket >= 0) & (before >= 0)
+    ready_ns = np.minimum(done_ns[before[told]], document.start_ns[found.index[told]])
+    return Events.from_columns(
+        kind=Kind.GRADIENT_READY, stream=Stream.COMPUTE, name=texts([f"bucket {one}" for one in bucket[told].tolist()]),
+        step=number[told], start_ns=ready_ns, bucket=bucket[told],
+    )  # fmt: skip
 
 
 def _idle(document: KinetoDocument, gaps: intervals.Spans, number: Ints, start_ns: Ints) -> Events:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from headway import intervals
 from headway.trace.events import Events, Kind, Stream
 from headway.trace.readers.kineto import phases
-from headway.trace.readers.kineto.collectives import collective_events, host_collectives
+from headway.trace.readers.kineto.collectives import bucket_numbers, collective_events, host_collectives
 from headway.trace.readers.kineto.companions import Known
 from headway.trace.readers.kineto.document import KinetoDocument
 from headway.trace.readers.kineto.steps import Steps
@@ -49,7 +49,9 @@ def host_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[E
             (reading, Kind.INPUT),
         )
     ]
-    parts.append(collective_events(document, found.where(inside), steps, step[inside], phase[inside]))
+    found_inside, step = found.where(inside), step[inside]
+    bucket = bucket_numbers(found_inside, step, phase[inside])
+    parts.append(collective_events(document, found_inside, steps, step, bucket))
     busy = intervals.join(held, intervals.union(document.start_ns[computing], document.end_ns[computing]))
     parts.append(_waits(document, found.index, busy, steps))
     return Events.concatenated(parts), found.notes()
