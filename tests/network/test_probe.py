@@ -5,6 +5,7 @@ import pytest
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives.dataflow import repeated
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
+from headway.collectives.servers import push_and_pull
 from headway.network.collective_costs import ideal_seconds
 from headway.network.cost_fit import Measured, fit_cost, replayed_seconds
 from headway.replay.engine import play
@@ -46,6 +47,23 @@ def test_what_one_size_takes_longer_is_laid_to_messages_of_that_size() -> None:
     for each in measured:
         replayed_s = replayed_seconds(cluster, [ring_all_reduce], each.size_bytes, found)
         assert replayed_s == pytest.approx(each.seconds, rel=0.01)
+
+
+def test_no_bytes_are_quicker_than_links() -> None:
+    """Large messages cost less than tiny ones here: bytes would seem to take a tenth less than they do."""
+    cluster = cluster_of(4)
+    dear, cheap = AlgorithmCost(message_us=900), AlgorithmCost(message_us=100)
+    measured = [
+        Measured(size_bytes, replayed_seconds(cluster, [push_and_pull], size_bytes, cost))
+        for size_bytes, cost in ((4000, dear), (300_000, cheap), (1_200_000, cheap))
+    ]
+    found = fit_cost(cluster, [push_and_pull], measured)
+    assert found.byte_factor == 1
+    slow = Host(name="slow", workers=1, up_gbps=0.5, down_gbps=0.5)
+    half = cluster.model_copy(update={"hosts": (slow, *cluster.hosts[1:])})
+    for size_bytes in (300_000, 1_200_000):
+        expected = replayed_seconds(half, [push_and_pull], size_bytes, cheap)
+        assert replayed_seconds(half, [push_and_pull], size_bytes, found) == pytest.approx(expected, rel=0.03)
 
 
 def test_measurements_that_vary_show_in_the_error() -> None:

@@ -13,7 +13,7 @@ from headway.replay.engine import play
 
 LARGE = 2  # sizes that decide about bytes
 HALVINGS = 10  # to a thousandth
-FACTORS = (0.1, 100.0)
+FACTORS = (1.0, 100.0)
 
 
 class Measured(NamedTuple):
@@ -53,8 +53,9 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     """The cost with which replay takes as long as was ``measured``, at growing sizes of which the first is tiny.
 
     The tiny size says what a message costs, since its bytes take no time. With that the largest sizes say what bytes
-    cost, and of them the quickest, since what disturbs a measurement only adds to it. What is left at each size is
-    laid to messages of that size.
+    cost, and of them the quickest, since what disturbs a measurement only adds to it; but no less than links take to
+    carry them, or a slower link would seem quicker than it is. What is left at each size is laid to messages of that
+    size.
     """
     fit = _Fit(cluster, programs)
     tiny, large = measured[0], measured[-min(LARGE, len(measured)) :]
