@@ -126,7 +126,7 @@ def _measure(ranks: int, tensors: int) -> dict[str, Any]:
     loaded = time.perf_counter()
     hosts = tuple(Host(name=f"host{rank}", workers=1, up_gbps=1, down_gbps=1) for rank in range(ranks))
     links = Links(Cluster(hosts=hosts, latency_us=20))
-    builder = DataflowBuilder(links.resources)
+    builder = links.builder()
     random = np.random.default_rng(0)
     compute_ns = random.integers(1_000_000, 5_000_000, size=(tensors, ranks)).tolist()
     tails = [builder.operation() for _ in range(ranks)]

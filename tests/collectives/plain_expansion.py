@@ -31,6 +31,10 @@ class Links:
         plain = Resources.plain(len(room))
         return Resources(np.rint(np.array(room) * WHOLE).astype(np.int64), plain.burst_ns, plain.changes)
 
+    def builder(self) -> DataflowBuilder:
+        """An empty graph on these links."""
+        return DataflowBuilder(self.resources)
+
     def overhead(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
         """Add what a collective costs a rank before its first message."""
         overhead_ns = round(cost.overhead_us * 1e3)

@@ -12,7 +12,6 @@ from headway.collectives import dataflow
 from headway.collectives.algorithms import KINDS, NATIVE, RING, program_of
 from headway.collectives.columns import _stacked, columns_of, piece_sizes, structure_of
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.graph.dataflow import DataflowBuilder
 from headway.replay.engine import play
 
 KIND = st.sampled_from(KINDS)
@@ -79,7 +78,7 @@ def test_collectives_end_as_those_laid_out_message_by_message(
     found = []
     for module in (dataflow, plain_expansion):
         links = module.Links(cluster)
-        builder = DataflowBuilder(links.resources)
+        builder = links.builder()
         ranks = range(cluster.world_size)
         begun = [builder.operation(late_ns[rank]) for rank in ranks]
         all_ends = []

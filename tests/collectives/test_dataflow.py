@@ -17,7 +17,6 @@ from headway.collectives.algorithms import (
 from headway.collectives.dataflow import ProgramOf, expand
 from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from headway.graph.dataflow import DataflowBuilder
 from headway.replay.engine import play
 
 RINGS = (ring_reduce_scatter, ring_all_gather, ring_all_reduce)
@@ -34,7 +33,7 @@ def end_ns(
 ) -> list[int]:
     """When each rank is done where rank 0 begins ``late_ns`` after the others."""
     links = Links(on)
-    builder = DataflowBuilder(links.resources)
+    builder = links.builder()
     begins = [builder.operation(late_ns if rank == 0 else 0) for rank in range(on.world_size)]
     ends = [builder.operation() for _ in range(on.world_size)]
     expand(builder, links, program_of, size_bytes, begins, ends, cost)

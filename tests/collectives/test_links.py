@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from headway.cluster import AlgorithmCost, Cluster, Host, Traffic
+from headway.collectives import links as links_module
 from headway.collectives.dataflow import alone, expand, repeated
 from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_reduce_scatter
 from headway.collectives.servers import push_and_pull
-from headway.graph.dataflow import DataflowBuilder
 from headway.replay.engine import play
 
 MS = 1_000_000
@@ -88,7 +88,7 @@ def test_messages_share_a_link_or_queue_for_it() -> None:
     ends: dict[str, int] = {}
     for sharing in ("shared", "queued"):
         links = Links(cluster(3, sharing=sharing))
-        builder = DataflowBuilder(links.resources)
+        builder = links.builder()
         for size_bytes in (1_000_000, 100_000):
             begins = [builder.operation() for _ in range(3)]
             ended = [builder.operation() for _ in range(3)]
@@ -113,3 +113,17 @@ def test_a_quick_link_carries_several_slow_ones() -> None:
     assert one_way_ns == pytest.approx(3 * 8 * MS, rel=1e-3)
     pushed_ns = int(play(alone(on, push_and_pull, 400_000)).end_ns.max())
     assert pushed_ns == pytest.approx(2 * 3 * 8 * MS, rel=0.02), "what the slow ones send and receive"
+
+
+def test_what_comes_again_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next graph on these links too, until there is too much of it."""
+    links = Links(cluster(4))
+    program = ring_all_gather
+    first = links.laid_out(program, 1_000_000, AlgorithmCost(), 0)
+    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first
+    for other in ((2_000_000, AlgorithmCost(), 0), (1_000_000, AlgorithmCost(message_us=1), 0),
+                  (1_000_000, AlgorithmCost(), 1)):  # fmt: skip
+        assert links.laid_out(program, *other) is not first
+    monkeypatch.setattr(links_module, "MOST_LAID_OUT_BYTES", 0)
+    links.laid_out(program, 3_000_000, AlgorithmCost(), 0)
+    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is not first

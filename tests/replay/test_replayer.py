@@ -157,6 +157,20 @@ def test_replaying_twice_gives_the_same_to_the_nanosecond() -> None:
     assert np.array_equal(first, second)
 
 
+def test_what_was_replayed_before_changes_no_answer() -> None:
+    """Graphs on the same links share what was laid out and the numbers of routes: the order of replays is no matter."""
+    trace = as_bucketed(synthetic_trace(job(jitter=0.1, world_size=3)))
+    plans = (None, ONE_BY_ONE, ONE_BY_ONE.model_copy(update={"channels": 2}),
+             DistributedDataParallelStrategy(bucket_cap_mb=0.5))  # fmt: skip
+    what_ifs = (WhatIf(), WhatIf.parse(["bandwidth:host1=0.5x"]))
+    alone = {(i, j): Replayer(trace).replay(plans[i], what_ifs[j]) for i in range(len(plans)) for j in (0, 1)}
+    replayer = Replayer(trace)
+    for i, j in [*alone, *reversed(alone)]:
+        assert np.array_equal(
+            replayer.replay(plans[i], what_ifs[j]).schedule.end_ns, alone[i, j].schedule.end_ns
+        )
+
+
 def altered(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
     """The trace with every collective of gradients changed, or dropped where ``change`` says None."""
     events = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
-from headway.collectives.columns import OUTSIDE, Structure, columns_of, message_bytes, structure_of
+from headway.collectives.columns import OUTSIDE, Structure, structure_of
 from headway.collectives.links import Links, Messages
 from headway.collectives.program import ProgramOf
 from headway.graph.dataflow import DURATION, NONE, ROUTE, SPILL, SUCCESSORS, WAITS, Dataflow, DataflowBuilder
@@ -76,16 +76,10 @@ def expand(
     """
     world_size, folded = links.world_size, links.folded
     assert len(begins) == len(ends) == (folded or world_size)
-    key = (program_of, size_bytes, cost, connection)
-    if key not in links.laid_out:  # most buckets come again in every step
-        columns = columns_of(program_of, world_size, folded)
-        cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
-        sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
-        messages = links.messages(builder, columns, sizes_bytes, cost, connection)
-        overheads, handling = links.overheads(builder, cost), links.handling(builder, cost, len(sizes_bytes))
-        links.laid_out[key] = (overheads, messages, handling)
+    assert builder.routes is links.routes, "a graph on other links"
     structure = structure_of(program_of, world_size, folded)
-    base = builder.block(CollectiveBlock(structure, links.laid_out[key], ends))
+    laid_out = links.laid_out(program_of, size_bytes, cost, connection)
+    base = builder.block(CollectiveBlock(structure, laid_out, ends))
     for rank, begin in enumerate(begins):
         builder.edge(begin, base + rank)
     return base
@@ -106,7 +100,7 @@ def repeated(
 ) -> Dataflow:
     """As many collectives, each rank's as soon as the one before is done, with nothing else under way."""
     links = Links(cluster)
-    builder = DataflowBuilder(links.resources)
+    builder = links.builder()
     begins = [builder.operation() for _ in range(cluster.world_size)]
     for _ in range(count):
         ends = [builder.operation() for _ in range(cluster.world_size)]

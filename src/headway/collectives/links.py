@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster, Traffic
-from headway.collectives.columns import ProgramColumns
-from headway.graph.dataflow import LATEST_NS, NO_RESOURCE, WHOLE, DataflowBuilder, Ints, Numbers, Resources
+from headway.collectives.columns import ProgramColumns, columns_of, message_bytes
+from headway.collectives.program import ProgramOf
+from headway.graph.dataflow import (
+    LATEST_NS,
+    NO_RESOURCE,
+    WHOLE,
+    DataflowBuilder,
+    Ints,
+    Numbers,
+    Resources,
+    RouteTable,
+)
+
+MOST_LAID_OUT_BYTES = 2**28
+Laid = tuple[ProgramOf, int, AlgorithmCost, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +45,10 @@ class Links:
 
     def __init__(self, cluster: Cluster, folded: int = 0) -> None:
         self.folded = folded
-        # By collective, in the routes of the one builder that these links are laid out in.
-        self.laid_out: dict[Any, tuple[Messages, Messages, Messages]] = {}
-        self._cluster = cluster
+        self.cluster = cluster
+        self.routes = RouteTable()
+        self._laid_out: dict[Laid, tuple[Messages, Messages, Messages]] = {}
+        self._laid_out_bytes = 0
         self._ranks = folded or cluster.world_size
         self._host_of = np.array(cluster.host_of_rank)
         self._hosts = int(self._host_of[self._ranks - 1]) + 1
@@ -46,7 +59,7 @@ class Links:
     @property
     def world_size(self) -> int:
         """How many ranks there are, folded or not."""
-        return self._cluster.world_size
+        return self.cluster.world_size
 
     @property
     def resources(self) -> Resources:
@@ -54,36 +67,62 @@ class Links:
         count = 2 * self._hosts + 2 * self._ranks
         burst_ns, room = np.zeros(count, dtype=np.int64), np.full(count, WHOLE, dtype=np.int64)
         for way, gbps in enumerate((self._up_gbps[: self._hosts], self._down_gbps[: self._hosts])):
-            burst_ns[way : 2 * self._hosts : 2] = np.rint(self._cluster.burst_bytes * 8 / gbps)
+            burst_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.burst_bytes * 8 / gbps)
             room[way : 2 * self._hosts : 2] = np.maximum(1, np.rint(gbps / self._most_gbps * WHOLE))
-        return Resources(room, burst_ns, _changes(self._cluster, room))
+        return Resources(room, burst_ns, _changes(self.cluster, room))
 
-    def overheads(self, builder: DataflowBuilder, cost: AlgorithmCost) -> Messages:
+    def builder(self) -> DataflowBuilder:
+        """An empty graph on these links, whose routes are theirs."""
+        return DataflowBuilder(self.resources, self.routes)
+
+    def laid_out(
+        self, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, connection: int
+    ) -> tuple[Messages, Messages, Messages]:
+        """What a collective costs every rank before its first message, its messages, and their work for receivers.
+
+        Most buckets come again, in every step and in the next plan too: a plan that changes one of them has that one
+        laid out.
+        """
+        key = (program_of, size_bytes, cost, connection)
+        if key not in self._laid_out:
+            columns = columns_of(program_of, self.world_size, self.folded)
+            cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
+            sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
+            made = (
+                self.overheads(cost),
+                self.messages(columns, sizes_bytes, cost, connection),
+                self.handling(cost, len(sizes_bytes)),
+            )
+            made_bytes = sum(each.duration_ns.nbytes + each.route.nbytes for each in made)
+            if self._laid_out_bytes + made_bytes > MOST_LAID_OUT_BYTES:
+                self._laid_out.clear()
+                self._laid_out_bytes = 0
+            self._laid_out_bytes += made_bytes
+            self._laid_out[key] = made
+        return self._laid_out[key]
+
+    def overheads(self, cost: AlgorithmCost) -> Messages:
         """What a collective costs every rank before its first message."""
-        return self._on_cores(builder, cost.overhead_us, (self._ranks,))
+        return self._on_cores(cost.overhead_us, (self._ranks,))
 
-    def handling(self, builder: DataflowBuilder, cost: AlgorithmCost, steps: int) -> Messages:
+    def handling(self, cost: AlgorithmCost, steps: int) -> Messages:
         """The work of every message (steps, ranks) for the cores of its receiver."""
-        return self._on_cores(builder, self._work_us(cost), (steps, self._ranks))
+        return self._on_cores(self._work_us(cost), (steps, self._ranks))
 
     def _work_us(self, cost: AlgorithmCost) -> float:
-        return min(cost.message_us, cost.message_cpu_us * self._cluster.crowding)
+        return min(cost.message_us, cost.message_cpu_us * self.cluster.crowding)
 
-    def _on_cores(self, builder: DataflowBuilder, work_us: float, shape: tuple[int, ...]) -> Messages:
+    def _on_cores(self, work_us: float, shape: tuple[int, ...]) -> Messages:
         work_ns = round(work_us * 1e3)
         own = 2 * self._hosts + self._ranks
         routes = [
-            builder.route(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE) for rank in range(self._ranks)
+            self.routes.number(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE)
+            for rank in range(self._ranks)
         ]
         return Messages(np.full(shape, work_ns, np.int64), np.broadcast_to(np.array(routes, np.int32), shape))
 
     def messages(
-        self,
-        builder: DataflowBuilder,
-        columns: ProgramColumns,
-        size_bytes: Ints,
-        cost: AlgorithmCost,
-        connection: int = 0,
+        self, columns: ProgramColumns, size_bytes: Ints, cost: AlgorithmCost, connection: int = 0
     ) -> Messages:
         """The messages of every step and rank, of ``size_bytes`` (steps, ranks); each ends when the receiver has it.
 
@@ -93,23 +132,23 @@ class Links:
         pairs, pair_of = columns.pairs
         later_us = cost.message_us - self._work_us(cost)
         routes = [
-            self._routes(builder, sender, receiver, connection, later_us)
+            self._routes_between(sender, receiver, connection, later_us)
             for sender, receiver in pairs.tolist()
         ]
         table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
         source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
         between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
-        rate_gbps = np.where(source == target, self._cluster.local_gbps, between_gbps)
+        rate_gbps = np.where(source == target, self.cluster.local_gbps, between_gbps)
         duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
         if duration_ns.size and duration_ns.max() >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
 
-    def _routes(
-        self, builder: DataflowBuilder, sender: int, receiver: int, connection: int, later_us: float
+    def _routes_between(
+        self, sender: int, receiver: int, connection: int, later_us: float
     ) -> tuple[int, int]:
         """The routes of an empty message and of another one."""
-        cluster, hosts = self._cluster, self._hosts
+        cluster, hosts = self.cluster, self._hosts
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
         local = source == target
         latency_ns = round(((cluster.local_latency_us if local else cluster.latency_us) + later_us) * 1e3)
@@ -118,11 +157,13 @@ class Links:
             if cluster.sharing == "queued"
             else (connection * self._ranks + sender) * cluster.world_size + receiver
         )
-        empty = builder.route(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns)
+        empty = self.routes.number(NO_RESOURCE, NO_RESOURCE, latency_ns=latency_ns)
         if local:
-            return empty, builder.route(2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns)
+            return empty, self.routes.number(
+                2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns
+            )
         rate_gbps = min(self._up_gbps[source], self._down_gbps[target])
-        return empty, builder.route(
+        return empty, self.routes.number(
             2 * source,
             2 * (target % hosts) + 1,
             queue=queue,

@@ -11,7 +11,7 @@ from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.collectives.dataflow import expand
 from headway.collectives.links import Links
 from headway.collectives.selection import Selection, native
-from headway.graph.dataflow import Dataflow, DataflowBuilder
+from headway.graph.dataflow import Dataflow
 from headway.graph.timeline import Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
@@ -88,10 +88,18 @@ class StrategyDataflow(Protocol):
 class GraphBuilder:
     """The graph under construction, as strategies see it.
 
-    It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them.
+    It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them. ``links``
+    are those of ``cluster`` that another graph was built on, folded alike, and know what that has laid out.
     """
 
-    def __init__(self, cluster: Cluster, model: ModelSpec, schedule: BucketSchedule, folded: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        schedule: BucketSchedule,
+        folded: int = 0,
+        links: Links | None = None,
+    ) -> None:
         self.cluster = cluster
         self.model = model
         self.schedule = schedule
@@ -101,8 +109,8 @@ class GraphBuilder:
         self.works: list[Work] = []
         self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
         self.collectives: list[PlacedCollective] = []
-        self._links = Links(cluster, folded)
-        self._operations = DataflowBuilder(self._links.resources)
+        self._links = links or Links(cluster, folded)
+        self._operations = self._links.builder()
         self._placed: dict[tuple[str, int, int, int], int] = {}
 
     def compute(self, walk: Walk, part: str, duration_ns: int, bucket: int = -1) -> None:

@@ -194,23 +194,15 @@ class Block(Protocol):
         """
 
 
-class DataflowBuilder:
-    """Collects operations and edges, in any order, and closes them into a Dataflow."""
+class RouteTable:
+    """Numbers for what operations use, under which graphs know it; several graphs may share a table."""
 
-    def __init__(self, resources: int | Resources = 0) -> None:
-        self.resources = Resources.plain(resources) if isinstance(resources, int) else resources
-        self._number = array("i")  # of operations that were added one by one
-        self._duration_ns = array("q")
-        self._route = array("i")
-        self._before = array("i")
-        self._after = array("i")
-        self._count = 0
+    def __init__(self) -> None:
         self._queues: dict[tuple[int, int], int] = {}
         self._routes: dict[tuple[int, ...], int] = {}
-        self._blocks: list[tuple[int, Block]] = []
-        assert self.route(NO_RESOURCE, NO_RESOURCE) == FREE
+        assert self.number(NO_RESOURCE, NO_RESOURCE) == FREE
 
-    def route(
+    def number(
         self,
         sender: int,
         receiver: int,
@@ -228,6 +220,33 @@ class DataflowBuilder:
             line = self._queues.setdefault((sender, queue), len(self._queues))
         units = max(1, round(asked * WHOLE))
         return self._routes.setdefault((sender, receiver, line, units, latency_ns), len(self._routes))
+
+    @property
+    def queues(self) -> int:
+        """How many queues there are."""
+        return len(self._queues)
+
+    def columns(self) -> Routes:
+        """All routes so far."""
+        columns = list(zip(*self._routes, strict=True))
+        sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
+        asked, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
+        return Routes(sender, receiver, asked, queue, latency_ns)
+
+
+class DataflowBuilder:
+    """Collects operations and edges, in any order, and closes them into a Dataflow."""
+
+    def __init__(self, resources: int | Resources = 0, routes: RouteTable | None = None) -> None:
+        self.resources = Resources.plain(resources) if isinstance(resources, int) else resources
+        self.routes = routes or RouteTable()
+        self._number = array("i")  # of operations that were added one by one
+        self._duration_ns = array("q")
+        self._route = array("i")
+        self._before = array("i")
+        self._after = array("i")
+        self._count = 0
+        self._blocks: list[tuple[int, Block]] = []
 
     def operation(
         self,
@@ -247,7 +266,9 @@ class DataflowBuilder:
         self._duration_ns.append(duration_ns)
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
         self._route.append(
-            FREE if plain else self.route(sender, receiver, queue=queue, latency_ns=latency_ns, asked=asked)
+            FREE
+            if plain
+            else self.routes.number(sender, receiver, queue=queue, latency_ns=latency_ns, asked=asked)
         )
         for before in after:
             self.edge(before, number)
@@ -276,7 +297,7 @@ class DataflowBuilder:
         room = len(edges.spilled)
         wide, narrow = lines(self._count)
         spilled = np.zeros(room + sum(block.spills for _, block in self._blocks), dtype=np.int32)
-        made = Dataflow(wide, narrow, spilled, self._table(), self.resources, len(self._queues))
+        made = Dataflow(wide, narrow, spilled, self.routes.columns(), self.resources, self.routes.queues)
         wide[number, DURATION] = self._duration_ns
         narrow[number, ROUTE] = self._route
         narrow[number, SUCCESSORS:] = edges.slots
@@ -287,9 +308,3 @@ class DataflowBuilder:
             room += block.spills
         np.add.at(narrow[:, WAITS], after, 1)
         return made
-
-    def _table(self) -> Routes:
-        columns = list(zip(*self._routes, strict=True))
-        sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
-        asked, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
-        return Routes(sender, receiver, asked, queue, latency_ns)

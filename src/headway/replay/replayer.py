@@ -12,6 +12,7 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
+from headway.collectives.links import Links
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.dataflow import Dataflow
@@ -69,6 +70,7 @@ class Replayer:
         self._knows_parameters = bool(trace.model.parameters)
         self.trace = trace if self._knows_parameters else of_recorded_buckets(trace)
         self._checked = False
+        self._links: Links | None = None
         self.cluster = cluster_from_trace(trace) if cluster is None else _with_host_costs(cluster, trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
@@ -194,7 +196,8 @@ class Replayer:
         ranks = ranks_of(own, draws, computes)
         check_size(ranks, cluster, schedule)
         folded = period if period < cluster.world_size else 0
-        graph = GraphBuilder(cluster, self.trace.model, schedule, folded)
+        links = self._links_of(cluster, folded)
+        graph = GraphBuilder(cluster, self.trace.model, schedule, folded, links)
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         return graph, graph.close()
 
@@ -202,6 +205,13 @@ class Replayer:
         """Raise TraceError unless the trace names the parameters that plans decide about."""
         if not self._knows_parameters:
             raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=RECORD)
+
+    def _links_of(self, cluster: Cluster, folded: int) -> Links:
+        """The links of the replay before, where they are the same: most plans are tried on one cluster."""
+        before = self._links
+        if before is None or before.folded != folded or before.cluster != cluster:
+            self._links = before = Links(cluster, folded)
+        return before
 
     def _strategy_run(self, asked: Strategy | None) -> Strategy:
         if asked is not None:
