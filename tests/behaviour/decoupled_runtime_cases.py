@@ -17,9 +17,9 @@ from torch.distributed import destroy_process_group  # as scripts import it, bef
 
 from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError
-from headway.strategies.data_parallel.decoupled import observer as observing
+from headway.strategies.data_parallel.channels import observer as observing
+from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
-from headway.strategies.data_parallel.decoupled.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
 

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import headway
 from headway import torch_private
 from headway.collectives.algorithms import RING, sent_bytes
-from headway.strategies.data_parallel.decoupled import observer as observing
-from headway.strategies.data_parallel.decoupled.observer import Collective
+from headway.strategies.data_parallel.channels import observer as observing
+from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.trace.record import meeting, pauses
 from headway.trace.record.recorder import Recorder, RecordOptions

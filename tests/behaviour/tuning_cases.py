@@ -20,7 +20,7 @@ from headway.model import ModelSpec
 from headway.plan import Plan, PlannedModel
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
-from headway.strategies.data_parallel.decoupled import observer as observing
+from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial

@@ -14,7 +14,8 @@ def train(_rank: int, _world_size: int, fault: str) -> str:
     from tests.gpu import imitated_streams
     from torch import nn
 
-    from headway.strategies.data_parallel.decoupled import stream_channels, streams, wrapper
+    from headway.strategies.data_parallel.channels import stream_channels, streams
+    from headway.strategies.data_parallel.decoupled import wrapper
 
     imitated_streams.install()
     channels: Any = stream_channels.StreamChannels
@@ -56,7 +57,7 @@ def fill_from_two_streams(_rank: int, _world_size: int) -> list[str]:
     import torch
     from tests.gpu import imitated_streams
 
-    from headway.strategies.data_parallel.decoupled.streams import Turns
+    from headway.strategies.data_parallel.channels.streams import Turns
 
     imitated_streams.install()
     streams = imitated_streams.Imitated(torch.device("cpu"), True)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import CommunicationError
-from headway.strategies.data_parallel.decoupled import communication
-from headway.strategies.data_parallel.decoupled.communication import Channels, Job
-from headway.strategies.data_parallel.decoupled.streams import Streams
-from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
+from headway.strategies.data_parallel.channels import communication
+from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.streams import Streams
+from headway.strategies.data_parallel.channels.wiring import OwnGroups
 
 pytestmark = pytest.mark.timeout(60)
 

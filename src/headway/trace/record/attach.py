@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import files
 from headway.errors import LaunchError, TraceError, UnsupportedError, UserError
-from headway.strategies.data_parallel.decoupled import observer
+from headway.strategies.data_parallel.channels import observer
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.trace.events import Kind, Stream
 from headway.trace.record.derive import StrategySpan

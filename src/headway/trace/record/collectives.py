@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from headway import torch_private
-from headway.strategies.data_parallel.decoupled.observer import THREAD_NAME
+from headway.strategies.data_parallel.channels.observer import THREAD_NAME
 from headway.trace.record.now import Now
 
 SETTLE_TIMEOUT_S = 2.0

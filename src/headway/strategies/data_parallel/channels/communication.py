@@ -17,9 +17,9 @@ from headway.collectives import transfers
 from headway.collectives.algorithms import RING
 from headway.collectives.transfers import Transfer
 from headway.errors import CommunicationError, UnsupportedError
-from headway.strategies.data_parallel.decoupled.observer import THREAD_NAME, Collective, observer
-from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
-from headway.strategies.data_parallel.decoupled.wiring import OwnGroups
+from headway.strategies.data_parallel.channels.observer import THREAD_NAME, Collective, observer
+from headway.strategies.data_parallel.channels.streams import Streams, wait_on_host
+from headway.strategies.data_parallel.channels.wiring import OwnGroups
 
 Work = Callable[[int], None]  # is told the channel it runs on
 

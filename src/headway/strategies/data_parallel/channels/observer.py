@@ -1,4 +1,4 @@
-"""What the decoupled runtime tells whoever watches it, such as the recorder."""
+"""What channels tell whoever watches them, such as the recorder: decoupled or of parameter servers."""
 
 from __future__ import annotations
 

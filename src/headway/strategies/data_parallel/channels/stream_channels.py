@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError
-from headway.strategies.data_parallel.decoupled.communication import Channels, Job
-from headway.strategies.data_parallel.decoupled.streams import Streams, wait_on_host
+from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.streams import Streams, wait_on_host
 
 HIGH_PRIORITY = -1
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.decoupled.streams import Streams
+from headway.strategies.data_parallel.channels.streams import Streams
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 from headway import torch_private
 from headway.collectives.program import chunk_bounds
 from headway.scheduling.buckets import Bucket
-from headway.strategies.data_parallel.decoupled.communication import Job
-from headway.strategies.data_parallel.decoupled.streams import Turns
-from headway.strategies.data_parallel.decoupled.wiring import Wiring
+from headway.strategies.data_parallel.channels.communication import Job
+from headway.strategies.data_parallel.channels.streams import Turns
+from headway.strategies.data_parallel.channels.wiring import Wiring
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.slot import Slot

@@ -25,17 +25,17 @@ from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
+from headway.strategies.data_parallel.channels.streams import Streams, Turns
+from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Place, Unit
 from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
-from headway.strategies.data_parallel.decoupled.communication import Channels, Job
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.intake import Intake
 from headway.strategies.data_parallel.decoupled.slot import Slot
-from headway.strategies.data_parallel.decoupled.stream_channels import StreamChannels
-from headway.strategies.data_parallel.decoupled.streams import Streams, Turns
 from headway.strategies.data_parallel.decoupled.usage import Usage
-from headway.strategies.data_parallel.decoupled.wiring import OwnGroups, Wiring
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.peers import Answer, Peers, Reply

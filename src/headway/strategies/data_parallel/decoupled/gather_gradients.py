@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import UnsupportedError
+from headway.strategies.data_parallel.channels.observer import observer
 from headway.strategies.data_parallel.decoupled.bucket import Place, Unit
 from headway.strategies.data_parallel.decoupled.copying import copy_places
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
-from headway.strategies.data_parallel.decoupled.observer import observer
 from headway.strategies.data_parallel.decoupled.peers import Reply
 from headway.strategies.data_parallel.decoupled.slot import Slot, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn

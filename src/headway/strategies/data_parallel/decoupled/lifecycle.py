@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError
+from headway.strategies.data_parallel.channels.streams import wait_on_host
 from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.stepping import watch_optimizers
-from headway.strategies.data_parallel.decoupled.streams import wait_on_host
 from headway.strategies.data_parallel.decoupled.unscaling import watch_unscaling
 
 SWITCH_INTERVAL_S = 1e-4

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.strategies.data_parallel.channels.streams import Milestones, Streams
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.slot import Slot
-from headway.strategies.data_parallel.decoupled.streams import Milestones, Streams
 
 State = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.strategies.data_parallel.decoupled.communication import Job
+from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.slot import Slot
 
 if TYPE_CHECKING:

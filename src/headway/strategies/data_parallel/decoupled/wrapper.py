@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from headway import torch_private
 from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule, restricted
+from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import (
     check_device_ids,
@@ -27,7 +28,6 @@ from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
-from headway.strategies.data_parallel.decoupled.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.module_spec import model_spec
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import push_and_pull
 from headway.errors import CommunicationError, UnsupportedError
+from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
-from headway.strategies.data_parallel.decoupled.communication import Channels, Job
-from headway.strategies.data_parallel.decoupled.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 _STRATEGY = "_headway_strategy"

@@ -14,7 +14,7 @@ from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUC
 from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import ideal_seconds
-from headway.strategies.data_parallel.decoupled.communication import Job
+from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 

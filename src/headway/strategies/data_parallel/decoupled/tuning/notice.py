@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from headway.strategies.data_parallel.decoupled.observer import Collective, Observer
+from headway.strategies.data_parallel.channels.observer import Collective, Observer
 
 
 class Watch(Protocol):

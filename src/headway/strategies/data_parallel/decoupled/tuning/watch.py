@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from headway import torch_private
 from headway.model import ModelSpec
-from headway.strategies.data_parallel.decoupled import observer as observing
+from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.tuning.notice import Notice, WaitObserver
 
