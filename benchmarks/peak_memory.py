@@ -41,7 +41,8 @@ WORDS = (
     "one recording of stock DDP on two workers (`replayed_mb`), and from the function alone, on pretended tensors "
     "(`predicted_mb`). `error` is the recording's, `error_of_predict` the other's. Optimizers update all at once "
     "(foreach), as they do on accelerators. Buckets: DDP's default, 5 MiB elsewhere. What tensors do not show is "
-    "measured and not predicted: workspaces of convolutions, process groups of one's own (decoupled and servers)."
+    "measured and not predicted: process groups of one's own (decoupled and servers), and, of pretended tensors, which "
+    "stand for any device, what convolutions hold inside on the CPU."
 )
 
 

@@ -5,8 +5,10 @@
 Each case is one step of data-parallel training as replay sees it: a backward that readies tensors one after the other
 on every rank, and a ring all-reduce of each on one of two channels, which share the links (1 Gb/s, 20 us). Every
 message is two operations, its sending and its receipt. Ranks compute for times of their own, so that nothing is alike.
-`folded` cases are a whole answer, as `headway predict` gives it: ResNet-50 under DDP on alike hosts of eight workers,
-of which one host is played for all. Each measurement is a new process; compiling happened before.
+`one-changed` is the first case with tensors of different sizes, built once (`first_build_s`) and then again with
+another size for one of them (`build_s`). `folded` cases are a whole answer, as `headway predict` gives it: ResNet-50
+under DDP on alike hosts of eight workers, of which one host is played for all. Each measurement is a new process;
+compiling happened before.
 """
 
 from __future__ import annotations
@@ -31,27 +33,35 @@ CASES = {
     "1e8-operations": (512, 95),
     "1024-ranks-5-tensors": (1024, 5),
 }
+CHANGED = {"64-ranks-100-tensors-one-changed": (64, 100)}
 FOLDED = {"1024-ranks-folded": 1024, "16384-ranks-folded": 16_384}
-QUICK = ("64-ranks-100-tensors", "1e5-operations", "1e6-operations", "1e7-operations", *FOLDED)
+QUICK = ("64-ranks-100-tensors", *CHANGED, "1e5-operations", "1e6-operations", "1e7-operations", *FOLDED)
 CHANNELS = 2
 TENSOR_BYTES = 1_000_000
-WORKER, PREDICTOR = "--measure", "--predict"
+WORKER, CHANGER, PREDICTOR = "--measure", "--change", "--predict"
 
 
 def main() -> None:
     if sys.argv[1:2] == [WORKER]:
         print(json.dumps(_measure(int(sys.argv[2]), int(sys.argv[3]))))
         return
+    if sys.argv[1:2] == [CHANGER]:
+        print(json.dumps(_measure(int(sys.argv[2]), int(sys.argv[3]), change=True)))
+        return
     if sys.argv[1:2] == [PREDICTOR]:
         print(json.dumps(_predict(int(sys.argv[2]))))
         return
-    arguments = parse_arguments(__doc__ or "", [*CASES, *FOLDED])
-    chosen = [arguments.only] if arguments.only else list(QUICK if arguments.quick else [*CASES, *FOLDED])
+    every = [*CASES, *CHANGED, *FOLDED]
+    arguments = parse_arguments(__doc__ or "", every)
+    chosen = [arguments.only] if arguments.only else list(QUICK if arguments.quick else every)
     _run(WORKER, 4, 40)  # compiles, where that has not been kept from before
     rows = []
     for case in chosen:
         if case in FOLDED:
             rows.append(_row(case, [_run(PREDICTOR, FOLDED[case]) for _ in range(3)]))
+            continue
+        if case in CHANGED:
+            rows.append(_row(case, [_run(CHANGER, *CHANGED[case]) for _ in range(3)]))
             continue
         rounds = 1 if CASES[case][0] * CASES[case][1] > 40_000 else 3 if arguments.quick else 5
         rows.append(_row(case, [_run(WORKER, *CASES[case]) for _ in range(rounds)]))
@@ -80,6 +90,7 @@ def _row(case: str, said: list[dict[str, Any]]) -> dict[str, Any]:
         "operations_per_s": round(operations / time_ms * 1e3),
         "load_s": statistics.median(one["load_s"] for one in said),
         "build_s": statistics.median(one["build_s"] for one in said),
+        "first_build_s": statistics.median(one["first_build_s"] for one in said),
         "total_s": statistics.median(one["total_s"] for one in said),
         "bytes_per_operation": round(said[0]["graph_bytes"] / operations, 1),
         "peak_gb": max(one["peak_gb"] for one in said),
@@ -109,10 +120,8 @@ def _predict(ranks: int) -> dict[str, Any]:
     return _played(graph, begin, loaded)
 
 
-def _measure(ranks: int, tensors: int) -> dict[str, Any]:
+def _measure(ranks: int, tensors: int, *, change: bool = False) -> dict[str, Any]:
     from headway.cluster import Cluster, Host
-    from headway.collectives.algorithms import ALL_REDUCE, RING, program_of
-    from headway.collectives.dataflow import expand
     from headway.collectives.links import Links
     from headway.graph.dataflow import DataflowBuilder
     from headway.replay.compiled import simulate_for
@@ -126,18 +135,41 @@ def _measure(ranks: int, tensors: int) -> dict[str, Any]:
     loaded = time.perf_counter()
     hosts = tuple(Host(name=f"host{rank}", workers=1, up_gbps=1, down_gbps=1) for rank in range(ranks))
     links = Links(Cluster(hosts=hosts, latency_us=20))
-    builder = links.builder()
     random = np.random.default_rng(0)
     compute_ns = random.integers(1_000_000, 5_000_000, size=(tensors, ranks)).tolist()
-    tails = [builder.operation() for _ in range(ranks)]
-    for tensor in range(tensors):
-        tails = [builder.operation(compute_ns[tensor][rank], after=[tails[rank]]) for rank in range(ranks)]
-        ends = [builder.operation() for _ in range(ranks)]
+    sizes_bytes = [TENSOR_BYTES] * tensors
+    if not change:
+        return _played(_built(links, compute_ns, sizes_bytes), begin, loaded)
+    sizes_bytes = random.integers(TENSOR_BYTES // 2, TENSOR_BYTES * 3 // 2, size=tensors).tolist()
+    _built(links, compute_ns, sizes_bytes)
+    first_build_s = time.perf_counter() - loaded
+    sizes_bytes[tensors // 2] += 4096
+    changed = time.perf_counter()
+    said = _played(_built(links, compute_ns, sizes_bytes), changed, changed)
+    return {**said, "first_build_s": first_build_s}
+
+
+def _built(links: Any, compute_ns: list[list[int]], sizes_bytes: list[int]) -> Any:
+    """The graph of a step in which every rank readies tensors of ``sizes_bytes``, after so much computation each."""
+    from headway.collectives.algorithms import ALL_REDUCE, RING, program_of
+    from headway.collectives.dataflow import expand
+
+    builder = links.builder()
+    ranks = range(links.world_size)
+    tails = [builder.operation() for _ in ranks]
+    for tensor, size_bytes in enumerate(sizes_bytes):
+        tails = [builder.operation(compute_ns[tensor][rank], after=[tails[rank]]) for rank in ranks]
+        ends = [builder.operation() for _ in ranks]
         expand(
-            builder, links, program_of(RING, ALL_REDUCE), TENSOR_BYTES, tails, ends,
+            builder,
+            links,
+            program_of(RING, ALL_REDUCE),
+            size_bytes,
+            tails,
+            ends,
             connection=tensor % CHANNELS,
-        )  # fmt: skip
-    return _played(builder.close(), begin, loaded)
+        )
+    return builder.close()
 
 
 def _played(graph: Any, begin: float, loaded: float) -> dict[str, Any]:
@@ -154,6 +186,7 @@ def _played(graph: Any, begin: float, loaded: float) -> dict[str, Any]:
         "operations": len(graph),
         "load_s": load_s,
         "build_s": build_s,
+        "first_build_s": build_s,
         "play_s": play_s,
         "total_s": load_s + build_s + play_s,
         "touch_s": touch_s,

@@ -17,7 +17,7 @@ from headway.trace.format import ClockFit, Manifest, RankInfo, Trace
 
 __all__ = [
     "MS", "Connections", "Extra", "SyntheticJob", "events_of", "synthetic_trace", "trace_of", "with_ranks",
-    "write_trace",
+    "without_ranks", "write_trace",
 ]  # fmt: skip
 
 
@@ -45,6 +45,13 @@ def with_ranks(trace: Trace, changes: Mapping[int, Mapping[str, Any]]) -> Trace:
     """The trace with other descriptions of some ranks, such as another host or clock."""
     ranks = tuple(info.model_copy(update=dict(changes.get(info.rank, {}))) for info in trace.manifest.ranks)
     return replace(trace, manifest=trace.manifest.model_copy(update={"ranks": ranks}))
+
+
+def without_ranks(trace: Trace, *ranks: int) -> Trace:
+    """The same trace without the recordings of some ranks."""
+    infos = tuple(info for info in trace.manifest.ranks if info.rank not in ranks)
+    events = {rank: own for rank, own in trace.events.items() if rank not in ranks}
+    return replace(trace, manifest=trace.manifest.model_copy(update={"ranks": infos}), events=events)
 
 
 def write_trace(job: SyntheticJob, folder: Path) -> Path:

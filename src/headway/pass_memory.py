@@ -12,14 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 from headway import torch_private
 from headway.model import PassMemory
+from headway.operator_memory import inner_bytes
 
 
 class Allocations(TorchDispatchMode):
     """Adds up the memory of tensors that are made while it is on, until nothing holds them any more.
 
-    It sees what autograd keeps and what passes between operations, and not what an operation needs inside. Whatever is
-    computed meanwhile is computed as without it. Where there are tensors whose memory cannot be told, as of sparse
-    ones, it gives up: nothing is ``understood`` then.
+    It sees what autograd keeps and what passes between operations, and of what an operation needs inside only what
+    ``operator_memory`` knows of. Whatever is computed meanwhile is computed as without it. Where there are tensors
+    whose memory cannot be told, as of sparse ones, it gives up: nothing is ``understood`` then.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,8 @@ class Allocations(TorchDispatchMode):
         if not self._stopped and not any(each.alias_info for each in func._schema.returns):
             try:
                 self._look(out, (args, kwargs))
+                inner = inner_bytes(func, args, out)
+                self._peak_bytes = max(self._peak_bytes, self.held_bytes + inner)
             except Exception:  # whatever tensors there are: training goes on
                 self.understood = False
                 self._stopped = True

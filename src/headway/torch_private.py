@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_store
@@ -151,6 +151,11 @@ def without_user_modes() -> Iterator[None]:
 def pretended_tensors() -> AbstractContextManager[Any]:
     """Inside it tensors have shapes, devices and lives as ever, and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_pretended(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one of ``pretended_tensors``, without data."""
+    return isinstance(tensor, FakeTensor)
 
 
 def dispatch_modes() -> list[Any]:

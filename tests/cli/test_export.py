@@ -31,7 +31,7 @@ def test_json_says_what_was_written(trace: Path, tmp_path: Path, capsys: pytest.
     target = tmp_path / "out"
     assert run(["export", str(trace), "--to", "perfetto", "-o", str(target), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert {"headway", "kind", "path", "format", "events", "bytes"} == set(said)
+    assert {"headway", "kind", "path", "format", "events", "bytes", "notes"} == set(said)
     assert (said["kind"], said["path"], said["format"]) == ("export", str(target), "perfetto")
     assert said["bytes"] == target.stat().st_size
     assert said["events"] == len([one for one in read(target).slices if one.category != "cause"])

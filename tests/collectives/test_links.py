@@ -124,6 +124,11 @@ def test_what_comes_again_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> N
     for other in ((2_000_000, AlgorithmCost(), 0), (1_000_000, AlgorithmCost(message_us=1), 0),
                   (1_000_000, AlgorithmCost(), 1)):  # fmt: skip
         assert links.laid_out(program, *other) is not first
+    routes = links.builder().routes
+    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first
     monkeypatch.setattr(links_module, "MOST_LAID_OUT_BYTES", 0)
-    links.laid_out(program, 3_000_000, AlgorithmCost(), 0)
+    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first, (
+        "a graph is not built on two tables"
+    )
+    assert links.builder().routes is not routes
     assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is not first

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.errors import TraceError
-from headway.network.fit import BusyPeriod, _fit, cluster_from_trace
+from headway.network.fit import NCCL_LATENCY_US, BusyPeriod, _fit, cluster_from_trace
+from headway.trace.events import texts
 from headway.trace.format import Trace
 
 
@@ -35,6 +37,29 @@ def test_the_library_is_that_of_the_recorded_group() -> None:
         ranks = tuple(info.model_copy(update={"backend": backend}) for info in trace.manifest.ranks)
         manifest = trace.manifest.model_copy(update={"ranks": ranks})
         assert cluster_from_trace(Trace(trace.path, manifest, trace.model, trace.events)).library == library
+
+
+def as_nccls(trace: Trace) -> Trace:
+    """As a profiler records a group whose backend nobody named: kernels have names."""
+    events = {
+        rank: replace(own, algorithm=texts(["ncclDevKernel_AllReduce_Sum_f32_RING_LL"] * len(own)))
+        for rank, own in trace.events.items()
+    }
+    ranks = tuple(info.model_copy(update={"backend": "undefined"}) for info in trace.manifest.ranks)
+    return replace(trace, manifest=trace.manifest.model_copy(update={"ranks": ranks}), events=events)
+
+
+def test_kernels_tell_nccl_whatever_the_group_is_called() -> None:
+    trace = as_nccls(placed(("a", "a", "b", "b")))
+    cluster = cluster_from_trace(trace)
+    assert cluster.library == "nccl"
+    assert cluster.latency_us == NCCL_LATENCY_US
+
+
+def test_ranks_of_a_host_are_no_slower_to_each_other_than_hosts() -> None:
+    quick = synthetic_trace(SyntheticJob(world_size=4, ranks_a_host=2, gbps=300.0, latency_ms=0.0))
+    cluster = cluster_from_trace(quick)
+    assert cluster.local_gbps == cluster.hosts[0].up_gbps == pytest.approx(300, rel=0.1)
 
 
 def periods_of(disturbed: int = 0) -> list[BusyPeriod]:

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 from tests.replay.test_replayer import altered, as_bucketed, cluster_of, job
-from tests.synthetic import MS, synthetic_trace
+from tests.synthetic import MS, synthetic_trace, without_ranks
 
+from headway.diagnose.diagnosis import diagnose
 from headway.errors import TraceError
 from headway.model import ModelSpec
+from headway.replay.as_trace import replayed_trace
 from headway.replay.incomplete import of_recorded_buckets
 from headway.replay.replayer import Replayer
 from headway.replay.what_if import WhatIf
@@ -45,12 +47,6 @@ def changed(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
     return replace(trace, events=events)
 
 
-def without(trace: Trace, *ranks: int) -> Trace:
-    infos = tuple(info for info in trace.manifest.ranks if info.rank not in ranks)
-    events = {rank: own for rank, own in trace.events.items() if rank not in ranks}
-    return replace(trace, manifest=trace.manifest.model_copy(update={"ranks": infos}), events=events)
-
-
 @pytest.mark.parametrize("gbps", [0.3, 20.0])
 def test_recorded_buckets_answer_as_parameters_do(gbps: float) -> None:
     one = job(gbps=gbps, jitter=0.05)
@@ -69,7 +65,7 @@ def test_recorded_buckets_answer_as_parameters_do(gbps: float) -> None:
 
 def test_no_plan_is_laid_over_recorded_buckets() -> None:
     replayer = Replayer(bare(synthetic_trace(job())))
-    with pytest.raises(TraceError, match=r"no plan can be laid over it\. Record the job with headway record"):
+    with pytest.raises(TraceError, match=r"no plan can be laid over it. Record the job with headway record"):
         replayer.replay(DistributedDataParallelStrategy())
 
 
@@ -82,17 +78,32 @@ def test_links_are_fitted_from_recorded_buckets() -> None:
 def test_ranks_that_were_not_recorded_do_as_the_others(missing: tuple[int, ...]) -> None:
     one = job(world_size=4)
     whole = as_bucketed(synthetic_trace(one))
-    replayer = Replayer(without(whole, *missing), cluster_of(one))
+    replayer = Replayer(without_ranks(whole, *missing), cluster_of(one))
     assert replayer.lacks[0].startswith(f"Only {4 - len(missing)} of 4 ranks were recorded")
     assert replayer.base.step_ms == pytest.approx(Replayer(whole, cluster_of(one)).base.step_ms, rel=0.01)
     assert replayer.base.graph.world_size == 4
 
 
-def test_links_are_fitted_with_ranks_missing() -> None:
-    cluster = Replayer(without(as_bucketed(synthetic_trace(job(world_size=4, gbps=0.5))), 0, 2)).cluster
-    assert cluster.world_size == 4
-    assert [host.name for host in cluster.hosts] == ["unrecorded-0", "host1", "unrecorded-2", "host3"]
+@pytest.mark.parametrize(
+    ("missing", "workers"),
+    [((1,), [2, 2]), ((3,), [2, 2]), ((0,), [2, 2]), ((2, 3), [4]), ((0, 2), [3, 1]), ((1, 2), [3, 1])],
+)
+def test_ranks_that_were_not_recorded_are_where_the_ones_before_them_are(
+    missing: tuple[int, ...], workers: list[int]
+) -> None:
+    one = job(world_size=4, gbps=0.5, ranks_a_host=2)
+    cluster = Replayer(without_ranks(as_bucketed(synthetic_trace(one)), *missing)).cluster
+    assert [host.workers for host in cluster.hosts] == workers
     assert cluster.hosts[0].up_gbps == pytest.approx(0.5, rel=0.1)
+
+
+def test_ranks_that_were_recorded_take_their_own_steps() -> None:
+    """The slow one stays where it is, whoever is missing."""
+    one = job(world_size=4, slow={(3, "forward"): 30.0})
+    replayer = Replayer(without_ranks(as_bucketed(synthetic_trace(one)), 0), cluster_of(one))
+    said = diagnose(replayed_trace(replayer, replayer.base)).stragglers[0]
+    assert said.rank == 3
+    assert replayer.base.graph.ranks == 4
 
 
 def test_steps_with_other_buckets_are_left_out() -> None:
@@ -103,7 +114,10 @@ def test_steps_with_other_buckets_are_left_out() -> None:
 
     trace = bare(synthetic_trace(one))
     first, *others = trace.steps
-    assert of_recorded_buckets(changed(trace, without_one)).steps == tuple(others)
+    uneven = changed(trace, without_one)
+    assert of_recorded_buckets(uneven).steps == tuple(others)
+    said = f"Only {len(others)} of {len(trace.steps)} steps have the usual buckets"
+    assert any(each.startswith(said) for each in Replayer(uneven).lacks)
 
 
 def test_a_gradient_is_ready_when_an_importer_says_so() -> None:
@@ -132,24 +146,94 @@ def test_a_gradient_is_ready_when_an_importer_says_so() -> None:
     assert sorted(set(laid.name)) == [f"bucket {index}" for index in range(len(set(laid.name)))]
 
 
-def test_a_collective_that_is_no_gradients_is_waited_for_where_computation_stood_still() -> None:
-    one = job()
-    trace = bare(synthetic_trace(one))
-    more: dict[int, list[Event]] = {}
-    for rank, own in trace.events.items():
-        more[rank] = list(own)
-        for window in own.of_kind(Kind.STEP):
-            start_ns = window.end_ns - MS
-            more[rank] += [
-                Event(Kind.COLLECTIVE, "all_reduce", Stream.COMMUNICATION, window.step, start_ns, MS, start_ns, "g",
-                      10_000 + window.step, 125_000),
-                Event(Kind.WAIT, "communication", Stream.COMPUTE, window.step, start_ns, MS),
-            ]  # fmt: skip
-    graph = Replayer(replace(trace, events={r: Events.from_rows(rows) for r, rows in more.items()}),
-                     cluster_of(one)).base.graph  # fmt: skip
-    others = [each for each in graph.collectives if each.bucket < 0]
-    assert len(others) == len(trace.steps) + 1  # the first step is played twice
-    assert {each.size_bytes for each in others} == {125_000}
+def with_collectives(trace: Trace, *rows: Event, ranks: tuple[int, ...] = (0, 1)) -> Trace:
+    """The same in every step on ``ranks``, at times after the step's end less 10 ms; a wait has no group."""
+    events = dict(trace.events)
+    for rank in ranks:
+        more = [
+            row._replace(
+                step=window.step, start_ns=at_ns, enqueue_ns=at_ns if row.kind == Kind.COLLECTIVE else -1,
+                sequence=10_000 * (row.sequence + 2) + window.step if row.kind == Kind.COLLECTIVE else -1,
+            )
+            for window in events[rank].of_kind(Kind.STEP)
+            for row in rows
+            for at_ns in [window.end_ns - 10 * MS + row.start_ns]
+        ]  # fmt: skip
+        events[rank] = Events.concatenated([events[rank], Events.from_rows(more)])
+    return replace(trace, events=events)
+
+
+def collective(
+    start_ms: float, ms: float, *, name: str = "all_reduce", group: str = "", sequence: int = 0
+) -> Event:
+    return Event(Kind.COLLECTIVE, name, Stream.COMMUNICATION, 0, round(start_ms * MS), round(ms * MS), 0, group,
+                 sequence, 125_000)  # fmt: skip
+
+
+def wait(start_ms: float, ms: float, name: str = "communication") -> Event:
+    return Event(Kind.WAIT, name, Stream.COMPUTE, 0, round(start_ms * MS), round(ms * MS))
+
+
+def blocking(trace: Trace, gbps: float = 20.0) -> tuple[Replayer, list[int]]:
+    """The replay, and the sizes of what is waited for besides gradients, in each step but the first."""
+    replayer = Replayer(trace, cluster_of(job(gbps=gbps)))
+    return replayer, [each.size_bytes for each in replayer.base.graph.collectives if each.bucket < 0]
+
+
+LATE = 40.0  # ms that the optimizer takes, so that there is room for more in a step
+
+
+def roomy() -> Trace:
+    return bare(synthetic_trace(job(gbps=20.0, optimizer_ms=LATE)))
+
+
+def test_what_all_ranks_stood_still_for_is_waited_for_again() -> None:
+    trace = roomy()
+    for name in ("communication", "all_reduce"):  # Chakra names waits after what was waited for
+        replayer, sizes = blocking(with_collectives(trace, collective(0, 1), wait(0, 1, name)))
+        assert sizes == [125_000] * (len(trace.steps) + 1)  # the first step is played twice
+        assert replayer.base.step_ms == pytest.approx(replayer.recorded_step_ms - 0.9, abs=0.3)
+
+
+def test_two_that_end_together_are_both_waited_for() -> None:
+    rows = collective(0, 2), collective(1, 1, sequence=1), wait(1, 1)
+    _, sizes = blocking(with_collectives(roomy(), *rows))
+    assert len(sizes) == 2 * (len(roomy().steps) + 1)
+
+
+@pytest.mark.parametrize("case", ["under computation", "on one rank", "of other ranks", "no collective"])
+def test_other_waits_are_time_that_passes(case: str) -> None:
+    trace = roomy()
+    if case == "under computation":  # and two gaps in it
+        trace = with_collectives(trace, collective(0, 8), wait(1, 0.5), wait(6, 0.5))
+    elif case == "on one rank":
+        trace = with_collectives(with_collectives(trace, collective(0, 2)), wait(0, 2), ranks=(1,))
+    elif case == "of other ranks":
+        manifest = trace.manifest.model_copy(update={"groups": {"tp": (0,)}})
+        trace = with_collectives(replace(trace, manifest=manifest), collective(0, 2, group="tp"), wait(0, 2))
+    else:
+        trace = with_collectives(trace, wait(0, 3))
+    replayer, sizes = blocking(trace)
+    assert sizes == []
+    assert replayer.base.step_ms == pytest.approx(replayer.recorded_step_ms, rel=0.01)
+
+
+def test_all_reduces_of_a_part_of_the_ranks_are_no_buckets() -> None:
+    trace = roomy()
+    manifest = trace.manifest.model_copy(update={"groups": {"tp": (0,)}})
+    row = collective(0, 2, group="tp")._replace(bucket=7)
+    laid = of_recorded_buckets(with_collectives(replace(trace, manifest=manifest), row))
+    assert len(laid.model.parameters) == len(of_recorded_buckets(trace).model.parameters)
+
+
+def test_backward_ends_before_the_optimizer_whatever_is_waited_for_behind_it() -> None:
+    """Nothing is left to wait for at the end of backward; the loss is reduced behind the optimizer."""
+    trace = roomy()
+    hidden = changed(trace, lambda row: None if row.kind == Kind.WAIT else row)
+    laid = of_recorded_buckets(with_collectives(hidden, collective(9, 1), wait(9, 1)))
+    for step in laid.steps:
+        rows = laid.events[0].of_step(step)
+        assert rows.of_kind(Kind.BACKWARD_PASS).end_ns.max() <= rows.of_kind(Kind.OPTIMIZER).start_ns.min()
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.synthetic import SyntheticJob, synthetic_trace
+from tests.synthetic import SyntheticJob, synthetic_trace, without_ranks
 
 from headway.errors import TraceError
 from headway.trace.events import Events
@@ -20,13 +20,6 @@ def whole() -> Trace:
     return synthetic_trace(SyntheticJob(world_size=4, steps=2))
 
 
-def without(trace: Trace, *ranks: int) -> Trace:
-    """The same trace without the recordings of some ranks."""
-    infos = tuple(info for info in trace.manifest.ranks if info.rank not in ranks)
-    events = {rank: own for rank, own in trace.events.items() if rank not in ranks}
-    return replace(trace, manifest=trace.manifest.model_copy(update={"ranks": infos}), events=events)
-
-
 def written(trace: Trace, folder: Path) -> Path:
     folder.mkdir()
     write_trace(folder, trace.manifest, trace.model, trace.events, trace.servers)
@@ -35,7 +28,7 @@ def written(trace: Trace, folder: Path) -> Path:
 
 def test_ranks_that_the_manifest_does_not_name_may_be_missing(whole: Trace, tmp_path: Path) -> None:
     assert whole.missing_ranks == ()
-    trace = load_trace(written(without(whole, 0, 2), tmp_path / "trace"))
+    trace = load_trace(written(without_ranks(whole, 0, 2), tmp_path / "trace"))
     assert (list(trace.events), trace.world_size, trace.missing_ranks) == ([1, 3], 4, (0, 2))
     assert set(trace.hosts) == {1, 3}
     assert list(trace.events[3]) == list(whole.events[3])

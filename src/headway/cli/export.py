@@ -37,6 +37,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
     from headway.trace.folder import load_trace
 
     files.check_absent(output)
+    notes: list[str] = []
     if format_name == PERFETTO:
         from headway.trace.export.perfetto import require_perfetto, write_perfetto
 
@@ -54,7 +55,9 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
 
         trace = load_trace(folder)
         with output_of.progress("Exporting"):
-            GoalWriter(*Replayer(trace).lay_out()).write(output)
+            replayer = Replayer(trace)
+            GoalWriter(*replayer.lay_out()).write(output)
+        notes = list(replayer.lacks)
         written = [output]
         following = "make it binary with txt2bin and play it with LogGOPSim"
     else:
@@ -68,9 +71,18 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
     size_bytes = sum(path.stat().st_size for path in written)
     if as_json:
         output_of.print_document(
-            "export", {"path": str(output), "format": format_name, "events": events, "bytes": size_bytes}
+            "export",
+            {
+                "path": str(output),
+                "format": format_name,
+                "events": events,
+                "bytes": size_bytes,
+                "notes": notes,
+            },
         )
         return
     output_of.console().print(
         f"Wrote {events} events of {len(trace.events)} ranks ({format_bytes(size_bytes)}) to {output}: {following}."
     )
+    for note in notes:
+        output_of.console().print(f"Note: {note}")

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str, as_json: bool) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
     from headway.cluster import Cluster
+    from headway.replay.incomplete import check_takes_plans
     from headway.trace.folder import load_trace
 
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = load_trace(trace)
+    check_takes_plans(loaded)
 
     from headway.optimize.search import plan_of, search
     from headway.replay.replayer import Replayer
@@ -40,7 +42,6 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
 
     with output.progress("searching") as advance:
         replayer = Replayer(loaded, cluster)
-        replayer.check_takes_plans()
         found = search(replayer, advance)
     best = found.best(STRATEGIES.get(only))
     plan_of(best, replayer, found.baseline_ms).save(plan_path)
@@ -64,7 +65,6 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
                 "elapsed_s": found.elapsed_s,
                 "plan": str(plan_path),
                 "note": found.note,
-                "notes": list(replayer.lacks),
             },
         )
         return
@@ -73,8 +73,6 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
         f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ms a step, "
         f"{found.baseline_ms / best.predicted_ms:.2f} times as quick as now; written to {plan_path}."
     )
-    for note in replayer.lacks:
-        console.print(f"Note: {note}")
     if found.note:
         console.print(f"Note: {found.note}.")
     console.print(plans_table(found))

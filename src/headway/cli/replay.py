@@ -43,6 +43,7 @@ def replay(
     """Replay the steps of TRACE: first as recorded, then as asked."""
     from headway.cluster import Cluster
     from headway.plan import Plan
+    from headway.replay.incomplete import check_takes_plans
     from headway.replay.what_if import WhatIf
     from headway.trace.folder import load_trace
 
@@ -50,6 +51,8 @@ def replay(
     plan = Plan.load(plan_path) if plan_path else None
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = load_trace(trace)
+    if plan is not None:
+        check_takes_plans(loaded)
 
     from headway.diagnose.diagnosis import diagnose
     from headway.replay.as_trace import replayed_trace
@@ -58,7 +61,6 @@ def replay(
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)
         if plan is not None:
-            replayer.check_takes_plans()
             plan.check(loaded.model, loaded.world_size)
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()

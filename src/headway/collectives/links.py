@@ -22,7 +22,8 @@ from headway.graph.dataflow import (
 )
 
 MOST_LAID_OUT_BYTES = 2**28
-Laid = tuple[ProgramOf, int, AlgorithmCost, int]
+ROUTE_BYTES = 400  # of two routes in their table
+CollectiveKey = tuple[ProgramOf, int, AlgorithmCost, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +48,7 @@ class Links:
         self.folded = folded
         self.cluster = cluster
         self.routes = RouteTable()
-        self._laid_out: dict[Laid, tuple[Messages, Messages, Messages]] = {}
+        self._laid_out: dict[CollectiveKey, tuple[Messages, Messages, Messages]] = {}
         self._laid_out_bytes = 0
         self._ranks = folded or cluster.world_size
         self._host_of = np.array(cluster.host_of_rank)
@@ -72,7 +73,14 @@ class Links:
         return Resources(room, burst_ns, _changes(self.cluster, room))
 
     def builder(self) -> DataflowBuilder:
-        """An empty graph on these links, whose routes are theirs."""
+        """An empty graph on these links, whose routes are theirs.
+
+        Where what graphs before it laid out has become too much, it is all forgotten.
+        """
+        if self._laid_out_bytes > MOST_LAID_OUT_BYTES:
+            self.routes = RouteTable()
+            self._laid_out.clear()
+            self._laid_out_bytes = 0
         return DataflowBuilder(self.resources, self.routes)
 
     def laid_out(
@@ -93,11 +101,9 @@ class Links:
                 self.messages(columns, sizes_bytes, cost, connection),
                 self.handling(cost, len(sizes_bytes)),
             )
-            made_bytes = sum(each.duration_ns.nbytes + each.route.nbytes for each in made)
-            if self._laid_out_bytes + made_bytes > MOST_LAID_OUT_BYTES:
-                self._laid_out.clear()
-                self._laid_out_bytes = 0
-            self._laid_out_bytes += made_bytes
+            pairs, _ = columns.pairs
+            self._laid_out_bytes += len(pairs) * ROUTE_BYTES
+            self._laid_out_bytes += sum(each.duration_ns.nbytes + each.route.nbytes for each in made)
             self._laid_out[key] = made
         return self._laid_out[key]
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from headway.cluster import AlgorithmCost, Cluster
+from headway.cluster import Cluster
 from headway.collectives.algorithms import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -29,7 +29,7 @@ from headway.collectives.dataflow import ProgramOf, alone
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import native
 from headway.network.beside import Timing, Work, repeat, timed
-from headway.network.cost_fit import Measured, fit_cost
+from headway.network.cost_fit import Measured, as_quick_as_seen, fit_cost
 from headway.replay.engine import play
 
 # Bytes of a rank's share of one collective, and how many of these follow each other without a pause in one measurement.
@@ -87,13 +87,14 @@ CANDIDATES = (
 )
 
 
-def measure_costs(
+def with_costs(
     cluster: Cluster, second: dist.ProcessGroup | None = None, *, busy_cores: bool = True
-) -> dict[str, AlgorithmCost]:
-    """Time every candidate on this job's ranks, which all call it; the cost of each by its name.
+) -> Cluster:
+    """Time every candidate on this job's ranks, which all call it; ``cluster`` with the cost of each by its name.
 
-    Candidates take turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile
-    where ``busy_cores``.
+    Links that turn out to be quicker than ``cluster`` has them are made so (``as_quick_as_seen``). Candidates take
+    turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile where
+    ``busy_cores``.
     """
     work = Work() if busy_cores else None
     measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in CANDIDATES}
@@ -120,12 +121,11 @@ def measure_costs(
                 _median(size_bytes, timings, turns * len(candidate.kinds), idle=work is None)
             )
     tiny = next(iter(SHARES_BYTES)) * cluster.world_size
-    return {
-        candidate.name: fit_cost(
-            cluster, candidate.programs(tiny, cluster.world_size), measured[candidate.name]
-        )
-        for candidate in CANDIDATES
-    }
+    programs = {each.name: each.programs(tiny, cluster.world_size) for each in CANDIDATES}
+    rings = [each.name for each in CANDIDATES if each.algorithm == RING]
+    cluster = as_quick_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
+    costs = {name: fit_cost(cluster, programs[name], measured[name]) for name in measured}
+    return cluster.model_copy(update={"algorithms": costs})
 
 
 def _is_known(timings: Sequence[Timing]) -> bool:

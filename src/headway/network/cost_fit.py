@@ -14,6 +14,7 @@ from headway.replay.engine import play
 LARGE = 2  # sizes that decide about bytes
 HALVINGS = 10  # to a thousandth
 FACTORS = (1.0, 100.0)
+MOST_QUICKER = 4.0  # than links were measured
 
 
 class Measured(NamedTuple):
@@ -58,9 +59,7 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     size.
     """
     fit = _Fit(cluster, programs)
-    tiny, large = measured[0], measured[-min(LARGE, len(measured)) :]
-    cost = fit.message(tiny, AlgorithmCost())
-    ratios = [each.seconds / fit.seconds(each, cost) for each in large]
+    cost, ratios = fit.bytes_beside(measured[0], measured[-min(LARGE, len(measured)) :])
     factor = min(max(min(ratios), FACTORS[0]), FACTORS[1])
     cost = cost.model_copy(update={"byte_factor": factor})
     by_size = tuple(
@@ -73,6 +72,27 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     cost = cost.model_copy(update={"by_size": by_size})
     errors = [max(abs(fit.seconds(each, cost) / each.seconds - 1), each.spread) for each in measured]
     return cost.model_copy(update={"fit_error": statistics.median(errors)})
+
+
+def as_quick_as_seen(
+    cluster: Cluster, rings: Sequence[tuple[Sequence[ProgramOf], Sequence[Measured]]]
+) -> Cluster:
+    """``cluster`` with links that carry bytes at least as quickly as ``rings`` (programs, what was measured) did.
+
+    Goodput that was measured while something disturbed the machine is too low, and everything would be laid to
+    links that are not so slow.
+    """
+    taken = [_Fit(cluster, programs).bytes_beside(seen[0], seen[-1:])[1][0] for programs, seen in rings]
+    factor = max(min(taken, default=1.0), 1 / MOST_QUICKER)
+    if factor >= 1:
+        return cluster
+    if len(cluster.hosts) == 1:
+        return cluster.model_copy(update={"local_gbps": cluster.local_gbps / factor})
+    rates = (
+        {"up_gbps": host.up_gbps / factor, "down_gbps": host.down_gbps / factor} for host in cluster.hosts
+    )
+    hosts = tuple(host.model_copy(update=own) for host, own in zip(cluster.hosts, rates, strict=True))
+    return cluster.model_copy(update={"hosts": hosts})
 
 
 class _Fit:
@@ -92,6 +112,11 @@ class _Fit:
     def seconds(self, measured: Measured, cost: AlgorithmCost) -> float:
         """What replay says."""
         return replayed_seconds(self._cluster, self._programs, measured.size_bytes, cost, measured.turns)
+
+    def bytes_beside(self, tiny: Measured, large: Sequence[Measured]) -> tuple[AlgorithmCost, list[float]]:
+        """What ``tiny`` says of messages, and how many times as long as links take ``large`` ones took beside that."""
+        cost = self.message(tiny, AlgorithmCost())
+        return cost, [each.seconds / self.seconds(each, cost) for each in large]
 
     def message(self, measured: Measured, cost: AlgorithmCost) -> AlgorithmCost:
         """``cost`` with what messages take for replay to say what was measured: by halving."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -17,7 +18,10 @@ from headway.graph.update_cost import is_beside, update_cost_beside
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
-DEFAULT_LATENCY_US = 100.0
+DEFAULT_LATENCY_US = 100.0  # of a message of Gloo's
+NCCL_LATENCY_US = 5.0
+DEFAULT_LOCAL_GBPS = 20.0
+NCCL_KERNEL = re.compile("[nr]ccl", re.IGNORECASE)
 HUBER_LIMIT, HUBER_ROUNDS = 1.345, 20
 
 
@@ -59,9 +63,13 @@ def cluster_from_trace(trace: Trace) -> Cluster:
 def library_of(trace: Trace) -> Literal["gloo", "nccl"]:
     """Whose collectives the recorded process group's own are; RCCL's are NCCL's.
 
-    A group that has both, each for devices of its own, is taken for Gloo's.
+    The names of kernels say so, where there are any; else the backend: a group that has both, each for devices of its
+    own, is taken for Gloo's.
     """
     backend = trace.manifest.ranks[0].backend.lower()
+    for events in trace.events.values():
+        if any(NCCL_KERNEL.match(name) for name in set(events.of_kind(Kind.COLLECTIVE).algorithm)):
+            return "nccl"
     return "nccl" if "nccl" in backend and "gloo" not in backend else "gloo"
 
 
@@ -168,8 +176,9 @@ def _robust(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.floating]:
 def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source: str) -> Cluster:
     workers: dict[str, int] = {}
     before = ""
+    hosts = _hosts_of_all(trace)
     for rank in range(trace.world_size):
-        host = trace.hosts.get(rank, f"unrecorded-{rank}")
+        host = hosts[rank]
         if host in workers and host != before:
             raise TraceError(
                 "ranks that alternate between hosts are not supported yet",
@@ -179,16 +188,23 @@ def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source:
             )
         before = host
         workers[host] = workers.get(host, 0) + 1
-    rate = max(gbps, 1e-6)
-    hosts = tuple(
-        Host(name=name, workers=count, up_gbps=rate, down_gbps=rate) for name, count in workers.items()
-    )
-    on_one_host = len(hosts) == 1
+    rate, library = max(gbps, 1e-6), library_of(trace)
     return Cluster(
-        hosts=hosts,
-        latency_us=DEFAULT_LATENCY_US,
-        local_gbps=rate if on_one_host else 20.0,
+        hosts=tuple(
+            Host(name=name, workers=count, up_gbps=rate, down_gbps=rate) for name, count in workers.items()
+        ),
+        latency_us=NCCL_LATENCY_US if library == "nccl" else DEFAULT_LATENCY_US,
+        local_gbps=rate if len(workers) == 1 else max(rate, DEFAULT_LOCAL_GBPS),
         algorithms=costs,
-        library=library_of(trace),
+        library=library,
         source=source,
     )
+
+
+def _hosts_of_all(trace: Trace) -> list[str]:
+    """The host of each rank; one that was not recorded is taken to be where the rank before it is, or the next one."""
+    recorded = sorted(trace.hosts)
+    return [
+        trace.hosts[max((each for each in recorded if each <= rank), default=recorded[0])]
+        for rank in range(trace.world_size)
+    ]

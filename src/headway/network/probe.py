@@ -21,7 +21,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.cluster import DEFERRED_UPDATE, AlgorithmCost, Cluster, Host
 from headway.network.beside import beside_communication
-from headway.network.collective_costs import CANDIDATES, measure_costs
+from headway.network.collective_costs import CANDIDATES, with_costs
 
 REPEATS = 5
 LATENCY_ROUND_TRIPS = 60
@@ -83,15 +83,15 @@ def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool =
     if cluster.world_size == 1:
         return cluster
     progress("ring and native collectives")
-    costs = measure_costs(cluster, second, busy_cores=busy_cores)
+    cluster = with_costs(cluster, second, busy_cores=busy_cores)
     if not busy_cores:
-        return cluster.model_copy(update={"algorithms": costs})
+        return cluster
     progress("computation beside communication")
     beside = CANDIDATES[0]
     slowdown, update_s = beside_communication(
         beside.prepared(BESIDE_BYTES, second), beside.ideal_s(cluster, BESIDE_BYTES)
     )
-    costs[DEFERRED_UPDATE] = AlgorithmCost(overhead_us=update_s * 1e6)
+    costs = {**cluster.algorithms, DEFERRED_UPDATE: AlgorithmCost(overhead_us=update_s * 1e6)}
     return cluster.model_copy(update={"algorithms": costs, "compute_slowdown": slowdown})
 
 

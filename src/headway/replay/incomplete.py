@@ -2,11 +2,13 @@
 
 One that names no parameters still says which bytes were reduced when: each recorded bucket is then taken for one
 parameter whose gradient was ready when the bucket was asked for. Buckets stay as they were recorded, so that clusters,
-rates and ranks may change, and plans may not. What is missing is said (``lacks``).
+rates and ranks may change, and plans may not. Waits that nothing would lay out again stay in the step as time that
+passes. What is missing is said (``lacks``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,24 +20,37 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Trace
 
-_OPERATORS = (Kind.FORWARD, Kind.BACKWARD)  # what importers know operators and kernels to be part of
-_MADE_ANEW = (Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GRADIENT_READY)
 AS_RECORDED = DistributedDataParallelStrategy(bucket_cap_mb=0)  # a bucket of every "parameter"
-RECORD = "Record the job with headway record, or one that constructs DistributedDataParallel."
+ADVICE = "Record the job with headway record; it has to construct DistributedDataParallel."
+AT_ONCE_NS = 200_000  # within which whoever waited for a collective goes on after it
+_OPERATORS = (Kind.FORWARD, Kind.BACKWARD)  # what importers know operators and kernels to be part of
+_MADE_ANEW = (Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GRADIENT_READY, Kind.WAIT)
+Key = tuple[str, str, int]  # of a collective, on all its ranks: name, group, sequence
 
 
-def lacks(trace: Trace) -> tuple[str, ...]:
-    """What a replay of ``trace`` has to do without, and what to record instead; a sentence each."""
-    said = []
+def check_takes_plans(trace: Trace) -> None:
+    """Raise TraceError unless ``trace`` names the parameters that plans decide about."""
     if not trace.model.parameters:
+        raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=ADVICE)
+
+
+def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:
+    """What a replay of ``recorded``, as ``replayed``, has to do without, and what to record instead."""
+    said = []
+    if not recorded.model.parameters:
         said.append(
             "The trace names no parameters: its buckets are replayed as they were recorded, and no plan can be laid "
-            f"over it. {RECORD}"
+            f"over it. {ADVICE}"
         )
-    if trace.missing_ranks:
+    if len(replayed.steps) < len(recorded.steps):
         said.append(
-            f"Only {len(trace.events)} of {trace.world_size} ranks were recorded: the others are taken to do the same, "
-            "and what these waited for others counts as communication. Import or record every rank."
+            f"Only {len(replayed.steps)} of {len(recorded.steps)} steps have the usual buckets on all ranks; the "
+            "others are left out."
+        )
+    if recorded.missing_ranks:
+        said.append(
+            f"Only {len(recorded.events)} of {recorded.world_size} ranks were recorded: the others are taken to do the "
+            "same, and what these waited for others counts as communication. Import or record every rank."
         )
     return tuple(said)
 
@@ -43,14 +58,15 @@ def lacks(trace: Trace) -> tuple[str, ...]:
 def of_recorded_buckets(trace: Trace) -> Trace:
     """``trace`` with its buckets as parameters, without the steps that have others than most.
 
-    Raises TraceError where gradients were not all-reduced, or nothing tells how many bytes they have.
+    Collectives of a part of the ranks are no buckets, and what was waited for them is time that passes. Raises
+    TraceError where gradients were not all-reduced, or nothing tells how many bytes they have.
     """
     if any(len(events.of_kind(Kind.PUSH)) for events in trace.events.values()):
         raise TraceError(
             "replay does not lay out other frameworks' parameter servers", got="pushes and pulls",
             expected="gradients that are all-reduced",
         )  # fmt: skip
-    reduced = {rank: _reduced(events) for rank, events in trace.events.items()}
+    reduced = {rank: _reduced(trace, events) for rank, events in trace.events.items()}
     sizes = {
         (rank, step): tuple(row.size_bytes for row in rows)
         for rank, steps in reduced.items()
@@ -59,7 +75,7 @@ def of_recorded_buckets(trace: Trace) -> Trace:
     if not sizes:
         raise TraceError(
             "the trace holds no collective of gradients, so there is nothing to replay",
-            fix=f"Record a job of several ranks, from the first backward on. {RECORD}",
+            fix=f"Record a job of several ranks, from the first backward on. {ADVICE}",
         )
     usual = Counter(sizes.values()).most_common(1)[0][0]
     if min(usual) < 0:
@@ -84,19 +100,22 @@ def of_recorded_buckets(trace: Trace) -> Trace:
         info.model_copy(update={"strategy": {AS_RECORDED.name: AS_RECORDED.model_dump(exclude_unset=True)}})
         for info in trace.manifest.ranks
     )
+    awaited = _awaited(trace)
     return replace(
         trace,
         manifest=trace.manifest.model_copy(update={"ranks": ranks, "steps": steps}),
         model=ModelSpec(parameters=parameters, ready_order=tuple(names)),
-        events={rank: _laid_bare(own, reduced[rank], steps) for rank, own in trace.events.items()},
+        events={
+            rank: _laid_bare(own, reduced[rank], steps, awaited[rank]) for rank, own in trace.events.items()
+        },
     )
 
 
-def _reduced(events: Events) -> dict[int, list[Event]]:
-    """The collectives of gradients of each step, in the order in which they were asked for."""
+def _reduced(trace: Trace, events: Events) -> dict[int, list[Event]]:
+    """The collectives of gradients of all ranks in each step, in the order in which they were asked for."""
     found: dict[int, list[Event]] = {}
     for row in events.of_kind(Kind.COLLECTIVE):
-        if row.bucket < 0:
+        if row.bucket < 0 or trace.members(row.group) < trace.world_size:
             continue
         if row.name != "all_reduce":
             raise TraceError(
@@ -109,59 +128,89 @@ def _reduced(events: Events) -> dict[int, list[Event]]:
     return found
 
 
-def _laid_bare(events: Events, reduced: dict[int, list[Event]], steps: Sequence[int]) -> Events:
+def _awaited(trace: Trace) -> dict[int, dict[Key, Event]]:
+    """On each rank, the wait for each collective that is not of gradients, where every rank stood still for it."""
+    found: dict[int, dict[Key, Event]] = {}
+    for rank, events in trace.events.items():
+        own = found[rank] = {}
+        waits = sorted(events.of_kind(Kind.WAIT), key=lambda row: row.end_ns)
+        ends_ns = [row.end_ns for row in waits]
+        for row in events.of_kind(Kind.COLLECTIVE):
+            whole = row.name in KINDS and trace.members(row.group) == trace.world_size
+            if row.bucket >= 0 or row.size_bytes < 0 or not whole:
+                continue
+            first = bisect_left(ends_ns, row.end_ns - AT_ONCE_NS)
+            last = bisect_right(ends_ns, row.end_ns + AT_ONCE_NS)
+            for wait in waits[first:last]:
+                if wait.start_ns < row.end_ns:
+                    own[row.name, row.group, row.sequence] = wait
+    everywhere = set.intersection(*(set(own) for own in found.values()))
+    return {rank: {key: own[key] for key in own if key in everywhere} for rank, own in found.items()}
+
+
+def _laid_bare(
+    events: Events, reduced: dict[int, list[Event]], steps: Sequence[int], awaited: dict[Key, Event]
+) -> Events:
     """``steps`` as a recording of our own would have them: two passes, in which there are operators."""
     rows: list[Event] = []
     for step in steps:
         own = list(events.of_step(step))
-        waits = [row for row in own if row.kind == Kind.WAIT]
         for row in own:
             if row.kind in _OPERATORS:
                 rows.append(row._replace(kind=Kind.OPERATOR))
-            elif row.kind == Kind.COLLECTIVE and row.bucket < 0 and row.name in KINDS:
-                rows += _awaited(row, waits)
+            elif row.kind == Kind.COLLECTIVE:
+                rows += _of_collective(row, row in reduced[step], awaited)
             elif row.kind not in _MADE_ANEW:
                 rows.append(row)
         rows += _passes(step, own, reduced[step])
     return Events.from_rows(rows)
 
 
-def _awaited(collective: Event, waits: Sequence[Event]) -> list[Event]:
-    """A collective that is not of gradients, and the wait for it where computation stood still meanwhile.
-
-    Importers know that a rank waited, and not what for.
-    """
-    under = [row for row in waits if row.end_ns > collective.enqueue_ns and row.start_ns < collective.end_ns]
-    if not under or collective.size_bytes < 0:
-        return [collective]
-    begins_ns = max(collective.enqueue_ns, under[0].start_ns)
-    wait = _span(Kind.WAIT, collective.step, begins_ns, under[-1].end_ns, name=collective.name)
-    return [collective._replace(enqueue_ns=begins_ns), wait]
+def _of_collective(row: Event, is_bucket: bool, awaited: dict[Key, Event]) -> list[Event]:
+    """The collective as replay reads it, and the wait for it where there is one of its own."""
+    if is_bucket:
+        return [row]
+    row = row._replace(bucket=-1)
+    wait = awaited.get((row.name, row.group, row.sequence))
+    if wait is None:
+        return [row]
+    begins_ns = max(wait.start_ns, row.enqueue_ns)
+    waits = _span(Kind.WAIT, row.step, begins_ns, max(begins_ns, wait.end_ns), name=row.name)
+    return [row._replace(enqueue_ns=begins_ns), waits]
 
 
 def _passes(step: int, rows: Sequence[Event], buckets: Sequence[Event]) -> list[Event]:
-    """Backward lasts until the wait for its last bucket ends, and computes until that wait begins."""
+    """Backward computes until the wait for its last bucket begins, and lasts until that ends."""
     window = next(row for row in rows if row.kind == Kind.STEP)
-    last_ns = max(row.enqueue_ns for row in buckets)
-    waits = sorted((row.start_ns, row.end_ns) for row in rows if row.kind == Kind.WAIT)
-    wait = next((each for each in waits if each[1] > last_ns), None)
-    share_ends = [row.end_ns for row in rows if row.kind == Kind.BACKWARD]
-    computed_ns = wait[0] if wait else max([last_ns, *share_ends])
-    begins_ns = min(
-        [row.start_ns for row in rows if row.kind == Kind.BACKWARD] + [row.enqueue_ns for row in buckets]
-    )
+    asked_ns = max(row.enqueue_ns for row in buckets)
+    updates = [row.start_ns for row in rows if row.kind == Kind.OPTIMIZER and row.start_ns > asked_ns]
+    until_ns = min(updates, default=window.end_ns)
+    last_ns = max(row.end_ns for row in buckets)
+    waits = [
+        row
+        for row in rows
+        if row.kind == Kind.WAIT and row.end_ns > asked_ns and row.start_ns < min(last_ns, until_ns)
+    ]
+    begins = [row.start_ns for row in rows if row.kind == Kind.BACKWARD and row.start_ns <= asked_ns]
+    shares = [row.end_ns for row in rows if row.kind == Kind.BACKWARD and row.start_ns < until_ns]
+    computed_ns = min([row.start_ns for row in waits] or [max([asked_ns, *shares])])
+    begins_ns = min([*begins, *(row.enqueue_ns for row in buckets)])
     begins_ns = min(max(begins_ns, window.start_ns), computed_ns)
-    passed = _span(Kind.BACKWARD_PASS, step, begins_ns, max(computed_ns, last_ns, wait[1] if wait else 0))
+    ends_ns = max([computed_ns, asked_ns, *(row.end_ns for row in waits)])
+    inputs = [row.end_ns for row in rows if row.kind == Kind.INPUT and row.end_ns <= begins_ns]
     ready_ns = {row.bucket: row.start_ns for row in rows if row.kind == Kind.GRADIENT_READY}
     ready = [
         _span(Kind.GRADIENT_READY, step, min(max(at_ns, begins_ns), computed_ns), name=f"bucket {index}")
         for index, row in enumerate(buckets)
         for at_ns in [ready_ns.get(row.bucket, row.enqueue_ns)]
     ]
-    share = _span(Kind.BACKWARD, step, begins_ns, computed_ns)
-    inputs = [row.end_ns for row in rows if row.kind == Kind.INPUT and row.end_ns <= begins_ns]
-    forward = _span(Kind.FORWARD_PASS, step, max([window.start_ns, *inputs]), begins_ns)
-    return [forward, passed, share, *ready]
+    return [
+        _span(Kind.FORWARD_PASS, step, max([window.start_ns, *inputs]), begins_ns),
+        _span(Kind.BACKWARD_PASS, step, begins_ns, ends_ns),
+        _span(Kind.BACKWARD, step, begins_ns, computed_ns),
+        *ready,
+        *(row._replace(name="gradients") for row in waits),
+    ]
 
 
 def _span(kind: str, step: int, start_ns: int, end_ns: int | None = None, *, name: str = "") -> Event:

@@ -41,13 +41,18 @@ def ranks_of(recorded: Recorded, draws: int, computes: Iterable[float]) -> list[
     names = sorted(recorded)
     ranks = []
     for rank, compute in enumerate(computes):
-        timelines = recorded[names[rank % len(names)]]
-        first = rank // len(names) % draws
+        timelines = recorded.get(rank) or recorded[names[rank % len(names)]]
+        first = 0 if rank in recorded else rank // len(names) % draws
         own = [*timelines[first:], *timelines[:first]]
         if compute != 1.0:
             own = [timeline.scaled(compute) for timeline in own]
         ranks.append([own[0], *own])
     return ranks
+
+
+def may_fold(recorded: Recorded) -> bool:
+    """Whether rank ``r`` takes the steps of rank ``r`` modulo the number of recorded ranks."""
+    return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
 
 
 def _alike(recorded: Recorded) -> bool:

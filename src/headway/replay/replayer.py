@@ -22,10 +22,10 @@ from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
-from headway.replay.incomplete import RECORD, lacks, of_recorded_buckets
+from headway.replay.incomplete import check_takes_plans, lacks, of_recorded_buckets
 from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
-from headway.replay.ranks import draws_of, ranks_of
+from headway.replay.ranks import draws_of, may_fold, ranks_of
 from headway.replay.size import check_size, times_in_range
 from headway.replay.uncertainty import unfitted
 from headway.replay.what_if import WhatIf
@@ -66,12 +66,13 @@ class Replayer:
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
-        self.lacks = lacks(trace)
         self._knows_parameters = bool(trace.model.parameters)
         self.trace = trace if self._knows_parameters else of_recorded_buckets(trace)
+        self.lacks = lacks(trace, self.trace)
+        self._recorded = trace
         self._checked = False
         self._links: Links | None = None
-        self.cluster = cluster_from_trace(trace) if cluster is None else _with_host_costs(cluster, trace)
+        self.cluster = cluster_from_trace(self.trace) if cluster is None else _with_host_costs(cluster, trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
                 "the cluster is for another world size",
@@ -190,7 +191,7 @@ class Replayer:
         schedule = strategy.decide(self.trace.model)
         own = self._timelines(what_if.of_kernels) if what_if.of_kernels else self.timelines
         draws = draws_of(own, cluster, schedule)
-        alike = fold and not what_if.of_ranks
+        alike = fold and not what_if.of_ranks and may_fold(own)
         period = period_of(cluster, draws * len(own)) if alike else cluster.world_size
         computes = (what_if.compute * what_if.of_ranks.get(rank, 1.0) for rank in range(period))
         ranks = ranks_of(own, draws, computes)
@@ -201,11 +202,6 @@ class Replayer:
         walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
         return graph, graph.close()
 
-    def check_takes_plans(self) -> None:
-        """Raise TraceError unless the trace names the parameters that plans decide about."""
-        if not self._knows_parameters:
-            raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=RECORD)
-
     def _links_of(self, cluster: Cluster, folded: int) -> Links:
         """The links of the replay before, where they are the same: most plans are tried on one cluster."""
         before = self._links
@@ -215,7 +211,7 @@ class Replayer:
 
     def _strategy_run(self, asked: Strategy | None) -> Strategy:
         if asked is not None:
-            self.check_takes_plans()
+            check_takes_plans(self._recorded)
         if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
             return self.recorded_strategy
         return as_run(asked, *self.permitted)
