@@ -66,10 +66,10 @@ def library_of(trace: Trace) -> Literal["gloo", "nccl"]:
     The names of kernels say so, where there are any; else the backend: a group that has both, each for devices of its
     own, is taken for Gloo's.
     """
-    backend = trace.manifest.ranks[0].backend.lower()
     for events in trace.events.values():
         if any(NCCL_KERNEL.match(name) for name in set(events.of_kind(Kind.COLLECTIVE).algorithm)):
             return "nccl"
+    backend = trace.manifest.ranks[0].backend.lower()
     return "nccl" if "nccl" in backend and "gloo" not in backend else "gloo"
 
 

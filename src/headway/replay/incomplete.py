@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headway.collectives.algorithms import KINDS
+from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.errors import TraceError
 from headway.model import ModelSpec, ParameterSpec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -67,6 +67,31 @@ def of_recorded_buckets(trace: Trace) -> Trace:
             expected="gradients that are all-reduced",
         )  # fmt: skip
     reduced = {rank: _reduced(trace, events) for rank, events in trace.events.items()}
+    usual, steps = _usual(trace, reduced)
+    names = [f"bucket {index}" for index in range(len(usual))]
+    parameters = tuple(
+        ParameterSpec(name=name, shape=(size_bytes,), dtype="uint8", module="")
+        for name, size_bytes in zip(names, usual, strict=True)
+    )
+    ranks = tuple(
+        info.model_copy(update={"strategy": {AS_RECORDED.name: AS_RECORDED.model_dump(exclude_unset=True)}})
+        for info in trace.manifest.ranks
+    )
+    awaited = _awaited(trace)
+    return replace(
+        trace,
+        manifest=trace.manifest.model_copy(update={"ranks": ranks, "steps": steps}),
+        model=ModelSpec(parameters=parameters, ready_order=tuple(names)),
+        events={
+            rank: _laid_bare(own, reduced[rank], steps, awaited[rank]) for rank, own in trace.events.items()
+        },
+    )
+
+
+def _usual(
+    trace: Trace, reduced: Mapping[int, Mapping[int, Sequence[Event]]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The bytes of the buckets that most steps have, and the steps that have them on all ranks."""
     sizes = {
         (rank, step): tuple(row.size_bytes for row in rows)
         for rank, steps in reduced.items()
@@ -91,24 +116,7 @@ def of_recorded_buckets(trace: Trace) -> Trace:
             "no step has the same buckets on all ranks, so none can be replayed",
             fix="Record the same steps on every rank, after the first two, in which DDP still makes its buckets.",
         )
-    names = [f"bucket {index}" for index in range(len(usual))]
-    parameters = tuple(
-        ParameterSpec(name=name, shape=(size_bytes,), dtype="uint8", module="")
-        for name, size_bytes in zip(names, usual, strict=True)
-    )
-    ranks = tuple(
-        info.model_copy(update={"strategy": {AS_RECORDED.name: AS_RECORDED.model_dump(exclude_unset=True)}})
-        for info in trace.manifest.ranks
-    )
-    awaited = _awaited(trace)
-    return replace(
-        trace,
-        manifest=trace.manifest.model_copy(update={"ranks": ranks, "steps": steps}),
-        model=ModelSpec(parameters=parameters, ready_order=tuple(names)),
-        events={
-            rank: _laid_bare(own, reduced[rank], steps, awaited[rank]) for rank, own in trace.events.items()
-        },
-    )
+    return usual, steps
 
 
 def _reduced(trace: Trace, events: Events) -> dict[int, list[Event]]:
@@ -117,10 +125,10 @@ def _reduced(trace: Trace, events: Events) -> dict[int, list[Event]]:
     for row in events.of_kind(Kind.COLLECTIVE):
         if row.bucket < 0 or trace.members(row.group) < trace.world_size:
             continue
-        if row.name != "all_reduce":
+        if row.name != ALL_REDUCE:
             raise TraceError(
                 "replay lays out gradients that are all-reduced, of traces without parameters",
-                got=f"a {row.name} of gradients", expected="all_reduce",
+                got=f"a {row.name} of gradients", expected=ALL_REDUCE,
             )  # fmt: skip
         found.setdefault(row.step, []).append(row)
     for rows in found.values():

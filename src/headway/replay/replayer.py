@@ -66,8 +66,7 @@ class Replayer:
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
-        self._knows_parameters = bool(trace.model.parameters)
-        self.trace = trace if self._knows_parameters else of_recorded_buckets(trace)
+        self.trace = trace if trace.model.parameters else of_recorded_buckets(trace)
         self.lacks = lacks(trace, self.trace)
         self._recorded = trace
         self._checked = False
@@ -167,7 +166,7 @@ class Replayer:
         )
 
     def _peak_bytes(self, graph: GraphBuilder, strategy: Strategy) -> int | None:
-        if not self._knows_parameters:
+        if not self._recorded.model.parameters:
             return None
         return peak_bytes(graph.model, strategy, graph.schedule, graph.world_size)
 
