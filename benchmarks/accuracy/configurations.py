@@ -62,6 +62,7 @@ class Lab:
     kind: str = "homogeneous"
     workers: int = BASE_WORKERS
     rate: float = 1.0  # times the base rate
+    compute: float = 1.0  # times as long as in the base run
     slow_rank: bool = False
     slow_link: bool = False
     tenant: bool = False
@@ -69,6 +70,7 @@ class Lab:
     @property
     def name(self) -> str:
         said = [f"p{self.workers}", f"{self.rate:g}x"]
+        said += [f"compute-{self.compute:g}x"] if self.compute != 1 else []
         said += [word for word in ("slow_rank", "slow_link", "tenant") if getattr(self, word)]
         return "-".join(said).replace("_", "-")
 
@@ -90,7 +92,8 @@ LABS = {
     for lab in (
         BASE_LAB,
         Lab(workers=2),
-        Lab(workers=8),
+        Lab("crowded", workers=8),  # eight hosts have two cores between them
+        Lab("half pace", workers=8, rate=0.5, compute=2.0),  # and here twice the time for the same work
         Lab(rate=0.5),
         Lab(rate=2.0),
         Lab("slow rank", slow_rank=True),

@@ -39,7 +39,7 @@ def work(model: str, lab_name: str, effort: Effort, folder: Path) -> None:
     dist.init_process_group("gloo")
     subject, lab = Subject.of(model), LABS[lab_name]
     slow = lab.slow_rank and dist.get_rank() == SLOW_RANK
-    dilation = subject.dilation * (SLOW_BY if slow else 1.0)
+    dilation = subject.dilation * lab.compute * (SLOW_BY if slow else 1.0)
     plans = plans_of(subject, lab)
     if lab == BASE_LAB:
         last_step = WARM_STEPS + effort.steps

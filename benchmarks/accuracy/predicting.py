@@ -49,6 +49,8 @@ def _differences(subject: Subject, lab: Lab) -> list[str]:
         asked.append(f"workers={lab.workers}")
     if lab.rate != 1:
         asked.append(f"bandwidth={lab.rate}x")
+    if lab.compute != 1:
+        asked.append(f"compute={lab.compute}x")
     if lab.slow_rank:
         asked.append(f"compute:{SLOW_RANK}={SLOW_BY}x")
     if lab.slow_link:
