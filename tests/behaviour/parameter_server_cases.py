@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import headway
 from headway.plan import Plan, PlannedModel
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.data_parallel.parameter_server.runtime import Servers
 from headway.strategies.parallelize import parallelize
 
 STEPS, ROWS = 6, 4
@@ -104,3 +107,26 @@ def bereft(_rank: int, _world_size: int) -> dict[str, Any]:
         print(f"SAID {error}", flush=True)
         os._exit(3)
     return {}
+
+
+def held_after_rebuilding(_rank: int, _world_size: int) -> list[bool]:
+    """For each step, whether any bucket of an earlier one is still in memory that is not one of this step's."""
+    wrapped, _ = wrapped_of(ParameterServerStrategy(bucket_cap_mb=0.001, channels=2))
+    storages: dict[int, weakref.ref[Any]] = {}
+    pushed: set[int] = set()
+    push = Servers.push
+
+    def watched(self: Servers, buffer: torch.Tensor, bucket: int) -> Any:
+        storage = buffer.untyped_storage()
+        storages[storage._cdata] = weakref.ref(storage)
+        pushed.add(storage._cdata)
+        return push(self, buffer, bucket)
+
+    Servers.push = watched  # type: ignore[method-assign]
+    found = []
+    for step in range(4):
+        pushed.clear()
+        loss_of(wrapped, step, dist.get_rank()).backward()
+        gc.collect()
+        found.append(any(ref() is not None for key, ref in storages.items() if key not in pushed))
+    return found

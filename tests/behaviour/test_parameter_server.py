@@ -50,6 +50,11 @@ def test_a_recording_says_the_strategy_and_replays(tmp_path: Path) -> None:
     assert replayer.replay(DistributedDataParallelStrategy(), WhatIf(workers=4)).step_ms > 0
 
 
+def test_buckets_that_ddp_replaces_are_not_kept() -> None:
+    for held in workers.run(2, f"{CASES}:held_after_rebuilding"):
+        assert held == [False] * 4
+
+
 def test_a_killed_peer_ends_the_others_with_a_word() -> None:
     ended = workers.launch(3, f"{CASES}:bereft", timeout_s=90, group_timeout_s=20)
     assert [w.status for w in ended] == [3, 3, -9]

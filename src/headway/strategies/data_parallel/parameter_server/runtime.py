@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,10 @@ class Servers:
         self._channels = Channels(self._groups, lambda: "a peer ended or fell silent", wiring.streams)
         self._channels.use(channels)
         self._scratch = [torch.empty(0)] * channels
-        self._prepared: dict[tuple[int, int], _Bound] = {}  # by channel and bucket
+        self._prepared: list[dict[int, live.Prepared]] = [{} for _ in range(channels)]  # by bucket
+        self._places: dict[
+            int, tuple[int, int]
+        ] = {}  # where DDP keeps each bucket for now, and how large it is
         self._stopped = False
         _watch(self)
 
@@ -86,6 +89,7 @@ class Servers:
 
     def push(self, buffer: torch.Tensor, bucket: int) -> torch.futures.Future[Any]:
         """Have the mean of ``buffer`` over ranks put in its place; the future is done when it is there."""
+        self._look_for_new_buckets(buffer, bucket)
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def then(error: CommunicationError | None) -> None:
@@ -107,28 +111,30 @@ class Servers:
 
     def _serve(self, buffer: torch.Tensor, bucket: int, channel: int) -> None:
         buffer.div_(self.world_size)
-        bound = self._prepared.get((channel, bucket))
-        if bound is None or bound.address != buffer.data_ptr() or bound.numel != buffer.numel():
-            bound = self._prepared[channel, bucket] = self._bound(buffer, channel)
-        bound.program.run()
+        program = self._prepared[channel].get(bucket)
+        if program is None:
+            program = self._prepared[channel][bucket] = self._bound(buffer, channel)
+        program.run()
 
-    def _bound(self, buffer: torch.Tensor, channel: int) -> _Bound:
-        """The program on a channel's connections, bound to where DDP keeps the bucket for now."""
+    def _look_for_new_buckets(self, buffer: torch.Tensor, bucket: int) -> None:
+        """Forget programs that are bound to buckets which DDP has replaced: they would keep the memory of these."""
+        place = buffer.data_ptr(), buffer.numel()
+        if self._places.setdefault(bucket, place) != place:
+            self._places = {bucket: place}
+            for prepared in self._prepared:
+                prepared.clear()
+
+    def _bound(self, buffer: torch.Tensor, channel: int) -> live.Prepared:
+        """The program on a channel's connections, bound to a bucket."""
         group = self._groups.host[channel]
         program = push_and_pull(group.rank(), group.size())
         needed = scratch_numel_of(program, buffer.numel())
         scratch = self._scratch[channel]
         if scratch.numel() < needed or scratch.dtype != buffer.dtype:
+            self._prepared[channel].clear()  # or the smaller one would be kept as well
             scratch = self._scratch[channel] = buffer.new_empty(needed)
         second = self._groups.second[channel] if self._groups.second else None
-        prepared = live.Prepared(program, buffer, group, scratch, second)
-        return _Bound(buffer.data_ptr(), buffer.numel(), prepared)
-
-
-class _Bound(NamedTuple):
-    address: int
-    numel: int
-    program: live.Prepared
+        return live.Prepared(program, buffer, group, scratch, second)
 
 
 _alive: weakref.WeakSet[Servers] = weakref.WeakSet()
