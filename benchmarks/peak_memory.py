@@ -3,8 +3,8 @@
     python benchmarks/peak_memory.py [--quick] [--only CASE] [--json FILE]
 
 Real models train on one machine, a process a rank. Every plan's peak is predicted twice: by replay from ONE recording
-of the model (stock DDP, two workers), and by `headway predict` from the function that builds it. A case takes three
-minutes, and is kept as soon as it is done.
+of the model (stock DDP, two workers), and by `headway predict --device here` from the function that builds it. A case
+takes three minutes, and is kept as soon as it is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memory.watching import Watching
 from headway.cluster import Cluster, Host
 from headway.lab import launch
 from headway.lab.spec import parse_spec
-from headway.predict.models import workload_named
+from headway.predict.models import HERE, workload_named
 from headway.predict.replayed import predict
 from headway.replay.replayer import Replayer
 from headway.replay.what_if import WhatIf
@@ -38,11 +38,10 @@ WORDS = (
     "Peak memory of a rank, in MB, measured as by how much a process's anonymous resident memory grew at most, seen "
     "from outside every half millisecond from before the model was built until after the fifth step (mean over "
     "ranks; memory that is freed is returned to the system at once, MALLOC_MMAP_THRESHOLD_=65536). Predicted from "
-    "one recording of stock DDP on two workers (`replayed_mb`), and from the function alone, on pretended tensors "
-    "(`predicted_mb`). `error` is the recording's, `error_of_predict` the other's. Optimizers update all at once "
-    "(foreach), as they do on accelerators. Buckets: DDP's default, 5 MiB elsewhere. What tensors do not show is "
-    "measured and not predicted: process groups of one's own (decoupled and servers), and, of pretended tensors, which "
-    "stand for any device, what convolutions hold inside on the CPU."
+    "one recording of stock DDP on two workers (`replayed_mb`), and from the function that builds the model, on one "
+    "pass of this device (`predicted_mb`). `error` is the recording's, `error_of_predict` the other's. Optimizers "
+    "update all at once (foreach), as they do on accelerators. Buckets: DDP's default, 5 MiB elsewhere. What tensors do not show is "
+    "measured and not predicted, such as process groups of one's own (decoupled and servers)."
 )
 
 
@@ -74,7 +73,7 @@ def _row(name: str, plan: str, workers: int, replayer: Replayer) -> dict[str, An
     cluster = Cluster(
         hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=10, down_gbps=10) for i in range(workers))
     )
-    workload = workload_named(function, None, subject.optimizer)
+    workload = workload_named(function, HERE, subject.optimizer)
     predicted = predict(workload, cluster, plan, PLANS[plan]).peak_bytes
     return {
         "case": name,
