@@ -40,8 +40,8 @@ WORDS = (
     "ranks; memory that is freed is returned to the system at once, MALLOC_MMAP_THRESHOLD_=65536). Predicted from "
     "one recording of stock DDP on two workers (`replayed_mb`), and from the function that builds the model, on one "
     "pass of this device (`predicted_mb`). `error` is the recording's, `error_of_predict` the other's. Optimizers "
-    "update all at once (foreach), as they do on accelerators. Buckets: DDP's default, 5 MiB elsewhere. What tensors do not show is "
-    "measured and not predicted, such as process groups of one's own (decoupled and servers)."
+    "update all at once (foreach), as they do on accelerators. Buckets: DDP's default, 5 MiB elsewhere. What tensors "
+    "do not show is measured and not predicted, such as process groups of one's own (decoupled and servers)."
 )
 
 

@@ -84,6 +84,7 @@ class Effort:
 
 
 FULL, QUICK = Effort(1, 8), Effort(1, 4)
+CROWDED = "crowded"
 PACED = ("resnet50", "densenet201", "bert-base", "vgg16")
 BASE_PLAN = "ddp-25"
 BASE_LAB = Lab()
@@ -92,7 +93,7 @@ LABS = {
     for lab in (
         BASE_LAB,
         Lab(workers=2),
-        Lab("crowded", workers=8),  # eight hosts have two cores between them
+        Lab(CROWDED, workers=8),  # eight hosts have two cores between them
         Lab("half pace", workers=8, rate=0.5, compute=2.0),  # and here twice the time for the same work
         Lab(rate=0.5),
         Lab(rate=2.0),

@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from accuracy.configurations import CROWDED
+
 REPRODUCTION = "reproduction"
 PICTURE = "replay_accuracy.png"
 _MARKS = {"ddp": "o", "decoupled": "^", "servers": "s"}
@@ -22,9 +24,9 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
     rows = document["rows"]
     what_if = [row for row in rows if row["class"] != REPRODUCTION]
     lines = [f"# {name}", "", words, "", f"![predicted against measured]({PICTURE})", ""]
-    lines += _table(
-        "", [(REPRODUCTION, [r for r in rows if r["class"] == REPRODUCTION]), ("what-if", what_if)]
-    )
+    roomy = [row for row in what_if if row["class"] != CROWDED]
+    summary = [(REPRODUCTION, [row for row in rows if row["class"] == REPRODUCTION]), ("what-if", what_if)]
+    lines += _table("", [*summary, (f"what-if, {CROWDED} left out", roomy)])
     lines += _table("what-if, by what differs from the base run", _grouped(what_if, lambda row: row["class"]))
     lines += _table("what-if, by workers", _grouped(what_if, lambda row: row["lab"].partition("-")[0]))
     lines += _table("what-if, by plan", _grouped(what_if, lambda row: row["method"]))
