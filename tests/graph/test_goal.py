@@ -16,6 +16,7 @@ from headway.graph import goal
 from headway.replay.engine import play
 from headway.replay.replayer import Replayer
 from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 
 def instant(world_size: int) -> Cluster:
@@ -56,6 +57,27 @@ def test_long_computation_is_cut_into_what_can_be_read(
     whole, cut = (ends_ns((tmp_path / name).read_text()) for name in ("whole.goal", "cut.goal"))
     assert len(cut) > len(whole)
     assert {label: cut[label] for label in whole} == whole
+
+
+def test_what_goes_on_at_the_same_time_has_processors_of_its_own(tmp_path: Path) -> None:
+    """Simulators do one thing at a time on each, and an update of one bucket does not wait for that of another."""
+    strategy = DecoupledStrategy(bucket_cap_bytes=1, gather="parameters", channels=2)
+    replayer = Replayer(as_bucketed(synthetic_trace(job(world_size=2))), instant(2))
+    graph, dataflow = replayer.lay_out(strategy)
+    writer = goal.GoalWriter(graph, dataflow)
+    writer.write(tmp_path / "out.goal")
+    lines = (tmp_path / "out.goal").read_text().splitlines()
+    own = {line.partition(":")[0]: int(line.rpartition(" ")[2]) for line in lines if " cpu " in line}
+    updates = {work.bucket: own[f"o{work.operation}"] for work in graph.works}
+    assert len(updates) > 1
+    sends = {own[line.partition(":")[0]] for line in lines if ": send " in line}
+    receipts = {own[line.partition(":")[0]] for line in lines if ": recv " in line}
+    main = {own[f"o{stretch.operation}"] for stretch in graph.stretches}
+    groups = (main, set(updates.values()), sends, receipts)
+    assert len(set.union(*groups)) == sum(map(len, groups))
+    assert len(set(updates.values())) == len(updates)
+    assert main == {goal.MAIN}
+    assert max(own.values()) < 256
 
 
 def test_what_nobody_can_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

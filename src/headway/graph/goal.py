@@ -20,12 +20,17 @@ from headway.graph.dataflow import DURATION, Dataflow
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits
-# Processors: the main thread, updates beside it, and what messages cost.
-MAIN, BESIDE, COMMUNICATION = 0, 1, 2
+# Processors: the main thread; one for each update beside it; for each collective one that sends and one that receives.
+# On each one thing goes on at a time, and here nothing waits for what it does not require. A rank may have 256.
+MAIN, APART = 0, 80
+BESIDE, SENDING, RECEIVING = 1, 1 + APART, 1 + 2 * APART
 
 
 class GoalWriter:
-    """Writes one graph whose ranks are all there. Raises UserError for one that is too large to be read by anybody."""
+    """Writes one graph whose ranks are all there; ``ranks`` says whose each of its operations is.
+
+    Raises UserError for a graph that is too large to be read by anybody.
+    """
 
     def __init__(self, graph: GraphBuilder, dataflow: Dataflow) -> None:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
@@ -39,31 +44,34 @@ class GoalWriter:
         count = len(dataflow)
         self._dataflow = dataflow
         self._world_size = graph.world_size
-        self._rank = np.full(count, -1, dtype=np.int64)
-        self._processor = np.full(count, COMMUNICATION, dtype=np.int64)
+        self.ranks = np.full(count, -1, dtype=np.int64)
+        self._processor = np.full(count, MAIN, dtype=np.int64)
         self._to = np.full(count, -1, dtype=np.int64)  # of messages: who receives them
         self._size_bytes = np.zeros(count, dtype=np.int64)
         self._tag = np.zeros(count, dtype=np.int64)
         for stretch in graph.stretches:
-            self._rank[stretch.operation], self._processor[stretch.operation] = stretch.rank, MAIN
+            self.ranks[stretch.operation], self._processor[stretch.operation] = stretch.rank, MAIN
         for work in graph.works:
-            self._rank[work.operation], self._processor[work.operation] = work.rank, BESIDE
+            self.ranks[work.operation] = work.rank
+            self._processor[work.operation] = BESIDE + work.bucket % APART
         tag = 0
-        for collective in graph.collectives:
-            tag = self._place(graph, collective, tag)
-        assert (self._rank >= 0).all(), "an operation of no rank"
+        for number, collective in enumerate(graph.collectives):
+            tag = self._place(graph, collective, tag, SENDING + number % APART)
+        assert (self.ranks >= 0).all(), "an operation of no rank"
 
-    def _place(self, graph: GraphBuilder, collective: PlacedCollective, tag: int) -> int:
-        """Note whose the operations of a collective are; returns the next tag."""
+    def _place(self, graph: GraphBuilder, collective: PlacedCollective, tag: int, processor: int) -> int:
+        """Note whose the operations of a collective are, which are done by ``processor``; returns the next tag."""
         world_size = self._world_size
         ranks = np.arange(world_size)
-        self._rank[collective.begins] = self._rank[collective.ends] = ranks
+        self.ranks[collective.begins] = self.ranks[collective.ends] = ranks
         program_of = collective.selection.program_of
         columns = columns_of(program_of, world_size)
         begins, transfers, dones = structure_of(program_of, world_size).places(collective.base)
         steps = len(columns.send_to)
-        self._rank[begins] = ranks
-        self._rank[transfers] = self._rank[dones] = np.repeat(ranks, steps)
+        self.ranks[begins] = ranks
+        for own in (collective.begins, collective.ends, begins, transfers, dones):
+            self._processor[own] = processor
+        self.ranks[transfers] = self.ranks[dones] = np.repeat(ranks, steps)
         cost = collective.selection.cost(graph.cluster)
         self._to[transfers] = columns.send_to.T.ravel()
         self._size_bytes[transfers] = message_bytes(
@@ -86,11 +94,11 @@ class GoalWriter:
         requires: dict[int, list[tuple[str, str]]] = {rank: [] for rank in range(self._world_size)}
         for before in range(len(self._dataflow)):
             for part, following in pairwise(self._parts(before)):
-                requires[int(self._rank[before])].append((part, following))
+                requires[int(self.ranks[before])].append((part, following))
             for after in self._dataflow.successors(before):
                 rank, edge = self._edge(before, after)
                 requires[rank].append(edge)
-        own = [np.flatnonzero(self._rank == rank) for rank in range(self._world_size)]
+        own = [np.flatnonzero(self.ranks == rank) for rank in range(self._world_size)]
         incoming = [np.flatnonzero(self._to == rank) for rank in range(self._world_size)]
         for rank in range(self._world_size):
             lines = [line for number in own[rank].tolist() for line in self._operation(number)]
@@ -103,7 +111,7 @@ class GoalWriter:
         if self._to[number] >= 0:
             yield (
                 f"o{number}: send {self._size_bytes[number]}b to {self._to[number]} tag {self._tag[number]} "
-                f"cpu {COMMUNICATION}"
+                f"cpu {self._processor[number]}"
             )
             return
         parts, left_ns = divmod(int(self._dataflow.wide[number, DURATION]), LONGEST_NS)
@@ -118,15 +126,15 @@ class GoalWriter:
 
     def _receive(self, number: int) -> str:
         return (
-            f"r{number}: recv {self._size_bytes[number]}b from {self._rank[number]} tag {self._tag[number]} "
-            f"cpu {COMMUNICATION}"
+            f"r{number}: recv {self._size_bytes[number]}b from {self.ranks[number]} tag {self._tag[number]} "
+            f"cpu {self._processor[number] - SENDING + RECEIVING}"
         )
 
     def _edge(self, before: int, after: int) -> tuple[int, tuple[str, str]]:
         """Whose an edge is, and between what: a message is the sender's, and its receipt the receiver's."""
-        rank = int(self._rank[after])
-        if self._to[after] >= 0 and self._rank[before] != rank:
+        rank = int(self.ranks[after])
+        if self._to[after] >= 0 and self.ranks[before] != rank:
             return int(self._to[after]), (f"o{before}", f"r{after}")  # the receive is posted
-        if self._to[before] >= 0 and self._rank[before] != rank:
+        if self._to[before] >= 0 and self.ranks[before] != rank:
             return rank, (f"r{before}", self._parts(after)[0])
         return rank, (f"o{before}", self._parts(after)[0])

@@ -1,0 +1,144 @@
+"""Another simulator's word on the same graphs: LogGOPSim plays what Headway exports as GOAL, and both say when it ends.
+
+    HEADWAY_LOGGOPSIM=FOLDER python benchmarks/goal_check.py [--quick] [--only CASE] [--json FILE]
+
+FOLDER holds `txt2bin` and `LogGOPSim`, built from ATLAHS (its sim/LogGOPSim, with re2c and gengetopt). The original
+LogGOPSim lets an operation of another processor begin when what it requires begins, not when that is done, and so is
+too quick for every graph in which communication runs beside computation. Each case is a published model, trained for
+two steps by ranks that compute for times of their own, under plans of every strategy: once where messages take no time,
+where both must say the same, and once where links have a latency and a rate, for which both have models of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import parse_arguments, report
+
+from headway.cluster import Cluster, Host
+from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.dataflow import Dataflow
+from headway.graph.goal import GoalWriter
+from headway.predict.models import workload_named
+from headway.predict.strategies import strategies_named
+from headway.replay.engine import play
+from headway.strategies.loading import driver
+
+MODELS = ("resnet50", "bert-base", "vgg16")
+PLANS = ("ddp", "decoupled:gather=parameters", "decoupled:gather=gradients", "parameter_server")
+WORKERS, STEPS = 8, 2
+LARGE, LARGE_WORKERS, LARGE_PLAN = "64-ranks", 64, "decoupled:gather=parameters"
+UNEVEN = 0.003  # by so much more computes a rank than the one before
+QUEUED_BYTES = 2**31 - 1  # messages up to this size are sent before anybody waits for them
+
+
+class Links(NamedTuple):
+    """What messages cost: ours as a cluster has it, and LogGOPSim's L and G (ns, and ns a byte)."""
+
+    name: str
+    gbps: float
+    latency_us: float
+    latency_ns: int
+    byte_ns: float
+
+
+FREE = Links("free", 1e6, 0, 0, 0.0)
+TEN_GBPS = Links("10gbps", 10, 20, 20_000, 0.8)
+WORDS = (
+    "The end of the last rank (`headway_ms`, `loggopsim_ms`) after two steps of a model, by Headway's engine and by "
+    "LogGOPSim as ATLAHS has it, of the same graph. `off_ns` is the largest difference of any rank's end, `error` that "
+    "of the last. Links are `free` where messages take no time: there the engine rounds each message up to a "
+    "nanosecond. Elsewhere (10 Gb/s, 20 us) each has a model of its own: Headway has connections share a link at "
+    "max-min fair rates, LogGOPSim lets messages pass one after the other and takes those that arrive before their receive is "
+    "posted for unexpected. What that does to each plan was not followed further; how near Headway's model is to real "
+    "links, replay_accuracy says. `time_ms` is playing alone (`headway`), and the whole process after the text was "
+    "made binary (`loggopsim`)."
+)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__ or "", [*MODELS, LARGE])
+    folder = Path(os.environ.get("HEADWAY_LOGGOPSIM", ""))
+    missing = [name for name in ("txt2bin", "LogGOPSim") if not os.access(folder / name, os.X_OK)]
+    if missing or folder == Path():
+        raise SystemExit(f"HEADWAY_LOGGOPSIM={folder}: there is no {' and no '.join(missing)}. {__doc__}")
+    chosen = [arguments.only] if arguments.only else [*MODELS[: 1 if arguments.quick else None], LARGE]
+    rows: list[dict[str, Any]] = []
+    for case in chosen:
+        for text in PLANS if case in MODELS else (LARGE_PLAN,):
+            for links in (FREE, TEN_GBPS) if case in MODELS else (FREE,):
+                print(f"{case} {text} {links.name} …", file=sys.stderr, flush=True)
+                rows += _compared(folder, case, text, links)
+    report("goal_check", rows, arguments, WORDS)
+
+
+def _compared(folder: Path, case: str, text: str, links: Links) -> list[dict[str, Any]]:
+    large = case == LARGE
+    graph, dataflow = _laid_out(
+        MODELS[0] if large else case, text, links, LARGE_WORKERS if large else WORKERS
+    )
+    play(dataflow)  # compiles
+    begun = time.perf_counter()
+    played = play(dataflow)
+    ours_s = time.perf_counter() - begun
+    writer = GoalWriter(graph, dataflow)
+    ends_ns = np.array([played.end_ns[writer.ranks == rank].max() for rank in range(graph.world_size)])
+    with tempfile.TemporaryDirectory() as name:
+        text_file, binary = Path(name) / "graph.goal", Path(name) / "graph.bin"
+        operations = writer.write(text_file)
+        subprocess.run([folder / "txt2bin", "-i", text_file, "-o", binary], check=True, capture_output=True)
+        begun = time.perf_counter()
+        theirs_ns, last_ns = _played(folder, binary, links)
+        theirs_s = time.perf_counter() - begun
+    off_ns = int(np.abs(ends_ns - theirs_ns).max()) if len(theirs_ns) else abs(int(ends_ns.max()) - last_ns)
+    shared = {
+        "case": case, "plan": text, "links": links.name, "headway_ms": float(ends_ns.max() / 1e6),
+        "loggopsim_ms": last_ns / 1e6, "off_ns": off_ns, "error": float(ends_ns.max() / last_ns - 1),
+        "operations": operations,
+    }  # fmt: skip
+    return [
+        {**shared, "method": method, "time_ms": 1e3 * took_s, "operations_per_s": round(operations / took_s)}
+        for method, took_s in (("headway", ours_s), ("loggopsim", theirs_s))
+    ]
+
+
+def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphBuilder, Dataflow]:
+    hosts = tuple(
+        Host(name=f"h{rank}", workers=1, up_gbps=links.gbps, down_gbps=links.gbps) for rank in range(workers)
+    )
+    cluster = Cluster(hosts=hosts, latency_us=links.latency_us)
+    workload = workload_named(model, None, "momentum")
+    strategy = strategies_named((plan,), workload)[plan]
+    graph = GraphBuilder(cluster, workload.spec, strategy.decide(workload.spec))
+    ranks = [
+        [workload.timeline(rank, step).scaled(1 + UNEVEN * rank) for step in range(STEPS)]
+        for rank in range(workers)
+    ]
+    walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
+    return graph, graph.close()
+
+
+def _played(folder: Path, binary: Path, links: Links) -> tuple[np.ndarray, int]:
+    """Every rank's end, where LogGOPSim says it (of up to 16), and the last one's."""
+    command = [
+        str(folder / "LogGOPSim"), "-f", str(binary), "-L", str(links.latency_ns), "-o", "0", "-g", "0", "-O", "0",
+        "-G", str(links.byte_ns), "-S", str(QUEUED_BYTES),
+    ]  # fmt: skip
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ends = [int(found) for found in re.findall(r"^Host \d+: (\d+)$", said, re.MULTILINE)]
+    if ends:
+        return np.array(ends), max(ends)
+    (last,) = re.findall(r"^Maximum finishing time at host \d+: (\d+) ", said, re.MULTILINE)
+    return np.zeros(0), int(last)
+
+
+if __name__ == "__main__":
+    main()
