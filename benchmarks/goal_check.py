@@ -57,8 +57,8 @@ WORDS = (
     "LogGOPSim as ATLAHS has it, of the same graph. `off_ns` is the largest difference of any rank's end, `error` that "
     "of the last. Links are `free` where messages take no time: there the engine rounds each message up to a "
     "nanosecond. Elsewhere (10 Gb/s, 20 us) each has a model of its own: Headway has connections share a link at "
-    "max-min fair rates, LogGOPSim lets messages pass one after the other and takes those that arrive before their receive is "
-    "posted for unexpected. What that does to each plan was not followed further; how near Headway's model is to real "
+    "max-min fair rates, LogGOPSim lets messages pass one after the other and takes those that arrive before their "
+    "receive is posted for unexpected. What that does to each plan was not followed further; how near Headway's model is to real "
     "links, replay_accuracy says. `time_ms` is playing alone (`headway`), and the whole process after the text was "
     "made binary (`loggopsim`)."
 )
