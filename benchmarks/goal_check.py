@@ -54,13 +54,13 @@ FREE = Links("free", 1e6, 0, 0, 0.0)
 TEN_GBPS = Links("10gbps", 10, 20, 20_000, 0.8)
 WORDS = (
     "The end of the last rank (`headway_ms`, `loggopsim_ms`) after two steps of a model, by Headway's engine and by "
-    "LogGOPSim as ATLAHS has it, of the same graph. `off_ns` is the largest difference of any rank's end, `error` that "
-    "of the last. Links are `free` where messages take no time: there the engine rounds each message up to a "
-    "nanosecond. Elsewhere (10 Gb/s, 20 us) each has a model of its own: Headway has connections share a link at "
-    "max-min fair rates, LogGOPSim lets messages pass one after the other and takes those that arrive before their "
-    "receive is posted for unexpected. What that does to each plan was not followed further; how near Headway's model is to real "
-    "links, replay_accuracy says. `time_ms` is playing alone (`headway`), and the whole process after the text was "
-    "made binary (`loggopsim`)."
+    "LogGOPSim as ATLAHS has it, of the same graph. `off_ns` is the largest difference of any rank's end, `error` "
+    "that of the last. Links are `free` where messages take no time: there the engine rounds each message up to a "
+    "nanosecond. Elsewhere (10 Gb/s, 20 us) each has a model of its own: Headway has connections share a link at max-"
+    "min fair rates, LogGOPSim lets messages pass one after the other and takes those that arrive before their "
+    "receive is posted for unexpected. What that does to each plan was not followed further; how near Headway's model"
+    " is to real links, replay_accuracy says. `time_ms` is playing alone (`headway`), and the whole process after the"
+    " text was made binary (`loggopsim`)."
 )
 
 
