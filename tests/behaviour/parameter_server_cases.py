@@ -109,9 +109,12 @@ def bereft(_rank: int, _world_size: int) -> dict[str, Any]:
     return {}
 
 
-def held_after_rebuilding(_rank: int, _world_size: int) -> list[bool]:
-    """For each step, whether any bucket of an earlier one is still in memory that is not one of this step's."""
-    wrapped, _ = wrapped_of(ParameterServerStrategy(bucket_cap_mb=0.001, channels=2))
+def held_after_rebuilding(_rank: int, _world_size: int) -> list[tuple[int, int]]:
+    """After each step: how many buckets of earlier ones are still in memory, and how many of its own.
+
+    There are more channels than buckets, so that some idle for a while behind a bucket that is replaced.
+    """
+    wrapped, _ = wrapped_of(ParameterServerStrategy(bucket_cap_mb=0.001, channels=8))
     storages: dict[int, weakref.ref[Any]] = {}
     pushed: set[int] = set()
     push = Servers.push
@@ -128,5 +131,6 @@ def held_after_rebuilding(_rank: int, _world_size: int) -> list[bool]:
         pushed.clear()
         loss_of(wrapped, step, dist.get_rank()).backward()
         gc.collect()
-        found.append(any(ref() is not None for key, ref in storages.items() if key not in pushed))
+        alive = {key for key, ref in storages.items() if ref() is not None}
+        found.append((len(alive - pushed), len(alive & pushed)))
     return found

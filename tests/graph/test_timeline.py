@@ -92,21 +92,3 @@ def test_values_taken_over_from_updates_beside_the_main_thread_are_part_of_forwa
 
     assert total_ns(beside, Part.FORWARD) == total_ns(deferred, Part.FORWARD) + 1000
     assert total_ns(beside, Part.OPTIMIZER) == total_ns(deferred, Part.OPTIMIZER) - 1000
-
-
-def test_collectives_of_one_name_and_moment_keep_their_own_sizes() -> None:
-    ranks = events_of(SyntheticJob(world_size=2, steps=1))
-    for rank, rows in ranks.items():
-        start_ns = rows[0].start_ns
-        # The second one is done first, and so stands first, on one of the ranks.
-        for sequence, size_bytes, starts_ns in ((7, 400, start_ns + 5), (8, 800, start_ns + 5 - rank)):
-            rows += [
-                Event(
-                    Kind.COLLECTIVE, "all_gather", Stream.COMMUNICATION, 0, starts_ns, 10,
-                    enqueue_ns=start_ns, group="two", sequence=sequence, size_bytes=size_bytes,
-                ),
-                Event(Kind.WAIT, "all_gather", Stream.COMPUTE, 0, start_ns, 15),
-            ]  # fmt: skip
-    for (timeline,) in timelines_of(trace_of(ranks)).values():
-        blocking = [item.size_bytes for item in timeline.items if item.kind == Point.BLOCKING]
-        assert blocking == [400, 800]

@@ -201,6 +201,21 @@ def test_two_that_end_together_are_both_waited_for() -> None:
     assert len(sizes) == 2 * (len(roomy().steps) + 1)
 
 
+def test_what_one_wait_was_for_keeps_its_sizes_and_its_order() -> None:
+    small, large = collective(0, 2), collective(1, 1, sequence=1)._replace(size_bytes=500_000)
+    _, sizes = blocking(with_collectives(roomy(), small, large, wait(1, 1)))
+    assert sizes == [125_000, 500_000] * (len(roomy().steps) + 1)
+
+
+def test_what_nobody_waited_for_is_not_taken_for_what_was_asked_for_at_the_same_moment() -> None:
+    trace = roomy()
+    manifest = trace.manifest.model_copy(update={"groups": {"tp": (0,)}})
+    part = collective(0, 1, group="tp", sequence=1)._replace(size_bytes=-1)
+    rows = part, collective(0, 2), wait(0, 2)
+    _, sizes = blocking(with_collectives(replace(trace, manifest=manifest), *rows))
+    assert sizes == [125_000] * (len(trace.steps) + 1)
+
+
 @pytest.mark.parametrize("case", ["under computation", "on one rank", "of other ranks", "no collective"])
 def test_other_waits_are_time_that_passes(case: str) -> None:
     trace = roomy()

@@ -198,7 +198,8 @@ def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
         -1:
     ]
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
-    cuts = _blocking(rows)
+    sizes = {(r.name, r.enqueue_ns): r.size_bytes for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
+    cuts = []
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.USE, row.name)))
@@ -208,23 +209,12 @@ def _points(rows: Sequence[Event], owners: frozenset[str]) -> list[_Cut]:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.READY, row.name)))
         elif row.kind == Kind.OPTIMIZER:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
+        elif row.kind == Kind.WAIT and (size_bytes := sizes.get((row.name, row.start_ns))) is not None:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, size_bytes)))
     for one in synchronising:
         ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
         cuts.append(_Cut(max(ends, default=one.end_ns), 3, Item(Point.BACKWARD_END)))
     return cuts
-
-
-def _blocking(rows: Sequence[Event]) -> list[_Cut]:
-    """The collectives that the main thread waited for from the moment on at which it asked for them."""
-    waits = {(row.name, row.start_ns) for row in rows if row.kind == Kind.WAIT}
-    asked = [row for row in rows if row.kind == Kind.COLLECTIVE and row.bucket < 0]
-    # Those of one moment end, and so stand, in an order that need not be that of all ranks.
-    asked.sort(key=lambda row: (row.enqueue_ns, row.group, row.sequence))
-    return [
-        _Cut(row.enqueue_ns, 2, Item(Point.BLOCKING, row.name, 0, row.size_bytes))
-        for row in asked
-        if (row.name, row.enqueue_ns) in waits
-    ]
 
 
 def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:

@@ -151,7 +151,7 @@ def _awaited(trace: Trace) -> dict[int, dict[Key, Event]]:
             last = bisect_right(ends_ns, row.end_ns + AT_ONCE_NS)
             for wait in waits[first:last]:
                 if wait.start_ns < row.end_ns:
-                    own[row.name, row.group, row.sequence] = wait
+                    own[_key(row)] = wait
     everywhere = set.intersection(*(set(own) for own in found.values()))
     return {rank: {key: own[key] for key in own if key in everywhere} for rank, own in found.items()}
 
@@ -163,27 +163,55 @@ def _laid_bare(
     rows: list[Event] = []
     for step in steps:
         own = list(events.of_step(step))
+        asked_ns = _asked_ns(own, awaited)
         for row in own:
             if row.kind in _OPERATORS:
                 rows.append(row._replace(kind=Kind.OPERATOR))
             elif row.kind == Kind.COLLECTIVE:
-                rows += _of_collective(row, row in reduced[step], awaited)
+                rows += _of_collective(row, row in reduced[step], awaited, asked_ns)
             elif row.kind not in _MADE_ANEW:
                 rows.append(row)
         rows += _passes(step, own, reduced[step])
     return Events.from_rows(rows)
 
 
-def _of_collective(row: Event, is_bucket: bool, awaited: dict[Key, Event]) -> list[Event]:
+def _key(row: Event) -> Key:
+    return row.name, row.group, row.sequence
+
+
+def _asked_ns(rows: Sequence[Event], awaited: dict[Key, Event]) -> dict[Key, int]:
+    """When each awaited collective is asked for: as the wait for it begins.
+
+    Those that one wait was for follow each other a nanosecond apart, in the order in which they were asked for, since
+    a collective and the wait for it are told from others by their moment.
+    """
+    collectives = [row for row in rows if row.kind == Kind.COLLECTIVE]
+    others_ns = {row.enqueue_ns for row in collectives if _key(row) not in awaited}
+    found: dict[Key, int] = {}
+    last_ns = -1
+    for at_ns, _, key in sorted(
+        (max(awaited[key].start_ns, row.enqueue_ns), row.enqueue_ns, key)
+        for row in collectives
+        if (key := _key(row)) in awaited
+    ):
+        last_ns = max(at_ns, last_ns + 1)
+        while last_ns in others_ns:
+            last_ns += 1
+        found[key] = last_ns
+    return found
+
+
+def _of_collective(
+    row: Event, is_bucket: bool, awaited: dict[Key, Event], asked_ns: dict[Key, int]
+) -> list[Event]:
     """The collective as replay reads it, and the wait for it where there is one of its own."""
     if is_bucket:
         return [row]
     row = row._replace(bucket=-1)
-    wait = awaited.get((row.name, row.group, row.sequence))
-    if wait is None:
+    begins_ns = asked_ns.get(_key(row))
+    if begins_ns is None:
         return [row]
-    begins_ns = max(wait.start_ns, row.enqueue_ns)
-    waits = _span(Kind.WAIT, row.step, begins_ns, max(begins_ns, wait.end_ns), name=row.name)
+    waits = _span(Kind.WAIT, row.step, begins_ns, max(begins_ns, awaited[_key(row)].end_ns), name=row.name)
     return [row._replace(enqueue_ns=begins_ns), waits]
 
 

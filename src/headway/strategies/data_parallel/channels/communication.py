@@ -57,6 +57,11 @@ class Job:
         self.done = threading.Event()
         self.error: CommunicationError | None = None
 
+    def let_go(self) -> None:
+        """Let go of what the job worked on: channels remember their last one."""
+        self.work = _nothing
+        self.then = None
+
     def __str__(self) -> str:
         return f"the {self.name} of bucket {self.bucket} ({self.size_bytes} bytes)"
 
@@ -161,6 +166,7 @@ class Channels:
             job.done.set()
             if job.then is not None:
                 job.then(job.error)
+            job.let_go()
 
     def fail(self, job: Job, error: BaseException) -> None:
         """Let ``job`` and every later one fail because of ``error``, unless something failed before."""
@@ -185,6 +191,10 @@ class Channels:
                 "a forked process uses a model whose update is still under way",
                 fix="Call flush() on the wrapped model before forking.",
             )
+
+
+def _nothing(_channel: int) -> None:
+    pass
 
 
 def _run(job: Job, channel: int) -> Sequence[Transfer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import push_and_pull
 from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.channels.communication import Channels, Job
-from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
+from headway.strategies.data_parallel.channels.wiring import OwnGroups, groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
@@ -75,11 +75,7 @@ class Servers:
         self._groups = groups_of_our_own(group, wiring, channels)
         self._channels = Channels(self._groups, lambda: "a peer ended or fell silent", wiring.streams)
         self._channels.use(channels)
-        self._scratch = [torch.empty(0)] * channels
-        self._prepared: list[dict[int, live.Prepared]] = [{} for _ in range(channels)]  # by bucket
-        self._places: dict[
-            int, tuple[int, int]
-        ] = {}  # where DDP keeps each bucket for now, and how large it is
+        self._lanes = [_Lane(channel, self._groups) for channel in range(channels)]
         self._stopped = False
         _watch(self)
 
@@ -89,7 +85,6 @@ class Servers:
 
     def push(self, buffer: torch.Tensor, bucket: int) -> torch.futures.Future[Any]:
         """Have the mean of ``buffer`` over ranks put in its place; the future is done when it is there."""
-        self._look_for_new_buckets(buffer, bucket)
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def then(error: CommunicationError | None) -> None:
@@ -111,30 +106,49 @@ class Servers:
 
     def _serve(self, buffer: torch.Tensor, bucket: int, channel: int) -> None:
         buffer.div_(self.world_size)
-        program = self._prepared[channel].get(bucket)
-        if program is None:
-            program = self._prepared[channel][bucket] = self._bound(buffer, channel)
-        program.run()
+        self._lanes[channel].run(buffer, bucket)
 
-    def _look_for_new_buckets(self, buffer: torch.Tensor, bucket: int) -> None:
-        """Forget programs that are bound to buckets which DDP has replaced: they would keep the memory of these."""
+
+class _Kept(NamedTuple):
+    """A program bound to where DDP keeps a bucket, and its size."""
+
+    place: tuple[int, int]
+    program: live.Prepared
+
+
+class _Lane:
+    """What one channel's thread serves with: programs on the channel's connections, and room for what is pushed.
+
+    Programs keep the memory of the buckets that they are bound to, and DDP replaces its buckets after the first step.
+    So only that of a bucket is kept which is where it was the time before.
+    """
+
+    def __init__(self, channel: int, groups: OwnGroups) -> None:
+        self._group = groups.host[channel]
+        self._second = groups.second[channel] if groups.second else None
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # of buckets, the time before
+
+    def run(self, buffer: torch.Tensor, bucket: int) -> None:
+        """Push and pull ``buffer``, a bucket."""
         place = buffer.data_ptr(), buffer.numel()
-        if self._places.setdefault(bucket, place) != place:
-            self._places = {bucket: place}
-            for prepared in self._prepared:
-                prepared.clear()
+        kept = self._kept.get(bucket)
+        program = self._bound(buffer) if kept is None or kept.place != place else kept.program
+        program.run()
+        if self._places.get(bucket) == place:
+            self._kept[bucket] = _Kept(place, program)
+        else:
+            self._places[bucket] = place
+            self._kept.pop(bucket, None)
 
-    def _bound(self, buffer: torch.Tensor, channel: int) -> live.Prepared:
-        """The program on a channel's connections, bound to a bucket."""
-        group = self._groups.host[channel]
-        program = push_and_pull(group.rank(), group.size())
+    def _bound(self, buffer: torch.Tensor) -> live.Prepared:
+        program = push_and_pull(self._group.rank(), self._group.size())
         needed = scratch_numel_of(program, buffer.numel())
-        scratch = self._scratch[channel]
-        if scratch.numel() < needed or scratch.dtype != buffer.dtype:
-            self._prepared[channel].clear()  # or the smaller one would be kept as well
-            scratch = self._scratch[channel] = buffer.new_empty(needed)
-        second = self._groups.second[channel] if self._groups.second else None
-        return live.Prepared(program, buffer, group, scratch, second)
+        scratch = self._scratch.get(buffer.dtype)
+        if scratch is None or scratch.numel() < needed:
+            scratch = self._scratch[buffer.dtype] = buffer.new_empty(needed)
+        return live.Prepared(program, buffer, self._group, scratch, self._second)
 
 
 _alive: weakref.WeakSet[Servers] = weakref.WeakSet()
