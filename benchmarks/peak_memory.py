@@ -27,6 +27,7 @@ from headway.lab import launch
 from headway.lab.spec import parse_spec
 from headway.predict.models import HERE, workload_named
 from headway.predict.replayed import predict
+from headway.predict.workload import Workload
 from headway.replay.replayer import Replayer
 from headway.replay.what_if import WhatIf
 from headway.trace.folder import load_trace
@@ -54,26 +55,25 @@ def main() -> None:
             _run(name, "ddp", BASE_WORKERS, Path(folder), record=True)
             replayer = Replayer(load_trace(Path(folder) / TRACE))
         counts = WORKERS[:1] if arguments.quick else WORKERS
-        own = [_row(name, plan, workers, replayer) for workers in counts for plan in PLANS]
+        subject = SUBJECTS[name]
+        workload = workload_named(f"memory.subjects:{subject.make.__name__}", HERE, subject.optimizer)
+        own = [_row(name, plan, workers, replayer, workload) for workers in counts for plan in PLANS]
         rows += own
         if not arguments.quick:
             keep_case("peak_memory", own, list(SUBJECTS), WORDS)
     report("peak_memory", rows, arguments, WORDS)
 
 
-def _row(name: str, plan: str, workers: int, replayer: Replayer) -> dict[str, Any]:
+def _row(name: str, plan: str, workers: int, replayer: Replayer, workload: Workload) -> dict[str, Any]:
     print(f"{name} {plan} on {workers} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         grown = _run(name, plan, workers, Path(folder), record=False)
     measured = sum(grown) / len(grown)
     replayed = replayer.replay(PLANS[plan], WhatIf.parse([f"workers={workers}"])).peak_bytes
     assert replayed is not None
-    subject = SUBJECTS[name]
-    function = f"memory.subjects:{subject.make.__name__}"
     cluster = Cluster(
         hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=10, down_gbps=10) for i in range(workers))
     )
-    workload = workload_named(function, HERE, subject.optimizer)
     predicted = predict(workload, cluster, plan, PLANS[plan]).peak_bytes
     return {
         "case": name,

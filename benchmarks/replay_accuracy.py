@@ -52,7 +52,8 @@ WORDS = (
     "communication takes 0.35 of computation on the base links. Labs: pN workers, links of so many times the base "
     "rate; slow-rank computes 1.5 times as long on rank 1, slow-link has half the rate on one host, tenant sends "
     "0.4 of a link's rate from host0 to host1; crowded are eight workers at full pace, whose threads wait for the two "
-    "cores that all hosts have between them, and half pace the same with layers twice as long and links half as quick. "
+    "cores that all hosts have between them, as those of a cluster's hosts do not, and half pace the same with layers "
+    "twice as long and links half as quick. Crowded was set apart once half pace had shown that it is the cores. "
     "Bucket sizes are of the unscaled model, in MiB; decoupled and "
     "servers have 5 MiB (models over 200 MB: 25), `small` a fifth of that."
 )

@@ -62,7 +62,7 @@ class Lab:
     kind: str = "homogeneous"
     workers: int = BASE_WORKERS
     rate: float = 1.0  # times the base rate
-    compute: float = 1.0  # times as long as in the base run
+    compute: float = 1.0  # layers take so many times as long as in the base run
     slow_rank: bool = False
     slow_link: bool = False
     tenant: bool = False
@@ -93,8 +93,8 @@ LABS = {
     for lab in (
         BASE_LAB,
         Lab(workers=2),
-        Lab(CROWDED, workers=8),  # eight hosts have two cores between them
-        Lab("half pace", workers=8, rate=0.5, compute=2.0),  # and here twice the time for the same work
+        Lab(CROWDED, workers=8),  # all hosts have two cores between them
+        Lab("half pace", workers=8, rate=0.5, compute=2.0),  # the same, with time for the cores
         Lab(rate=0.5),
         Lab(rate=2.0),
         Lab("slow rank", slow_rank=True),

@@ -20,10 +20,14 @@ from headway.graph.dataflow import DURATION, Dataflow
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits
-# Processors: the main thread; one for each update beside it; for each collective one that sends and one that receives.
-# On each one thing goes on at a time, and here nothing waits for what it does not require. A rank may have 256.
-MAIN, APART = 0, 80
-BESIDE, SENDING, RECEIVING = 1, 1 + APART, 1 + 2 * APART
+# A processor does one thing at a time, so what may overlap has different ones: updates by bucket, and sending and
+# receiving by collective, APART of each. What collectives cost a rank's cores is one after the other. There may be 256.
+APART = 80
+MAIN = 0
+COSTS = 1
+UPDATES = 2
+SENDING = UPDATES + APART
+# What receives for a collective is APART behind what sends for it.
 
 
 class GoalWriter:
@@ -45,7 +49,7 @@ class GoalWriter:
         self._dataflow = dataflow
         self._world_size = graph.world_size
         self.ranks = np.full(count, -1, dtype=np.int64)
-        self._processor = np.full(count, MAIN, dtype=np.int64)
+        self._processor = np.full(count, -1, dtype=np.int64)
         self._to = np.full(count, -1, dtype=np.int64)  # of messages: who receives them
         self._size_bytes = np.zeros(count, dtype=np.int64)
         self._tag = np.zeros(count, dtype=np.int64)
@@ -53,11 +57,12 @@ class GoalWriter:
             self.ranks[stretch.operation], self._processor[stretch.operation] = stretch.rank, MAIN
         for work in graph.works:
             self.ranks[work.operation] = work.rank
-            self._processor[work.operation] = BESIDE + work.bucket % APART
+            self._processor[work.operation] = UPDATES + work.bucket % APART
         tag = 0
         for number, collective in enumerate(graph.collectives):
             tag = self._place(graph, collective, tag, SENDING + number % APART)
         assert (self.ranks >= 0).all(), "an operation of no rank"
+        assert (self._processor >= 0).all(), "an operation of no processor"
 
     def _place(self, graph: GraphBuilder, collective: PlacedCollective, tag: int, processor: int) -> int:
         """Note whose the operations of a collective are, which are done by ``processor``; returns the next tag."""
@@ -69,8 +74,11 @@ class GoalWriter:
         begins, transfers, dones = structure_of(program_of, world_size).places(collective.base)
         steps = len(columns.send_to)
         self.ranks[begins] = ranks
-        for own in (collective.begins, collective.ends, begins, transfers, dones):
+        duration_ns = self._dataflow.duration_ns
+        for own in (collective.begins, collective.ends, transfers):
             self._processor[own] = processor
+        for own in (begins, dones):
+            self._processor[own] = np.where(duration_ns[own] > 0, COSTS, processor)
         self.ranks[transfers] = self.ranks[dones] = np.repeat(ranks, steps)
         cost = collective.selection.cost(graph.cluster)
         self._to[transfers] = columns.send_to.T.ravel()
@@ -127,7 +135,7 @@ class GoalWriter:
     def _receive(self, number: int) -> str:
         return (
             f"r{number}: recv {self._size_bytes[number]}b from {self.ranks[number]} tag {self._tag[number]} "
-            f"cpu {self._processor[number] - SENDING + RECEIVING}"
+            f"cpu {self._processor[number] + APART}"
         )
 
     def _edge(self, before: int, after: int) -> tuple[int, tuple[str, str]]:
