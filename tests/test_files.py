@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import suppress
@@ -9,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from headway import files
+from headway.cluster import Cluster
 from headway.errors import PlanError, TraceError, UserError
 
 
@@ -99,3 +101,39 @@ def test_a_folder_is_removed_while_others_write_into_it(tmp_path: Path) -> None:
     finally:
         stop.set()
         writer.join()
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "stands for more than"),
+        ("key: &a [*a]\n", "stands for more than"),
+        ("key: 1\nother: 2\nkey: 3\n", "has the key 'key' twice, again at line 3"),
+        ("#" * (files.MAX_YAML_BYTES + 1), "is too large"),
+    ],
+)
+def test_yaml_that_nobody_means_is_refused_before_it_is_built(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        files.parse_yaml(text, Cluster, UserError, "it")
+
+
+def test_aliases_and_merged_keys_mean_what_they_mean_in_yaml() -> None:
+    text = """
+hosts:
+  - &first {name: a, workers: 1, up_gbps: 1, down_gbps: 1}
+  - {<<: *first, name: b, workers: 2}
+latency_us: 0
+"""
+    assert [host.workers for host in files.parse_yaml(text, Cluster, UserError, "it").hosts] == [1, 2]
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is not a file"):
+            files.read_text(path, UserError, "it")

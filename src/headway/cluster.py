@@ -20,6 +20,7 @@ from headway import files
 from headway.errors import ClusterError
 
 FORMAT: Literal[1] = 1
+MAX_WORLD_SIZE = 100_000
 
 # Costs beside those of collectives that a cluster may hold.
 DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
@@ -95,7 +96,7 @@ class AlgorithmCost(BaseModel):
     message_us: Latency = 0.0
     message_cpu_us: Latency = 0.0
     by_size: tuple[MessageCost, ...] = Field(default=(), max_length=100)
-    fit_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    fit_error: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
 
     @model_validator(mode="after")
     def _sizes_grow(self) -> AlgorithmCost:
@@ -164,9 +165,11 @@ class Cluster(BaseModel):
     source: str = "written by hand"
 
     @model_validator(mode="after")
-    def _names_are_unique(self) -> Cluster:
+    def _fits_together(self) -> Cluster:
         if len({host.name for host in self.hosts}) != len(self.hosts):
             raise ValueError("host names repeat; every host needs a name of its own")
+        if self.world_size > MAX_WORLD_SIZE:
+            raise ValueError(f"all hosts together have {self.world_size} workers, more than {MAX_WORLD_SIZE}")
         known = {host.name for host in self.hosts}
         for name in (name for each in self.traffic for name in (each.source, each.target)):
             if name not in known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,15 +19,21 @@ from headway.errors import UserError
 from headway.version import __version__
 
 MAX_TEXT_BYTES = 64 * 2**20
+MAX_YAML_BYTES = 8 * 2**20
+MAX_YAML_VALUES = 2_000_000  # that a document stands for, aliases written out
 REMOVALS = 20
 
+_YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_text(path: Path, error: type[UserError], what: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
     """Read a text file of at most ``limit_bytes``; raises ``error`` where that cannot be done."""
     try:
-        size_bytes = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise error(f"{what} {path} is not a file", got="a device or a pipe", expected="a regular file")
+        size_bytes = status.st_size
         if size_bytes > limit_bytes:
             raise error(
                 f"{what} {path} is too large", got=f"{size_bytes} bytes", expected=f"at most {limit_bytes}"
@@ -113,14 +120,66 @@ def check_absent(path: Path, error: type[UserError] = UserError) -> None:
 
 def parse_yaml(text: str, model: type[_Model], error: type[UserError], what: str) -> _Model:
     """Validate YAML ``text`` as ``model``; the first complaint becomes one line of ``error``."""
+    if len(text) > MAX_YAML_BYTES:
+        raise error(f"{what} is too large", got=f"{len(text)} bytes", expected=f"at most {MAX_YAML_BYTES}")
     try:
-        data = yaml.safe_load(text)
+        data = _plain(text)
+    except _RefusedError as refused:
+        raise error(f"{what} {refused}") from None
     # Dates, numbers and truth values that are none raise plain errors.
     except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError) as failure:
         mark = getattr(failure, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise error(f"{what} is not valid YAML{where}", expected="a YAML mapping") from None
     return validate(data, model, error, what)
+
+
+class _RefusedError(Exception):
+    """YAML that says what nobody means."""
+
+
+def _plain(text: str) -> Any:
+    """The plain data that ``text`` stands for, once it is known to be no more than can be held."""
+    loader = _YamlLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _values_of(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _values_of(node: Any, known: dict[int, int]) -> int:
+    """How many values a node stands for. Raises _RefusedError where they are too many, or keys stand twice."""
+    if isinstance(node, yaml.ScalarNode):
+        if any("\ud800" <= character <= "\udfff" for character in node.value):
+            raise _RefusedError(f"has half a character at line {node.start_mark.line + 1}")
+        return 1
+    values = known.get(id(node))
+    if values is None:
+        known[id(node)] = MAX_YAML_VALUES  # until it is known, for what contains itself
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node)
+            parts = [part for pair in node.value for part in pair]
+        else:
+            parts = node.value
+        values = known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
+    if values > MAX_YAML_VALUES:
+        raise _RefusedError(f"stands for more than {MAX_YAML_VALUES} values: write fewer aliases (*name)")
+    return values
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in seen:
+                raise _RefusedError(
+                    f"has the key {key.value!r} twice, again at line {key.start_mark.line + 1}"
+                )
+            seen.add(key.value)
 
 
 def validate(data: object, model: type[_Model], error: type[UserError], what: str) -> _Model:
@@ -140,7 +199,12 @@ def _first_complaint(failure: ValidationError, error: type[UserError], what: str
         return error(f"{what}: unknown key {where}", fix="Remove it, or check its spelling.")
     if complaint["type"] == "missing":
         return error(f"{what}: {where} is missing", fix="Add it.")
-    return error(f"{what}: {where}: {complaint['msg']}", got=repr(complaint["input"]))
+    said = complaint["msg"].removeprefix("Value error, ")
+    if (
+        complaint["type"] == "value_error" and not complaint["loc"]
+    ):  # what is wrong with the whole says so itself
+        return error(f"{what}: {said}")
+    return error(f"{what}: {where}: {said}", got=repr(complaint["input"]))
 
 
 def dump_yaml(data: dict[str, Any]) -> str:

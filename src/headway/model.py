@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -91,6 +91,14 @@ class ModelSpec(BaseModel):
     activation_bytes: int = Field(default=0, ge=0)
     pass_memory: PassMemory | None = None
     optimizer_state_bytes: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [parameter.name for parameter in self.parameters]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"parameter {twice!r} stands twice")
+        return self
 
     @cached_property
     def by_name(self) -> dict[str, ParameterSpec]:

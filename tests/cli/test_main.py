@@ -44,3 +44,18 @@ def test_a_pipe_that_nobody_reads_is_not_a_slower_job() -> None:
             [sys.executable, "-c", code], check=False, stdout=pipe, stderr=subprocess.PIPE, timeout=60
         )
     assert (done.returncode, done.stderr) == (PIPE_CLOSED, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_a_full_disk_is_one_line_and_status_2() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "headway", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("headway: the output cannot be written")
+    assert done.stderr.count("\n") == 1

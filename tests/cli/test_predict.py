@@ -56,6 +56,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["vgg16", "--cluster", CLUSTER, "--device", "here"],
         ["vgg16", "--cluster", CLUSTER, "--optimizer", "magic"],
         ["vgg16", "--cluster", CLUSTER, "--strategy", "magic"],
+        ["vgg16", "--cluster", CLUSTER, "--strategy", "ddp:bucket_cap_mb=1,bucket_cap_mb=2"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "scaling.docx"],
         ["vgg16", "--cluster", CLUSTER, "--workers", "2", "--plot", "no/such/folder/scaling.png"],
         ["no_such_module:f", "--cluster", CLUSTER],
@@ -71,3 +72,44 @@ def test_bad_input_is_one_line_and_exit_2(
     assert said.out == ""
     assert said.err.startswith("headway: ")
     assert said.err.count("\n") == 1
+
+
+FUNCTIONS = """
+import sys
+import torch
+
+def noisy():
+    print("\\x1b[31mnoise")
+    return torch.nn.Linear(4, 2), torch.ones(3, 4)
+
+def leaving():
+    sys.exit(3)
+
+def empty():
+    return torch.nn.Linear(4, 2), torch.ones(0, 4)
+"""
+
+
+def test_what_functions_print_is_no_part_of_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_functions.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["--cluster", CLUSTER, "--workers", "2", "--json"]
+    assert run(["predict", "own_functions:noisy", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "prediction"
+    for name, said in (("leaving", "SystemExit: 3"), ("empty", "hold no sample")):
+        assert run(["predict", f"own_functions:{name}", *options]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def test_foreign_text_cannot_forge_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host = "{name: a, workers: 2, up_gbps: 1, down_gbps: 1}"
+    (tmp_path / "own.yaml").write_text(f'hosts: [{host}]\nlatency_us: 1\nsource: "a\\e[31m\\nb"\n')
+    options = ["--cluster", str(tmp_path / "own.yaml"), "--workers", "2", "--strategy", "ddp"]
+    assert run(["predict", "vgg16", *options]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("links: a [31m b.")

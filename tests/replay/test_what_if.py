@@ -25,6 +25,11 @@ def test_what_has_no_meaning_is_refused_on_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_how_many_workers_there_are_is_said_once() -> None:
+    with pytest.raises(UserError, match="said twice"):
+        WhatIf.parse(["workers=4", "workers=8"])
+
+
 def test_quicker_hosts_spend_less_on_optimizers_calls() -> None:
     hosts = (Host(name="a", workers=2, up_gbps=1, down_gbps=1),)
     costs = {name: AlgorithmCost(overhead_us=100) for name in (DEFERRED_UPDATE, STEP_CALL, "ring")}

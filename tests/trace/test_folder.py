@@ -43,6 +43,16 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     spoil(path, json.dumps(document))
 
 
+def recolumn(path: Path, name: str, value: float | None) -> None:
+    """Put ``value`` in the first place of a column."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    changed = pa.array([value, *table.column(name).to_pylist()[1:]])
+    pq.write_table(table.set_column(table.column_names.index(name), name, changed), path)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -62,6 +72,24 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda f: spoil(f / "manifest.json", '{"format": ' + "1" * 5001 + "}"), "manifest.json is damaged"),
         (lambda f: rewrite(f / "manifest.json", lambda d: d.update(world_size=10**9)), "world_size"),
         (lambda f: rewrite(f / "manifest.json", lambda d: d["steps"].append(77)), "lacks step 77"),
+        (lambda f: rewrite(f / "manifest.json", lambda d: d.update(world_size=1)), "rank 1 is none of 1"),
+        (lambda f: rewrite(f / "manifest.json", lambda d: d.update(ranks=[])), "holds no rank"),
+        (
+            lambda f: rewrite(f / "manifest.json", lambda d: d["ranks"][1].update(rank=0)),
+            "a rank stands twice",
+        ),
+        (lambda f: rewrite(f / "manifest.json", lambda d: d["steps"].reverse()), "not in order"),
+        (
+            lambda f: rewrite(f / "model.json", lambda d: d["parameters"].append(d["parameters"][0])),
+            "stands twice",
+        ),
+        (lambda f: (f / rank_file(1)).write_bytes((f / rank_file(0)).read_bytes()), "is another rank's"),
+        (lambda f: recolumn(f / rank_file(1), "start_ns", None), "column start_ns; got 1 empty values"),
+        (
+            lambda f: recolumn(f / rank_file(1), "start_ns", 0.5),
+            "column start_ns; got double; expected whole",
+        ),
+        (lambda f: recolumn(f / rank_file(1), "enqueue_ns", 2**62), "times are out of range"),
         (lambda f: rewrite(f / "model.json", lambda d: d["parameters"][0].update(dtype="int3")), "dtype"),
         (lambda f: rewrite(f / "model.json", lambda d: d["parameters"][0].update(shape=[-1])), "shape"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import keyword
 import sys
 
@@ -32,6 +34,9 @@ PIPE_CLOSED = (
 )
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class _LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -57,6 +62,9 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Exit status: 0 done, 2 bad usage or bad input, 1 our own fault."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # half characters in foreign text
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -71,6 +79,7 @@ def run(arguments: list[str]) -> int:
         with cli.make_context("headway", own) as context:
             context.meta["headway.command"] = command
             result = cli.invoke(context)
+            sys.stdout.flush()
             return result if isinstance(result, int) else 0
     except click.exceptions.Exit as done:
         return done.exit_code
@@ -88,3 +97,8 @@ def run(arguments: list[str]) -> int:
         return 130
     except (BrokenPipeError, SystemExit):  # the latter is rich's, when nobody reads on
         return PIPE_CLOSED
+    except OSError as failure:
+        if failure.errno not in FULL:
+            raise
+        print(f"headway: the output cannot be written: {failure.strerror}", file=sys.stderr)
+        return 2

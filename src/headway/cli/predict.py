@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
-from headway.errors import UserError
+from headway.errors import UserError, one_line
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.predict.workload import Workload
 
 MOST_SIZES = 64
+LONGEST = 2000  # of a sentence, in characters
 
 
 @click.command()
@@ -104,16 +105,19 @@ def predict(
     console = output.console()
     others = [each for each in largest if each is not best]
     beside = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
-    console.print(
+    answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
         f"{best.strategy}{beside}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would do without communication."
     )
+    console.print(one_line(answer, LONGEST))
     console.print(_table(found, workload))
     for each in overtakings:
-        console.print(f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers.")
+        overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
+        console.print(one_line(overtakes, LONGEST))
     source = cluster.source.rstrip(".")
-    console.print(f"links: {source}. Computation: {workload.times}, {workload.batch} a worker.")
+    basis = f"links: {source}. Computation: {workload.times}, {workload.batch} a worker."
+    console.print(one_line(basis, LONGEST))
 
 
 def _table(predictions: list[Prediction], workload: Workload) -> Table:
@@ -122,7 +126,7 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
     )
     for each in predictions:
         table.add_row(
-            str(each.workers), each.strategy, f"{each.step_ms:.1f} ± {each.uncertainty_ms:.1f}",
+            str(each.workers), one_line(each.strategy), f"{each.step_ms:.1f} ± {each.uncertainty_ms:.1f}",
             f"{each.exposed_ms:.1f}",
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip

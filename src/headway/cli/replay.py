@@ -8,6 +8,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
+from headway.errors import one_line
 
 
 @click.command()
@@ -93,7 +94,7 @@ def replay(
         )
         return
     console = output.console()
-    said = ", ".join(filter(None, [what_if.describe(), plan.strategy.describe() if plan else ""]))
+    said = one_line(", ".join(filter(None, [what_if.describe(), plan.strategy.describe() if plan else ""])))
     if asked:
         console.print(
             f"{result.step_ms:.1f} ± {uncertainty_ms:.1f} ms a step with {said}: "
@@ -104,7 +105,7 @@ def replay(
             f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
         )
     for note in replayer.lacks:
-        console.print(f"Note: {note}")
+        console.print(f"Note: {one_line(note)}")
     console.print(_table(breakdown_ms))
     if graph.ranks < graph.world_size:
         console.print(f"The other {graph.world_size - graph.ranks} ranks do the same as these, in turn.")
@@ -115,7 +116,7 @@ def replay(
             f"{unfolded_ms:.3f} ms a step, {differs:+.4%}."
         )
     console.print(
-        f"links: {replayer.cluster.source}. {result.operations} operations in {result.elapsed_s:.2f} s. "
+        f"links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."
     )
 

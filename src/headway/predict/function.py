@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ def function_named(text: str) -> Callable[[], Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except Exception as failure:  # whatever the user's module does
+        with redirect_stdout(sys.stderr):
+            found = getattr(importlib.import_module(module_name), name, None)
+    except (Exception, SystemExit) as failure:  # whatever the user's module does
         raise UserError(
             f"{module_name} cannot be imported", got=f"{type(failure).__name__}: {failure}", expected=FORM
         ) from None
@@ -46,6 +47,10 @@ class Built:
             raise UserError(f"{text} returned something else", got=type(made).__name__, expected=FORM)
         self.module: nn.Module = made[0].train()
         self._inputs = made[1]
+        if self.samples < 1:
+            raise UserError(
+                f"{text}: its inputs hold no sample", got=self.batch, expected="a batch of at least one"
+            )
         if not any(p.requires_grad for p in self.module.parameters()):
             raise UserError(
                 f"{text}: nothing of the module is trained", got="no parameter that requires a gradient"
@@ -103,11 +108,11 @@ class Built:
 
     def _guarded(self, action: Callable[[], Any]) -> Any:
         try:
-            with self._on:
+            with self._on, redirect_stdout(sys.stderr):
                 return action()
         except UserError:
             raise
-        except Exception as failure:  # whatever the user's function and module do
+        except (Exception, SystemExit) as failure:  # whatever the user's function and module do
             raise UserError(
                 f"{self._text} failed", got=f"{type(failure).__name__}: {failure}", expected=FORM,
                 fix="A model that looks at values cannot be costed without them: pass --device here to time it.",

@@ -41,6 +41,8 @@ def _named(text: str, workload: Workload) -> Strategy:
         key, equals, value = option.partition("=")
         if not equals:
             raise UserError("--strategy cannot be read", got=repr(text), expected=FORM)
+        if key in given:
+            raise UserError(f"--strategy {name}: {key} is said twice", got=repr(text), expected="one of them")
         try:
             given[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):

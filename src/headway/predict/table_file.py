@@ -30,7 +30,9 @@ class LayerRow(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1, max_length=500)
-    parameters: dict[str, tuple[Dimension, ...]] = Field(default={}, max_length=10_000)
+    parameters: dict[str, Annotated[tuple[Dimension, ...], Field(max_length=64)]] = Field(
+        default={}, max_length=10_000
+    )
     tied: tuple[str, ...] = Field(default=(), max_length=10_000)
     forward_ms: Milliseconds | None = None
     backward_ms: Milliseconds | None = None
@@ -69,7 +71,10 @@ class TableFile(BaseModel):
         names = [layer.name for layer in self.layers]
         if len(set(names)) != len(names):
             raise ValueError("layer names repeat")
-        known = {f"{layer.name}.{name}" for layer in self.layers for name in layer.parameters}
+        full = [f"{layer.name}.{name}" for layer in self.layers for name in layer.parameters]
+        known = set(full)
+        if len(known) != len(full):
+            raise ValueError("parameters repeat: two of the same layer and name together")
         for layer in self.layers:
             for name in layer.tied:
                 if name not in known:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from pydantic import ValidationError
 
 from headway import files
 from headway.cluster import Cluster
@@ -71,13 +72,17 @@ class Replayer:
         self._recorded = trace
         self._checked = False
         self._links: Links | None = None
-        self.cluster = cluster_from_trace(self.trace) if cluster is None else _with_host_costs(cluster, trace)
+        self.cluster = _fitted(self.trace) if cluster is None else _with_host_costs(cluster, trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
                 "the cluster is for another world size",
                 got=f"{self.cluster.world_size} workers",
                 expected=f"the trace's {trace.world_size}",
                 fix="To change the number of workers, use --what-if workers=N.",
+            )
+        if min(self.recorded_step_times_ms) <= 0:
+            raise TraceError(
+                "a recorded step takes no time, so there is nothing to replay", fix="Record again."
             )
         self.timelines = self._timelines({})
 
@@ -244,6 +249,17 @@ def _waiting_ms(graph: GraphBuilder, schedule: Schedule) -> float:
 
 def _standard_error_ms(times_ms: Sequence[float]) -> float:
     return float(np.std(times_ms, ddof=1) / math.sqrt(len(times_ms))) if len(times_ms) > 1 else 0.0
+
+
+def _fitted(trace: Trace) -> Cluster:
+    try:
+        return cluster_from_trace(trace)
+    except ValidationError as failure:
+        complaint = failure.errors(include_url=False)[0]
+        raise TraceError(
+            f"links cannot be fitted from the trace: {complaint['loc'][0]}: {complaint['msg']}",
+            got=repr(complaint["input"]), fix="Pass --cluster.",
+        ) from None  # fmt: skip
 
 
 def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:

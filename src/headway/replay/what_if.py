@@ -55,6 +55,8 @@ class WhatIf:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
             if equals and key == "workers":
+                if workers is not None:
+                    raise UserError("--what-if workers is said twice", got=repr(text), expected="one of them")
                 workers, workers_a_host = _parse_workers(value)
             elif equals and key in factors:
                 factors[key] *= parse_factor(value, f"--what-if {key}")

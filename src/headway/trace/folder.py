@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MODEL = "model.json"
 MAX_EVENTS_A_RANK = 50_000_000
+LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 fit
 
 
 def rank_file(rank: int) -> str:
@@ -137,12 +138,16 @@ def load_trace(path: str | Path) -> Trace:
     manifest = files.validate(_json(folder / MANIFEST), Manifest, TraceError, f"{folder / MANIFEST}")
     model = files.validate(_json(folder / MODEL), ModelSpec, TraceError, f"{folder / MODEL}")
     _check_files(folder, manifest)
+    if not manifest.ranks:
+        raise TraceError("the trace holds no rank", got=folder, fix="Record again.")
     if not manifest.steps:
         raise TraceError("the trace holds no whole step", got=folder, fix="Record more steps.")
-    events = {info.rank: _read_events(folder / rank_file(info.rank)) for info in manifest.ranks}
+    events = {info.rank: _read_events(folder / rank_file(info.rank), info.rank) for info in manifest.ranks}
     for info in manifest.ranks:
         _check_steps(folder / rank_file(info.rank), manifest, events[info.rank])
-    servers = {info.rank: _read_events(folder / server_file(info.rank)) for info in manifest.servers}
+    servers = {
+        info.rank: _read_events(folder / server_file(info.rank), info.rank) for info in manifest.servers
+    }
     return Trace(folder, manifest, model, events, servers)
 
 
@@ -159,8 +164,15 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _read_events(path: Path) -> Events:
-    return _to_events(path, _read_parquet(path))
+def _read_events(path: Path, rank: int) -> Events:
+    table = _read_parquet(path)
+    info, _ = _described(path, table)
+    if info.rank != rank:
+        raise TraceError(
+            f"{path.name} is another rank's", got=f"rank {info.rank}", expected=f"rank {rank}",
+            fix="Copy the file again, or record again.",
+        )  # fmt: skip
+    return _to_events(path, table)
 
 
 def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:
@@ -230,12 +242,25 @@ def _to_events(path: Path, table: pa.Table) -> Events:
         )
     columns: dict[str, Any] = {}
     for name in Event._fields:
-        values = table.column(name).to_numpy()
-        try:
-            columns[name] = values.astype(object if name in TEXT_COLUMNS else np.int64)
-        except (TypeError, ValueError):
-            raise TraceError(f"{path.name} is damaged", got=f"column {name} of {values.dtype}") from None
+        column = table.column(name)
+        values = column.to_numpy()
+        wanted = "O" if name in TEXT_COLUMNS else "iu"
+        if column.null_count or (len(values) and values.dtype.kind not in wanted):
+            got = f"{column.null_count} empty values" if column.null_count else str(column.type)
+            expected = "texts" if name in TEXT_COLUMNS else "whole numbers"
+            raise TraceError(f"{path.name} is damaged: column {name}", got=got, expected=expected)
+        columns[name] = values.astype(object if name in TEXT_COLUMNS else np.int64)
     events = Events(**columns)
-    if len(events) and (events.duration_ns < 0).any():
+    if not len(events):
+        return events
+    if (events.duration_ns < 0).any():
         raise TraceError(f"{path.name} is damaged", got="a negative duration", fix="Record again.")
+    times_ns = (events.start_ns, events.duration_ns, events.enqueue_ns)
+    latest_ns = max(int(np.abs(each).max()) for each in times_ns)
+    if latest_ns > LATEST_NS:
+        raise TraceError(
+            f"{path.name} is damaged: times are out of range",
+            got=f"{latest_ns} ns",
+            expected=f"at most {LATEST_NS}",
+        )
     return events

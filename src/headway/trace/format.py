@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from headway.model import ModelSpec
 from headway.trace.events import Events
@@ -72,6 +72,17 @@ class Manifest(BaseModel):
     servers: tuple[RankInfo, ...] = ()
     groups: dict[str, tuple[int, ...]] = {}
     notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        ranks = [info.rank for info in self.ranks]
+        if len(set(ranks)) != len(ranks):
+            raise ValueError("a rank stands twice")
+        if (last := max(ranks, default=-1)) >= self.world_size:
+            raise ValueError(f"rank {last} is none of {self.world_size}")
+        if list(self.steps) != sorted(set(self.steps)):
+            raise ValueError("steps are not in order, or stand twice")
+        return self
 
 
 @dataclass(frozen=True)
