@@ -67,6 +67,10 @@ def predict(
     from headway.predict.scaling import crossovers, scaling
     from headway.predict.strategies import strategies_named
 
+    if plot_path is not None:
+        from headway.report.scaling import kind_of_picture
+
+        kind_of_picture(plot_path)  # before the work, not after it
     begun = time.perf_counter()
     cluster = cluster_named(cluster_name)
     world_sizes = _world_sizes(workers_text, cluster.world_size)
@@ -80,7 +84,7 @@ def predict(
 
         draw_scaling(found, f"{workload.name}, {workload.batch} a worker, {workload.times}", plot_path)
     largest = [each for each in found if each.workers == world_sizes[-1]]
-    best = min(largest, key=lambda each: each.step_ms)
+    best = min(largest, key=lambda each: round(each.step_ms, 1))  # of those that look alike, the first named
     overtakings = crossovers(found)
     if as_json:
         ranks = [str(rank) for rank in range(best.workers)]

@@ -88,7 +88,7 @@ def replay(
                 "error": error,
                 "uncertainty_ms": uncertainty_ms,
                 "what_if": what_if.describe(),
-                "notes": list(replayer.lacks),
+                "notes": list(replayer.notes),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
             },
         )
@@ -104,7 +104,7 @@ def replay(
         console.print(
             f"{result.step_ms:.1f} ms a step replayed, {recorded_ms:.1f} ms recorded: error {error:+.1%}."
         )
-    for note in replayer.lacks:
+    for note in replayer.notes:
         console.print(f"Note: {one_line(note)}")
     console.print(_table(breakdown_ms))
     if graph.ranks < graph.world_size:
@@ -114,6 +114,8 @@ def replay(
         console.print(
             f"Folding: {graph.ranks} of {graph.world_size} ranks were played. All of them by themselves take "
             f"{unfolded_ms:.3f} ms a step, {differs:+.4%}."
+            if graph.ranks < graph.world_size
+            else f"Folding: no rank stands for another here, all {graph.world_size} were played."
         )
     console.print(
         f"links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "

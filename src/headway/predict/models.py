@@ -55,7 +55,9 @@ def _of_file(path: Path, device_name: str | None, optimizer: Optimizer) -> Workl
     table = load_table(path)
     if table.needs_device and device_name is None:
         raise UserError(
-            f"layer table {path} has work rather than times", expected=f"--device {' or '.join(DEVICES)}"
+            f"layer table {path} has layers with work rather than times",
+            got="no --device",
+            expected=f"--device {' or '.join(DEVICES)}",
         )
     device = _chosen(DEVICES, device_name or DEFAULT_DEVICE, "--device")
     workload = Workload(

@@ -28,7 +28,7 @@ from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
 from headway.replay.ranks import draws_of, may_fold, ranks_of
 from headway.replay.size import check_size, times_in_range
-from headway.replay.uncertainty import unfitted
+from headway.replay.uncertainty import doubts, unfitted
 from headway.replay.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.base import Strategy
@@ -123,6 +123,12 @@ class Replayer:
     def base(self) -> ReplayResult:
         """The recorded job replayed as it was."""
         return self.replay()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trace lacks, and what makes answers from it worth little."""
+        steps_ms = dict(zip(self.trace.steps, self.recorded_step_times_ms, strict=False))
+        return (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
 
     def uncertainty_ms(self, result: ReplayResult) -> float:
         """By how much ``result.step_ms`` may be off, as far as the record tells: two standard errors, about.

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
+
 from headway.graph.build import GraphBuilder
+
+OUTLYING = 2.0  # times the median
+POOR_FIT = 0.25
 
 
 def unfitted(graph: GraphBuilder) -> float:
     """By how much what was measured of the graph's collectives is off their costs, at worst; a share."""
     selections = {collective.selection for collective in graph.collectives}
     return max((each.cost(graph.cluster).fit_error for each in selections), default=0.0)
+
+
+def doubts(steps_ms: Mapping[int, float], missed: float) -> tuple[str, ...]:
+    """What makes answers worth little: recorded steps that stand out, costs that are off by ``missed``, a share."""
+    said = []
+    median_ms = statistics.median(steps_ms.values())
+    longest = max(steps_ms, key=lambda step: steps_ms[step])
+    outlying = [step for step, ms in steps_ms.items() if ms > OUTLYING * median_ms]
+    if outlying:
+        said.append(
+            f"{len(outlying)} of {len(steps_ms)} recorded steps took more than {OUTLYING:g} times the median "
+            f"(step {longest}: {steps_ms[longest]:.1f} ms, median: {median_ms:.1f}). They count in every answer, and "
+            "with more workers someone is in such a step more often. Record more steps, or ask headway diagnose why."
+        )
+    if missed > POOR_FIT:
+        said.append(
+            f"What was measured of collectives is {missed:.0%} off what is taken as their costs, in the median. "
+            "Measure them with headway probe, and pass --cluster."
+        )
+    return tuple(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,21 +17,26 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 
 
+def kind_of_picture(path: Path) -> str:
+    """The kind that the ending of ``path`` names. Raises UserError where it cannot be drawn here."""
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        expected = f"a name that ends with .{', .'.join(FORMATS)}"
+        raise UserError("--plot: no such kind of picture", got=path.name, expected=expected)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib", fix="pip install 'headway[plots]'.")
+    return kind
+
+
 def draw_scaling(predictions: Sequence[Prediction], title: str, path: Path) -> None:
     """Step time and efficiency of every strategy over world sizes, written to ``path`` whole.
 
     Raises UserError where the picture cannot be drawn here or has another ending than one of ``FORMATS``.
     """
-    kind = path.suffix.lstrip(".").lower()
-    if kind not in FORMATS:
-        raise UserError(
-            "--plot: no such kind of picture", got=path.name, expected=f"a name that ends with {FORMATS}"
-        )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot needs matplotlib", fix="pip install 'headway[plots]'.") from None
+    kind = kind_of_picture(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     times, efficiencies = figure.subplots(1, 2)
