@@ -41,17 +41,16 @@ QUEUED_BYTES = 2**31 - 1  # messages up to this size are sent before anybody wai
 
 
 class Links(NamedTuple):
-    """What messages cost: ours as a cluster has it, and LogGOPSim's L and G (ns, and ns a byte)."""
+    """What messages cost: ours as a cluster has it, and LogGOPSim's G (ns a byte)."""
 
     name: str
     gbps: float
     latency_us: float
-    latency_ns: int
     byte_ns: float
 
 
-FREE = Links("free", 1e6, 0, 0, 0.0)
-TEN_GBPS = Links("10gbps", 10, 20, 20_000, 0.8)
+FREE = Links("free", 1e6, 0, 0.0)
+TEN_GBPS = Links("10gbps", 10, 20, 0.8)
 WORDS = (
     "The end of the last rank (`headway_ms`, `loggopsim_ms`) after two steps of a model, by Headway's engine and by "
     "LogGOPSim as ATLAHS has it, of the same graph. `off_ns` is the largest difference of any rank's end (of 64 ranks: "
@@ -70,16 +69,15 @@ def main() -> None:
     missing = [name for name in ("txt2bin", "LogGOPSim") if not os.access(folder / name, os.X_OK)]
     if missing:
         raise SystemExit(f"HEADWAY_LOGGOPSIM={folder}: there is no {' and no '.join(missing)}. {__doc__}")
-    play(
-        _laid_out(MODELS[0], PLANS[1], FREE, 2 * WORKERS)[1]
-    )  # large enough to be compiled, and all from then on are
+    # One that is large enough to be compiled: all from then on are.
+    play(_laid_out(MODELS[0], PLANS[1], FREE, 2 * WORKERS)[1])
     chosen = [arguments.only] if arguments.only else [*MODELS[: 1 if arguments.quick else None], LARGE]
     rows: list[dict[str, Any]] = []
     for case in chosen:
-        for text in PLANS if case in MODELS else (LARGE_PLAN,):
+        for plan in PLANS if case in MODELS else (LARGE_PLAN,):
             for links in (FREE, TEN_GBPS) if case in MODELS else (FREE,):
-                print(f"{case} {text} {links.name} …", file=sys.stderr, flush=True)
-                rows += _compared(folder, case, text, links)
+                print(f"{case} {plan} {links.name} …", file=sys.stderr, flush=True)
+                rows += _compared(folder, case, plan, links)
     report("goal_check", rows, arguments, WORDS)
 
 
@@ -131,8 +129,8 @@ def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphB
 def _played(folder: Path, binary: Path, links: Links) -> tuple[np.ndarray, int]:
     """Every rank's end, where LogGOPSim says it (of up to 16), and the last one's."""
     command = [
-        str(folder / "LogGOPSim"), "-f", str(binary), "-L", str(links.latency_ns), "-o", "0", "-g", "0", "-O", "0",
-        "-G", str(links.byte_ns), "-S", str(QUEUED_BYTES),
+        str(folder / "LogGOPSim"), "-f", str(binary), "-L", str(round(links.latency_us * 1e3)),
+        "-o", "0", "-g", "0", "-O", "0", "-G", str(links.byte_ns), "-S", str(QUEUED_BYTES),
     ]  # fmt: skip
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     ends = [int(found) for found in re.findall(r"^Host \d+: (\d+)$", said, re.MULTILINE)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from functools import cached_property
 from typing import Annotated, Self
 
@@ -96,7 +97,7 @@ class ModelSpec(BaseModel):
     def _names_differ(self) -> Self:
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            (twice, _), *_ = Counter(names).most_common(1)
             raise ValueError(f"parameter {twice!r} stands twice")
         return self
 

@@ -38,7 +38,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
 
     files.check_absent(output)
     notes: list[str] = []
-    what, count = "events", 0
+    operations: int | None = None
     if format_name == PERFETTO:
         from headway.trace.export.perfetto import require_perfetto, write_perfetto
 
@@ -57,7 +57,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
         trace = load_trace(folder)
         with output_of.progress("Exporting"):
             replayer = Replayer(trace)
-            what, count = "operations", GoalWriter(*replayer.lay_out()).write(output)
+            operations = GoalWriter(*replayer.lay_out()).write(output)
         notes = list(replayer.lacks)
         written = [output]
         following = "make it binary with txt2bin and play it with LogGOPSim"
@@ -69,7 +69,6 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
             written = write_chakra(trace, output)
         following = "one execution trace a rank"
     events = sum(len(one) for one in (*trace.events.values(), *trace.servers.values()))
-    count = count or events
     size_bytes = sum(path.stat().st_size for path in written)
     if as_json:
         output_of.print_document(
@@ -83,8 +82,9 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
             },
         )
         return
+    wrote = f"{events} events" if operations is None else f"{operations} operations"
     output_of.console().print(
-        f"Wrote {count} {what} of {len(trace.events)} ranks ({format_bytes(size_bytes)}) to {output}: {following}."
+        f"Wrote {wrote} of {len(trace.events)} ranks ({format_bytes(size_bytes)}) to {output}: {following}."
     )
     for note in notes:
         output_of.console().print(f"Note: {note}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MODEL = "model.json"
 MAX_EVENTS_A_RANK = 50_000_000
+_Description = TypeVar("_Description", RankInfo, ModelSpec)
 LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 fit
 
 
@@ -166,7 +167,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 def _read_events(path: Path, rank: int) -> Events:
     table = _read_parquet(path)
-    info, _ = _described(path, table)
+    info = _metadata(path, table, "rank", RankInfo)
     if info.rank != rank:
         raise TraceError(
             f"{path.name} is another rank's", got=f"rank {info.rank}", expected=f"rank {rank}",
@@ -220,18 +221,18 @@ def _read_parquet(path: Path) -> pa.Table:
 
 
 def _described(path: Path, table: pa.Table) -> tuple[RankInfo, ModelSpec]:
-    metadata = table.schema.metadata or {}
+    return _metadata(path, table, "rank", RankInfo), _metadata(path, table, "model", ModelSpec)
+
+
+def _metadata(path: Path, table: pa.Table, key: str, kind: type[_Description]) -> _Description:
+    """What the file says of itself under ``key``."""
     try:
-        info = json.loads(metadata[b"rank"])
-        model = json.loads(metadata[b"model"])
+        document = json.loads((table.schema.metadata or {})[key.encode()])
     except (KeyError, ValueError, RecursionError):
         raise TraceError(
             f"{path.name} is foreign", got=path, expected="a file headway record wrote"
         ) from None
-    what = f"{path.name}"
-    return files.validate(info, RankInfo, TraceError, what), files.validate(
-        model, ModelSpec, TraceError, what
-    )
+    return files.validate(document, kind, TraceError, path.name)
 
 
 def _to_events(path: Path, table: pa.Table) -> Events:
@@ -256,7 +257,7 @@ def _to_events(path: Path, table: pa.Table) -> Events:
     if (events.duration_ns < 0).any():
         raise TraceError(f"{path.name} is damaged", got="a negative duration", fix="Record again.")
     times_ns = (events.start_ns, events.duration_ns, events.enqueue_ns)
-    latest_ns = max(int(np.abs(each).max()) for each in times_ns)
+    latest_ns = max(max(int(each.max()), -int(each.min())) for each in times_ns)
     if latest_ns > LATEST_NS:
         raise TraceError(
             f"{path.name} is damaged: times are out of range",

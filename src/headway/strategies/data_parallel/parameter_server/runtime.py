@@ -109,11 +109,11 @@ class Servers:
         self._lanes[channel].run(buffer, bucket)
 
 
-class _Kept(NamedTuple):
-    """A program bound to where DDP keeps a bucket, and its size."""
+class _Known(NamedTuple):
+    """Where DDP kept a bucket the last time (address, numel), and the program bound to it, if it is kept."""
 
     place: tuple[int, int]
-    program: live.Prepared
+    program: live.Prepared | None
 
 
 class _Lane:
@@ -127,20 +127,16 @@ class _Lane:
         self._group = groups.host[channel]
         self._second = groups.second[channel] if groups.second else None
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._kept: dict[int, _Kept] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # of buckets, the time before
+        self._known: dict[int, _Known] = {}  # by bucket
 
     def run(self, buffer: torch.Tensor, bucket: int) -> None:
         """Push and pull ``buffer``, a bucket."""
         place = buffer.data_ptr(), buffer.numel()
-        kept = self._kept.get(bucket)
-        program = self._bound(buffer) if kept is None or kept.place != place else kept.program
+        known = self._known.get(bucket)
+        stayed = known is not None and known.place == place
+        program = (known.program if known is not None and stayed else None) or self._bound(buffer)
         program.run()
-        if self._places.get(bucket) == place:
-            self._kept[bucket] = _Kept(place, program)
-        else:
-            self._places[bucket] = place
-            self._kept.pop(bucket, None)
+        self._known[bucket] = _Known(place, program if stayed else None)
 
     def _bound(self, buffer: torch.Tensor) -> live.Prepared:
         program = push_and_pull(self._group.rank(), self._group.size())
