@@ -43,7 +43,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         replayer = Replayer(headway.load_trace(folder / "trace"))
         found = search(replayer)
-        plan_of(found.candidates[0], replayer, found.baseline_ms).save(folder / "plan.yaml")
+        plan_of(found.candidates[0], replayer).save(folder / "plan.yaml")
     dist.barrier()
 
     model, optimizer = build()

@@ -36,7 +36,7 @@ class PlannedModel(BaseModel):
 
 
 class Prediction(BaseModel):
-    """What replay expects of a plan, beside what it expects of the recorded job."""
+    """What is expected of a plan: its step, give or take ``uncertainty_ms``; the recorded one took ``baseline_ms``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -7,6 +7,7 @@ from tests.models import layered_model
 from tests.replay.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
+from headway.cli.optimize import doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.graph.step_profile import profile_of
@@ -68,7 +69,9 @@ def test_a_hand_tuned_job_is_not_given_something_slower(replayer: Replayer) -> N
     found = search(replayer)
     assert replayer.recorded_strategy in [candidate.strategy for candidate in found.candidates]
     recorded = next(c for c in found.candidates if c.strategy == replayer.recorded_strategy)
-    assert recorded.predicted_ms == found.baseline_ms
+    assert (
+        recorded.predicted_ms == pytest.approx(found.baseline_ms) == pytest.approx(replayer.recorded_step_ms)
+    )
     before = found.candidates[: found.candidates.index(recorded)]
     assert all(candidate.predicted_ms <= found.baseline_ms for candidate in before)
 
@@ -107,11 +110,42 @@ def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:
 
 def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: Replayer) -> None:
     found = search(replayer)
-    plan = plan_of(found.best(DecoupledStrategy), replayer, found.baseline_ms)
+    plan = plan_of(found.best(DecoupledStrategy), replayer)
     plan.check(replayer.trace.model, replayer.trace.world_size)
     assert plan.prediction is not None
     assert plan.prediction.step_ms == found.best(DecoupledStrategy).predicted_ms
-    assert replayer.replay(plan.strategy).step_ms == plan.prediction.step_ms
+    assert replayer.expect(replayer.replay(plan.strategy)).step_ms == plan.prediction.step_ms
+    assert plan.prediction.baseline_ms == replayer.recorded_step_ms
+
+
+def test_gains_are_counted_from_the_record_where_its_replay_is_too_slow(replayer: Replayer) -> None:
+    hosts = tuple(
+        host.model_copy(update={"up_gbps": 0.6 * host.up_gbps, "down_gbps": 0.6 * host.down_gbps})
+        for host in replayer.cluster.hosts
+    )
+    slow = Replayer(replayer.trace, replayer.cluster.model_copy(update={"hosts": hosts}))
+    found = search(slow)
+    assert found.replayed_ms > 1.05 * found.baseline_ms == 1.05 * slow.recorded_step_ms
+    best = found.best(DecoupledStrategy)
+    assert best.expected.speedup == found.baseline_ms / slow.replay(best.strategy).step_ms
+    recorded = next(c for c in found.candidates if not c.changed)
+    assert recorded.expected.speedup == pytest.approx(1.0)
+    assert all(c.uncertainty_ms >= 0.05 * c.predicted_ms for c in found.candidates)
+
+
+def test_plans_that_cannot_be_told_apart_are_named(replayer: Replayer) -> None:
+    found = search(replayer)
+    best = found.candidates[0]
+    like = found.like(best)
+    assert best not in like
+    assert 0 < len(like) < len(found.candidates) - 1
+    near_ms = max(abs(each.predicted_ms - best.predicted_ms) for each in like)
+    assert near_ms <= max(each.uncertainty_ms for each in (best, *like))
+    said = doubts_of(best, like)
+    assert said[-1].startswith(f"It cannot be told apart from {like[0].name}")
+    assert doubts_of(best, ()) == ["That is no more than ±: the job may be no faster for it."] * (
+        best.changed and best.expected.may_gain_nothing
+    )
 
 
 def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:

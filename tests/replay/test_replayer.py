@@ -299,12 +299,12 @@ def test_an_answer_has_an_uncertainty() -> None:
     base = replayer.base
     assert 0 <= base.waiting_ms < base.step_ms
     missed_ms = abs(base.step_ms - replayer.recorded_step_ms)
-    assert replayer.uncertainty_ms(base) >= missed_ms * 0.99
+    assert replayer.expect(base).uncertainty_ms >= missed_ms * 0.99
     costs = {"gloo_all_reduce": AlgorithmCost(overhead_us=20, fit_error=0.5)}
     vague = Replayer(
         as_bucketed(synthetic_trace(one)), cluster_of(one).model_copy(update={"algorithms": costs})
     )
-    assert vague.uncertainty_ms(vague.base) >= 0.5 * vague.base.waiting_ms > 0
+    assert vague.expect(vague.base).uncertainty_ms >= 0.5 * vague.base.waiting_ms > 0
 
 
 def test_quicker_modules_by_pattern() -> None:

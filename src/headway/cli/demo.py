@@ -114,7 +114,7 @@ def _show(result: DemoResult) -> None:
     console = output.console()
     speedup = result.stock.median_ms / result.chosen.median_ms
     console.print(
-        f"{speedup:.2f} times as quick as stock DDP: {result.chosen.name}, predicted "
+        f"{speedup:.2f} times as fast as stock DDP: {result.chosen.name}, predicted "
         f"{result.chosen.predicted_ms:.1f} ms a step, measured {result.chosen.median_ms:.1f} ms."
     )
     for notice in result.notices:

@@ -11,7 +11,11 @@ from rich.table import Table
 from headway.cli import output
 
 if TYPE_CHECKING:
-    from headway.optimize.search import SearchResult
+    from collections.abc import Sequence
+
+    from headway.optimize.search import Candidate, SearchResult
+
+MOST_NAMED = 2
 
 
 @click.command()
@@ -44,18 +48,20 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
         replayer = Replayer(loaded, cluster)
         found = search(replayer, advance)
     best = found.best(STRATEGIES.get(only))
-    plan_of(best, replayer, found.baseline_ms).save(plan_path)
+    plan_of(best, replayer).save(plan_path)
     if as_json:
         output.print_document(
             "optimization",
             {
                 "baseline_ms": found.baseline_ms,
-                "recorded_ms": found.recorded_ms,
+                "recorded_ms": found.baseline_ms,
+                "replayed_ms": found.replayed_ms,
                 "plans": [
                     {
                         "name": candidate.name,
                         "predicted_ms": candidate.predicted_ms,
                         "uncertainty_ms": candidate.uncertainty_ms,
+                        "speedup": candidate.expected.speedup,
                         "changes": list(candidate.changes),
                     }
                     for candidate in found.candidates
@@ -64,21 +70,37 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
                 "searched": len(found.candidates),
                 "elapsed_s": found.elapsed_s,
                 "plan": str(plan_path),
+                "like_best": [candidate.name for candidate in found.like(best)],
+                "may_gain_nothing": best.expected.may_gain_nothing,
                 "note": found.note,
             },
         )
         return
     console = output.console()
     console.print(
-        f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ms a step, "
-        f"{found.baseline_ms / best.predicted_ms:.2f} times as quick as now; written to {plan_path}."
+        f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step, "
+        f"{best.expected.speedup:.2f} times as fast as recorded ({found.baseline_ms:.1f} ms); written to {plan_path}."
     )
+    for sentence in doubts_of(best, found.like(best)):
+        console.print(sentence)
     if found.note:
         console.print(f"Note: {found.note}.")
     console.print(plans_table(found))
     console.print(
         f"{len(found.candidates)} plans replayed in {found.elapsed_s:.1f} s. Links: {replayer.cluster.source}."
     )
+
+
+def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
+    """What must be said of the best plan: that it may gain nothing, and which others may be as good."""
+    said = []
+    if best.changed and best.expected.may_gain_nothing:
+        said.append("That is no more than ±: the job may be no faster for it.")
+    if like:
+        names = ", ".join(each.name for each in like[:MOST_NAMED])
+        more = f" and {len(like) - MOST_NAMED} more" if len(like) > MOST_NAMED else ""
+        said.append(f"It cannot be told apart from {names}{more}: they are within ± of one another.")
+    return said
 
 
 def plans_table(found: SearchResult) -> Table:
@@ -89,10 +111,10 @@ def plans_table(found: SearchResult) -> Table:
             candidate.name,
             f"{candidate.predicted_ms:.1f}",
             f"{candidate.uncertainty_ms:.1f}",
-            f"{found.baseline_ms / candidate.predicted_ms:.2f}x",
+            f"{candidate.expected.speedup:.2f}x",
             f"{candidate.predicted_ms / found.bound_ms:.2f}",
             "; ".join(candidate.changes),
         )
-    recorded, replayed = f"recorded {found.recorded_ms:.1f} ms", f"replayed {found.baseline_ms:.1f} ms"
+    recorded, replayed = f"recorded {found.baseline_ms:.1f} ms", f"replayed {found.replayed_ms:.1f} ms"
     table.caption = f"{recorded}, {replayed}, bound {found.bound_ms:.1f} ms"
     return table

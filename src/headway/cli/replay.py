@@ -70,7 +70,7 @@ def replay(
         unfolded_ms = replayer.replay(strategy, what_if, fold=False).step_ms if check_folding else None
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
     recorded_ms = replayer.recorded_step_ms
-    uncertainty_ms = replayer.uncertainty_ms(result)
+    expected = replayer.expect(result)
     error = base.step_ms / recorded_ms - 1
     graph = result.graph
     if as_json:
@@ -86,7 +86,9 @@ def replay(
                 "recorded_step_ms": recorded_ms,
                 "reproduced_step_ms": base.step_ms,
                 "error": error,
-                "uncertainty_ms": uncertainty_ms,
+                "predicted_ms": expected.step_ms,
+                "uncertainty_ms": expected.uncertainty_ms,
+                "speedup": expected.speedup,
                 "what_if": what_if.describe(),
                 "notes": list(replayer.notes),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
@@ -97,8 +99,8 @@ def replay(
     said = one_line(", ".join(filter(None, [what_if.describe(), plan.strategy.describe() if plan else ""])))
     if asked:
         console.print(
-            f"{result.step_ms:.1f} ± {uncertainty_ms:.1f} ms a step with {said}: "
-            f"{base.step_ms / result.step_ms:.2f} times as quick as the recorded job replayed ({base.step_ms:.1f} ms)."
+            f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
+            f"{expected.speedup:.2f} times as fast as recorded ({recorded_ms:.1f} ms)."
         )
     else:
         console.print(

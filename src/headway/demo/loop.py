@@ -120,7 +120,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
         chosen=chosen,
         found=found,
         diagnosis=diagnosis,
-        reproduction_error=found.baseline_ms / found.recorded_ms - 1,
+        reproduction_error=found.replayed_ms / found.baseline_ms - 1,
         loss_difference=_largest_difference([one.losses for one in runs]),
         cluster=cluster,
         notices=tuple(dict.fromkeys(lab.notices)),
@@ -185,14 +185,14 @@ def _plans_to_try(folder: Path, replayer: Replayer, found: SearchResult) -> tupl
     runs = [PlanRuns("stock DDP", stock.strategy, None, stock.predicted_ms, stock.uncertainty_ms)]
     for candidate, name in ((tuned, "plan-ddp.yaml"), (decoupled, "plan-decoupled.yaml")):
         if candidate is not stock:
-            runs.append(_planned(folder / name, candidate, replayer, found))
+            runs.append(_planned(folder / name, candidate, replayer))
     best = found.candidates[0]
-    plan_of(best, replayer, found.baseline_ms).save(folder / "plan.yaml")
+    plan_of(best, replayer).save(folder / "plan.yaml")
     return tuple(runs)
 
 
-def _planned(path: Path, candidate: Candidate, replayer: Replayer, found: SearchResult) -> PlanRuns:
-    plan_of(candidate, replayer, found.baseline_ms).save(path)
+def _planned(path: Path, candidate: Candidate, replayer: Replayer) -> PlanRuns:
+    plan_of(candidate, replayer).save(path)
     return PlanRuns(
         candidate.name, candidate.strategy, path, candidate.predicted_ms, candidate.uncertainty_ms
     )

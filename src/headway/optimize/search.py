@@ -1,4 +1,4 @@
-"""The search over plans: candidates are proposed by rule and by the planner, each is replayed, the quickest wins."""
+"""The search over plans: candidates are proposed by rule and by the planner, each is replayed, the fastest wins."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headway.optimize.bounds import step_bound
 from headway.optimize.planner import Planned
 from headway.optimize.planner import plan as plan_schedules
 from headway.plan import Plan, PlannedModel, Prediction
+from headway.replay.expectation import Expectation
 from headway.replay.replayer import Replayer
 from headway.replay.size import times_in_range
 from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
@@ -23,6 +24,7 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy,
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 TIE = 0.01
+UNCHANGED = ("none",)
 DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 SERVER_CAPS_MB, SERVER_CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 DECOUPLED_CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
@@ -30,25 +32,48 @@ DECOUPLED_CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan with what replay expects of it."""
+    """One plan with what is expected of it."""
 
     name: str
     strategy: Strategy
-    predicted_ms: float
-    uncertainty_ms: float
+    expected: Expectation
     changes: tuple[str, ...]
+
+    @property
+    def predicted_ms(self) -> float:
+        """The step that it is expected to take."""
+        return self.expected.step_ms
+
+    @property
+    def changed(self) -> bool:
+        """Whether it differs from what was recorded."""
+        return self.changes != UNCHANGED
+
+    @property
+    def uncertainty_ms(self) -> float:
+        """By how much that may be off."""
+        return self.expected.uncertainty_ms
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Candidates best first, what the recorded job is predicted to take, and the bound no plan can beat."""
+    """Candidates best first, what gains are counted from, and the bound no plan can beat.
+
+    ``baseline_ms`` is the recorded step, ``replayed_ms`` what replay makes of it.
+    """
 
     baseline_ms: float
-    recorded_ms: float
+    replayed_ms: float
     candidates: tuple[Candidate, ...]
     bound_ms: float
     elapsed_s: float
     note: str = ""
+
+    def like(self, best: Candidate) -> tuple[Candidate, ...]:
+        """The others that cannot be told apart from ``best``."""
+        return tuple(
+            each for each in self.candidates if each is not best and best.expected.like(each.expected)
+        )
 
     def best(self, strategy: type[Strategy] | None = None) -> Candidate:
         """The first candidate, of ``strategy`` only where given. Raises UserError where there is none."""
@@ -103,7 +128,6 @@ def candidate_strategies(
 def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
     """Replay every candidate, the planner's best among them. ``progress`` is told how many of how many are done."""
     begun = time.perf_counter()
-    baseline = replayer.base
     forms, note = replayer.permitted
     model = replayer.trace.model
     with times_in_range():
@@ -117,16 +141,15 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     )
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
-        result = replayer.replay(strategy)
-        uncertainty_ms = replayer.uncertainty_ms(result)
+        expected = replayer.expect(replayer.replay(strategy))
         changes = _changes(replayer.recorded_strategy, strategy, model)
-        candidates.append(Candidate(strategy.describe(), strategy, result.step_ms, uncertainty_ms, changes))
+        candidates.append(Candidate(strategy.describe(), strategy, expected, changes))
         if progress:
             progress(number, len(strategies))
     return SearchResult(
-        baseline_ms=baseline.step_ms,
-        recorded_ms=replayer.recorded_step_ms,
-        candidates=_best_first(candidates, model, baseline.step_ms),
+        baseline_ms=replayer.recorded_step_ms,
+        replayed_ms=replayer.base.step_ms,
+        candidates=_best_first(candidates, model, replayer.recorded_step_ms),
         bound_ms=_bound_ms(planned, forms, replayer),
         elapsed_s=time.perf_counter() - begun,
         note=note,
@@ -134,15 +157,19 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
 
 
 def _bound_ms(planned: Planned, forms: Sequence[Gather], replayer: Replayer) -> float:
-    """What no candidate can beat, whether its halves are apart or not."""
+    """What no candidate can beat, whether its halves are apart or not.
+
+    Where replay is too slow for the record, so are the links and times that bounds are made of.
+    """
     together = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
-    return min([together.all_reduce_ms, *(planned.bounds.of(form) / 1e6 for form in forms)])
+    bound_ms = min([together.all_reduce_ms, *(planned.bounds.of(form) / 1e6 for form in forms)])
+    return bound_ms * min(1.0, replayer.recorded_step_ms / replayer.base.step_ms)
 
 
 def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: float) -> tuple[Candidate, ...]:
     """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first.
 
-    No plan that is slower than the recorded job, which takes ``baseline_ms``, comes before it.
+    No plan that is slower than the recorded job, which took ``baseline_ms``, comes before it.
     """
     best_ms = min(candidate.predicted_ms for candidate in candidates)
 
@@ -154,14 +181,16 @@ def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: floa
     return tuple(sorted(candidates, key=key))
 
 
-def plan_of(candidate: Candidate, replayer: Replayer, baseline_ms: float) -> Plan:
+def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     """The plan file's value for a candidate."""
     return Plan(
         strategy=candidate.strategy,
         world_size=replayer.trace.world_size,
         model=PlannedModel.of(replayer.trace.model),
         prediction=Prediction(
-            step_ms=candidate.predicted_ms, baseline_ms=baseline_ms, uncertainty_ms=candidate.uncertainty_ms
+            step_ms=candidate.predicted_ms,
+            baseline_ms=candidate.expected.recorded_ms,
+            uncertainty_ms=candidate.uncertainty_ms,
         ),
         cluster=replayer.cluster,
     )
@@ -178,4 +207,4 @@ def _changes(before: Strategy, after: Strategy, model: ModelSpec) -> tuple[str, 
         had_form = before.gather if isinstance(before, DecoupledStrategy) else ""
         if after.gather != had_form:
             changes.append(f"{after.gather} are gathered")
-    return tuple(changes) or ("none",)
+    return tuple(changes) or UNCHANGED

@@ -21,6 +21,15 @@ from headway.graph.timeline import Timeline, timelines_of
 from headway.network.fit import cluster_from_trace, host_costs, library_of
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
+from headway.replay.expectation import (
+    CROWDED_SHARE,
+    OTHER_SHARE,
+    SAME_SHARE,
+    Expectation,
+    crowded,
+    expected_ms,
+    half_width_ms,
+)
 from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
 from headway.replay.incomplete import check_takes_plans, lacks, of_recorded_buckets
@@ -44,7 +53,7 @@ class ReplayResult:
 
     ``step_ms`` is the mean over the replayed steps and ranks; ``step_times_ms`` holds each step's mean. Of it,
     ``waiting_ms`` is what ranks did not compute in: they waited for communication, or for each other.
-    ``peak_bytes`` is None where the trace names no parameters.
+    ``peak_bytes`` is None where the trace names no parameters. ``strategy`` is the one that was played.
     """
 
     step_ms: float
@@ -53,6 +62,7 @@ class ReplayResult:
     operations: int
     elapsed_s: float
     peak_bytes: int | None
+    strategy: Strategy
     graph: GraphBuilder
     schedule: Schedule
 
@@ -130,18 +140,25 @@ class Replayer:
         steps_ms = dict(zip(self.trace.steps, self.recorded_step_times_ms, strict=False))
         return (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
 
-    def uncertainty_ms(self, result: ReplayResult) -> float:
-        """By how much ``result.step_ms`` may be off, as far as the record tells: two standard errors, about.
-
-        What the recorded steps vary by, as the error of their mean; what replay misses of the recorded step, in
-        proportion; and what the fit of the links missed, in proportion to the time that is waited.
-        """
-        missed = abs(self.base.step_ms / self.recorded_step_ms - 1)
-        return math.hypot(
-            2 * _standard_error_ms(self.recorded_step_times_ms),
-            missed * result.step_ms,
-            unfitted(result.graph) * result.waiting_ms,
+    def expect(self, result: ReplayResult) -> Expectation:
+        """What a live job is expected to take of which ``result`` is the replay, held against the recorded one."""
+        recorded_ms, reproduced_ms = self.recorded_step_ms, self.base.step_ms
+        same = result.strategy.name == self.recorded_strategy.name
+        step_ms = expected_ms(
+            result.step_ms, recorded_ms=recorded_ms, reproduced_ms=reproduced_ms, same_strategy=same
         )
+        graph = result.graph
+        full = crowded(
+            graph.world_size, step_ms, self.trace.world_size, recorded_ms, graph.cluster.shared_cores
+        )
+        uncertainty_ms = half_width_ms(
+            step_ms,
+            recorded_error_ms=_standard_error_ms(self.recorded_step_times_ms),
+            reproduction_error=abs(reproduced_ms / recorded_ms - 1),
+            model_share=CROWDED_SHARE if full else SAME_SHARE if same else OTHER_SHARE,
+            links_ms=unfitted(graph) * result.waiting_ms,
+        )
+        return Expectation(recorded_ms, step_ms, uncertainty_ms)
 
     def replay(
         self,
@@ -162,6 +179,7 @@ class Replayer:
 
     def _replay(self, strategy: Strategy | None, what_if: WhatIf, *, fold: bool) -> ReplayResult:
         begun = time.perf_counter()
+        strategy = self._strategy_run(strategy)
         graph, dataflow = self._laid_out(strategy, what_if, fold=fold)
         played = play_disturbed(graph, dataflow, graph.cluster.compute_slowdown)
         times_ms = _step_times_ms(graph, played)
@@ -171,7 +189,8 @@ class Replayer:
             waiting_ms=_waiting_ms(graph, played),
             operations=len(dataflow),
             elapsed_s=time.perf_counter() - begun,
-            peak_bytes=self._peak_bytes(graph, self._strategy_run(strategy)),
+            peak_bytes=self._peak_bytes(graph, strategy),
+            strategy=strategy,
             graph=graph,
             schedule=played,
         )
@@ -188,12 +207,9 @@ class Replayer:
     ) -> tuple[GraphBuilder, Dataflow]:
         """The graph that ``replay`` would play, with all ranks."""
         with times_in_range():
-            return self._laid_out(strategy, what_if, fold=False)
+            return self._laid_out(self._strategy_run(strategy), what_if, fold=False)
 
-    def _laid_out(
-        self, strategy: Strategy | None, what_if: WhatIf, *, fold: bool
-    ) -> tuple[GraphBuilder, Dataflow]:
-        strategy = self._strategy_run(strategy)
+    def _laid_out(self, strategy: Strategy, what_if: WhatIf, *, fold: bool) -> tuple[GraphBuilder, Dataflow]:
         if not self._checked:
             check_fidelity(self.trace, self.recorded_strategy, self.timelines, self.cluster)
             self._checked = True

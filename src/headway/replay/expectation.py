@@ -1,0 +1,83 @@
+"""What a replayed step lets one expect of a live job, held against what was recorded: every claim of a gain is here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Half widths that covered nine of ten steps of what was never recorded, as shares of the step. They come from
+# benchmarks/uncertainty.py; docs/replay.md says how.
+SAME_SHARE = 0.014  # the recorded strategy, with other buckets, on other links or with other workers
+OTHER_SHARE = 0.018  # another strategy than the recorded one
+CROWDED_SHARE = 0.136  # more work at a time for cores that all ranks share
+CROWDED = 1.5  # times the recorded work at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a job is expected to take, in ms a step, beside what the recorded one took.
+
+    ``uncertainty_ms`` is by how much ``step_ms`` may be off: it covers nine of ten.
+    """
+
+    recorded_ms: float
+    step_ms: float
+    uncertainty_ms: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as the recorded job it is expected to be."""
+        return self.recorded_ms / self.step_ms
+
+    @property
+    def may_gain_nothing(self) -> bool:
+        """Whether the recorded step is no longer than what this one may take."""
+        return self.recorded_ms <= self.step_ms + self.uncertainty_ms
+
+    def like(self, other: Expectation) -> bool:
+        """Whether the two cannot be told apart: one lies within the other's uncertainty."""
+        return abs(self.step_ms - other.step_ms) <= max(self.uncertainty_ms, other.uncertainty_ms)
+
+
+def expected_ms(
+    replayed_ms: float, *, recorded_ms: float, reproduced_ms: float, same_strategy: bool
+) -> float:
+    """What a live step is expected to take, of which a replay says ``replayed_ms``.
+
+    ``reproduced_ms`` is what replay makes of the recorded step. What it is off there, it is off by as much, in
+    proportion, for other buckets and other links under the recorded strategy. Another strategy communicates along
+    other paths: a replay that is too slow for the recorded one is not so for that, and taking its error off would claim
+    more than there is. What replay does not know of at all, and so takes too little time, is missed there too.
+    """
+    ratio = recorded_ms / reproduced_ms
+    return replayed_ms * (ratio if same_strategy else max(1.0, ratio))
+
+
+def crowded(
+    workers: int, step_ms: float, recorded_workers: int, recorded_ms: float, cores: int | None
+) -> bool:
+    """Whether cores that all ranks share, ``cores`` of them, have far more to do at a time than while recording.
+
+    Where it is not known that hosts share cores, ``cores`` is None, they do not.
+    """
+    if cores is None or workers <= cores:
+        return False
+    return workers / step_ms > CROWDED * recorded_workers / recorded_ms
+
+
+def half_width_ms(
+    step_ms: float,
+    *,
+    recorded_error_ms: float,
+    reproduction_error: float,
+    model_share: float,
+    links_ms: float = 0.0,
+) -> float:
+    """By how much an expected step may be off, at nine in ten.
+
+    ``recorded_error_ms`` is the standard error of the recorded step, ``reproduction_error`` the share by which its
+    replay is off, ``model_share`` one of this module's. ``links_ms`` is what the fit of the links missed of the time
+    that is waited: ``model_share`` holds the error of links that fit, so only the greater of both counts.
+    """
+    model_ms = max(model_share * step_ms, links_ms)
+    return math.hypot(2 * recorded_error_ms, reproduction_error * step_ms, model_ms)
