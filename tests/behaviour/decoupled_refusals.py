@@ -84,18 +84,6 @@ def hook_registered_after_wrapping() -> None:
     loss(net).backward()
 
 
-@refused("spread over ranks whose wrapped model or process group is gone")
-def state_left_with_another_wrapper() -> None:
-    inner = model()
-    optimizer = torch.optim.Adam(inner.parameters())
-    for _ in range(2):
-        net = wrapped(inner)
-        loss(net).backward()
-        optimizer.step()
-        del net
-        gc.collect()
-
-
 @refused("compiled")
 def compiled() -> None:
     wrapped(nn.Sequential(torch.compile(model())))  # type: ignore[call-overload]

@@ -160,6 +160,30 @@ def collected(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+def state_outlives_its_wrapper(rank: int, world_size: int) -> dict[str, Any]:
+    """Each wrapper is dropped behind a step: the sharded state is whole for one rank that looks, and serves the next.
+
+    A rank may look, wrap again or train without a wrapper when another has not dropped its own yet.
+    """
+    results = {}
+    for name, wrap in (("stock", nn.parallel.DistributedDataParallel), ("ours", DecoupledDataParallel)):
+        inner = model()
+        optimizer = torch.optim.Adam(inner.parameters(), lr=0.01)
+        looked = []
+        for index in range(3):
+            wrapped = wrap(inner)
+            step(wrapped, optimizer, rank, index)
+            if rank == index:
+                time.sleep(0.3)
+            del wrapped
+            if rank == 0 and index == 1:
+                looked = [state["exp_avg"].sum().item() for state in optimizer.state_dict()["state"].values()]
+        optimizer.step()
+        results[name] = [p.detach().flatten().tolist() for p in inner.parameters()]
+        results[f"{name} looked"] = looked
+    return results
+
+
 _kept: list[Any] = []
 
 

@@ -57,6 +57,14 @@ def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
     assert results[0]["peers"] == 1  # the last one's: another rank may still have a question
 
 
+def test_a_sharded_state_outlives_its_wrapped_model() -> None:
+    results = workers.run(3, f"{CASES}:state_outlives_its_wrapper")
+    assert results[0]["ours looked"] == pytest.approx(results[0]["stock looked"], rel=1e-12)
+    for result in results:
+        for ours, stock in zip(result["ours"], result["stock"], strict=True):
+            assert ours == pytest.approx(stock, rel=1e-12)
+
+
 def test_a_model_that_went_out_of_use_on_one_rank_does_not_hold_up_the_others() -> None:
     results = workers.run(3, f"{CASES}:collected_on_one_rank", timeout_s=40)
     assert results[0] == results[1] == results[2]

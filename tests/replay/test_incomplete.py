@@ -13,7 +13,7 @@ from headway.diagnose.diagnosis import diagnose
 from headway.errors import TraceError
 from headway.model import ModelSpec
 from headway.replay.as_trace import replayed_trace
-from headway.replay.incomplete import of_recorded_buckets
+from headway.replay.incomplete import check_takes_plans, of_recorded_buckets
 from headway.replay.replayer import Replayer
 from headway.replay.what_if import WhatIf
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -45,6 +45,15 @@ def changed(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
         rank: Events.from_rows([row for row in map(change, own) if row]) for rank, own in trace.events.items()
     }
     return replace(trace, events=events)
+
+
+def test_no_plan_is_laid_over_a_trace_without_computation() -> None:
+    trace = synthetic_trace(job())
+    passes = (Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD)
+    without = changed(trace, lambda row: None if row.kind in passes else row)
+    check_takes_plans(trace)
+    with pytest.raises(TraceError, match=r"no computation.*no backward on rank 0"):
+        check_takes_plans(without)
 
 
 @pytest.mark.parametrize("gbps", [0.3, 20.0])

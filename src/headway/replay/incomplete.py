@@ -23,15 +23,23 @@ from headway.trace.format import Trace
 AS_RECORDED = DistributedDataParallelStrategy(bucket_cap_mb=0)  # a bucket of every "parameter"
 ADVICE = "Record the job with headway record; it has to construct DistributedDataParallel."
 AT_ONCE_NS = 200_000  # within which whoever waited for a collective goes on after it
+_BACKWARDS = (Kind.BACKWARD_PASS, Kind.BACKWARD, Kind.OPERATOR)
 _OPERATORS = (Kind.FORWARD, Kind.BACKWARD)  # what importers know operators and kernels to be part of
 _MADE_ANEW = (Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.GRADIENT_READY, Kind.WAIT)
 Key = tuple[str, str, int]  # of a collective, on all its ranks: name, group, sequence
 
 
 def check_takes_plans(trace: Trace) -> None:
-    """Raise TraceError unless ``trace`` names the parameters that plans decide about."""
+    """Raise TraceError unless ``trace`` names the parameters that plans decide about, and shows what hides them."""
     if not trace.model.parameters:
         raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=ADVICE)
+    for rank, events in sorted(trace.events.items()):
+        if not events.of_kind(*_BACKWARDS).duration_ns.sum():
+            raise TraceError(
+                "the trace shows no computation, so no plan can be laid over it",
+                got=f"no backward on rank {rank}",
+                fix="Record a job that calls backward() on every rank.",
+            )
 
 
 def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:

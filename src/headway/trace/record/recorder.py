@@ -44,6 +44,7 @@ from headway.trace.record.now import Now
 from headway.trace.record.pauses import PauseWatch
 from headway.trace.record.profiled import Detail, ProfiledSteps
 from headway.trace.record.step_clock import StepClock
+from headway.trace.record.updates import UpdateWatch
 
 MAX_ROWS = 5_000_000
 
@@ -88,8 +89,8 @@ class Recorder:
         self._number = next(_recordings)
         self._clocks = ClockComparison(self._number)
         self._step_clock = StepClock()
+        self._updates = UpdateWatch(self._updated, self._memory.update_begins)
         self._boundary_ns = 0
-        self._optimizer_start_ns = 0
         self._original_next: Any = None
 
     @property
@@ -179,15 +180,13 @@ class Recorder:
 
     # Steps
 
-    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._optimizer_start_ns = time.monotonic_ns()
-        self._memory.update_begins()
+    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         now_ns = time.monotonic_ns()
         now = self._now
-        if now.recording:
-            self._put(Kind.OPTIMIZER, name_of(optimizer), self._optimizer_start_ns, now_ns)
+        self._updates.step_ends(name_of(optimizer), now_ns)
         if not self._step_clock.counts(optimizer):
             return
         if now.recording:
@@ -222,6 +221,10 @@ class Recorder:
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
         self._rows.append(Event(kind, name, Stream.COMPUTE, self._now.step, start_ns, end_ns - start_ns))
+
+    def _updated(self, name: str, start_ns: int, end_ns: int) -> None:
+        if self._now.recording:
+            self._put(Kind.OPTIMIZER, name, start_ns, end_ns)
 
     def _paused(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
         if self._now.recording:

@@ -310,7 +310,10 @@ class Engine:
                     self.settle_values()
                 else:
                     self.settle_all()
-                self.form.lose_states()
+                if together or exiting:
+                    self.form.lose_states()
+                else:
+                    self.form.leave_states()
                 if together:
                     # Not by a collective: on another rank the model may have been collected a while ago.
                     self.peers.gone()

@@ -70,5 +70,12 @@ class Form(Protocol):
     def lose_states(self) -> None:
         """The process group is about to go."""
 
+    def leave_states(self) -> None:
+        """The wrapped model is gone; this rank and the others go on answering."""
+
+    @property
+    def states_left(self) -> bool:
+        """Whether this rank may yet ask for what ``leave_states`` has left spread over all."""
+
     def leave(self) -> None:
         """The buckets are about to go: nothing may be kept in their terms."""

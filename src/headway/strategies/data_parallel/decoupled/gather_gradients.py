@@ -123,6 +123,14 @@ class GatherGradients:
     def lose_states(self) -> None:
         """Every rank has the whole state."""
 
+    def leave_states(self) -> None:
+        """Every rank has the whole state."""
+
+    @property
+    def states_left(self) -> bool:
+        """Every rank has the whole state."""
+        return False
+
     def leave(self) -> None:
         """Nothing is kept."""
 

@@ -249,6 +249,15 @@ class GatherParameters:
         """The other ranks cannot be asked any more."""
         self._states.lose()
 
+    def leave_states(self) -> None:
+        """The wrapped model is gone: whoever looks at a state brings it together."""
+        self._states.leave()
+
+    @property
+    def states_left(self) -> bool:
+        """Whether somebody may yet look at a state that was left."""
+        return self._states.left
+
     def leave(self) -> None:
         """Let every optimizer hold its whole state."""
         self._states.hand_back()

@@ -93,8 +93,8 @@ def _abandon(engine: Engine) -> None:
     with suppress(CommunicationError):
         release(engine, together=False)
     if not engine.failed:
-        engine.peers.gone()
         _abandoned.append(engine)
+        _say_what_is_done_with()
 
 
 def release_orphans() -> None:
@@ -108,8 +108,16 @@ def release_orphans() -> None:
     _let_go_of_abandoned()
 
 
+def _say_what_is_done_with() -> None:
+    """Tell the other ranks of engines that this one has no question about any more."""
+    for engine in _abandoned:
+        if not engine.form.states_left:
+            engine.peers.gone()
+
+
 def _let_go_of_abandoned() -> None:
     """Give back the memory of engines that no rank has a use for any more."""
+    _say_what_is_done_with()
     for engine in [each for each in _abandoned if each.peers.all_gone()]:
         wait_on_host(engine.wiring.streams.mark())  # training may still read what is of the channels' streams
         engine.peers.close()
@@ -135,6 +143,7 @@ def _at_exit() -> None:
     for engine in list(_engines):
         with suppress(Exception):
             engine.settle_values()
+    for engine in (*_engines, *_abandoned):
         engine.peers.gone()
     deadline = time.monotonic() + LONGEST_STAY_S
     for engine in (each for each in left if not each.failed):

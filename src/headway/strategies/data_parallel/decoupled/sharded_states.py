@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Reply
 from headway.strategies.data_parallel.decoupled.shard import (
@@ -86,7 +85,8 @@ class ShardedStates:
         for rank, answer in self._engine.ask_all(request).items():
             found[rank] = unpack(answer.header["states"], answer.payload, self._engine.wiring.device)
         wholes = self._whole(found)
-        for slot in (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"]):
+        slots = {id(slot.parameter): slot for slot in self._engine.slots}
+        for slot in (slots.get(id(p)) for group in optimizer.param_groups for p in group["params"]):
             if slot in wholes and slot not in state.looked_at:
                 optimizer.state.put(slot.parameter, wholes[slot])
                 state.looked_at.add(slot)
@@ -102,10 +102,30 @@ class ShardedStates:
 
     def lose(self) -> None:
         """The other ranks cannot be asked any more: say so to whoever looks, rather than show a share."""
-        for known, state in zip(self._optimizers, self._states, strict=True):
-            optimizer = known()
-            if optimizer is not None and isinstance(optimizer.state, WatchedState) and any(state.of.values()):
-                optimizer.state.lost = optimizer.state.behind
+        for optimizer in self._spread():
+            optimizer.state.lost = True  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """The wrapped model is gone and ranks go on answering: whoever looks brings the shares together."""
+        for optimizer in self._spread():
+            optimizer.state.left.append(self.wanted)  # type: ignore[attr-defined]
+
+    @property
+    def left(self) -> bool:
+        """Whether somebody may yet look at what ``leave`` has left."""
+        return any(self.wanted in optimizer.state.left for optimizer in self._spread())  # type: ignore[attr-defined]
+
+    def _spread(self) -> list[Optimizer]:
+        """The optimizers that are alive and do not hold their whole state."""
+        pairs = [(known(), state) for known, state in zip(self._optimizers, self._states, strict=True)]
+        return [
+            optimizer
+            for optimizer, state in pairs
+            if optimizer is not None
+            and isinstance(optimizer.state, WatchedState)
+            and optimizer.state.behind
+            and any(state.of.values())
+        ]
 
     def hand_back(self) -> None:
         """Let every optimizer hold its whole state."""

@@ -21,6 +21,19 @@ class WatchedState(defaultdict[Any, Any]):
         self._bring_up_to_date = bring_up_to_date
         self.behind = False
         self.lost = False  # the other ranks' shares cannot be had any more
+        self.left: list[Callable[[Optimizer], None]] = []  # bring together what collected models' ranks keep
+
+    def recover(self) -> None:
+        """Hold the whole state again where the wrapped model that it was spread with has been collected.
+
+        Raises UnsupportedError where it cannot be had any more, CommunicationError where a rank that has a share of it
+        does not answer.
+        """
+        self._refuse_lost()
+        optimizer = self._optimizer()
+        while self.left and optimizer is not None:
+            self.left[0](optimizer)
+            del self.left[0]
 
     def raw(self, key: Any) -> Any:
         """The state of one parameter as it is now, for the update itself."""
@@ -29,11 +42,7 @@ class WatchedState(defaultdict[Any, Any]):
         return dict.__getitem__(self, key)
 
     def take(self, key: Any) -> Any:
-        """Remove and return the state of one parameter as it is now; None where there is none.
-
-        Raises UnsupportedError where a share of it is all that was left here.
-        """
-        self._refuse_lost()
+        """Remove and return the state of one parameter as it is now; None where there is none."""
         return dict.pop(self, key, None)
 
     def put(self, key: Any, value: Any) -> None:
@@ -43,12 +52,12 @@ class WatchedState(defaultdict[Any, Any]):
     def _refuse_lost(self) -> None:
         if self.lost:
             raise UnsupportedError(
-                "an optimizer's state is spread over ranks whose wrapped model or process group is gone",
+                "an optimizer's state is spread over ranks whose process group is gone",
                 fix="Call optimizer.state_dict() before that, on every rank, and load it into the optimizer behind it.",
             )
 
     def _settle(self) -> None:
-        self._refuse_lost()
+        self.recover()
         if self.behind and (optimizer := self._optimizer()) is not None:
             self._bring_up_to_date(optimizer)
             self.behind = False

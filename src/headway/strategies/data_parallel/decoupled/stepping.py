@@ -96,6 +96,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not engines:
         return None
     bind(optimizer)
+    if isinstance(optimizer.state, WatchedState):
+        optimizer.state.recover()
     kind = kind_of(optimizer)
     for engine in engines:
         engine.check_usable()

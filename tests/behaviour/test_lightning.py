@@ -1,0 +1,62 @@
+"""A job of Lightning's: its forward and backward run inside ``optimizer.step``, and its wrapper goes when fit ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.commands import headway, torchrun
+
+from headway.diagnose import diagnose
+from headway.plan import Plan, PlannedModel
+from headway.replay.replayer import Replayer
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.trace.events import Kind
+from headway.trace.folder import load_trace
+
+pytest.importorskip("pytorch_lightning")
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lightning")
+    done = headway(
+        "record", "-o", folder / "trace", "--steps", f"4:{STEPS}", "--",
+        *torchrun("train_lightning.py", folder / "stock.json", STEPS), timeout_s=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_closure_is_forward_and_backward(recorded: Path) -> None:
+    trace = load_trace(recorded / "trace")
+    for events in trace.events.values():
+        for step in trace.steps:
+            rows = list(events.of_step(step))
+            (backward,) = (row for row in rows if row.kind == Kind.BACKWARD_PASS)
+            (update,) = (row for row in rows if row.kind == Kind.OPTIMIZER)
+            assert backward.end_ns <= update.start_ns
+    found = diagnose(trace)
+    for parts in found.breakdown.values():
+        assert parts.computation > 0
+        assert parts.rest > -1e-6
+    assert not [note for note in found.notes if "No forward or backward" in note]
+    replayer = Replayer(trace)
+    assert 0.25 < replayer.base.step_ms / replayer.recorded_step_ms < 4  # thread switches on a shared machine
+
+
+def test_a_decoupled_plan_trains_tests_and_saves_the_same(recorded: Path) -> None:
+    trace = load_trace(recorded / "trace")
+    plan = recorded / "plan.yaml"
+    Plan(strategy=DecoupledStrategy(), world_size=2, model=PlannedModel.of(trace.model)).save(plan)
+    done = headway(
+        "run", "--plan", plan, "--", *torchrun("train_lightning.py", recorded / "ours.json", STEPS), timeout_s=180
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    stock, ours = (json.loads((recorded / name).read_text()) for name in ("stock.json", "ours.json"))
+    for what in stock:  # in another order of summing, because gradients are clipped by norm
+        assert ours[what] == pytest.approx(stock[what], rel=1e-5, abs=1e-6), what

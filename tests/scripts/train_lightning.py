@@ -1,0 +1,78 @@
+"""A small job of Lightning: the trainer runs forward and backward in a closure that it hands to the optimizer.
+
+``train_lightning.py RESULT [STEPS]`` trains, validates, tests and saves; rank 0 writes the parameters' and the
+checkpoint's sums to RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 8)
+        )
+
+    def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
+        loss: torch.Tensor = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], _index: int) -> None:
+        self.log("loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data() -> DataLoader[tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(96, 64), torch.randn(96, 8)), batch_size=4)
+
+
+def state_of(checkpoint: Path) -> list[float]:
+    saved = torch.load(checkpoint, weights_only=False)["optimizer_states"][0]["state"]
+    return [value.double().sum().item() for one in saved.values() for value in one.values()]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    pl.seed_everything(0)
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 10
+    with tempfile.TemporaryDirectory() as folder:
+        keep = pl.callbacks.ModelCheckpoint(
+            dirpath=folder, filename="last", every_n_train_steps=max(1, steps - 2)
+        )
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, logger=False, callbacks=[keep],
+            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
+        )  # fmt: skip
+        model = Small()
+        trainer.fit(model, data(), data())
+        tested = trainer.test(model, data(), verbose=False)[0]["loss"]
+        validated = trainer.validate(model, data(), verbose=False)[0]["loss"]
+        by_hand = Path(trainer.strategy.broadcast(folder)) / "by hand.ckpt"
+        trainer.save_checkpoint(by_hand)
+        if trainer.is_global_zero:
+            result = {
+                "parameters": [parameter.double().sum().item() for parameter in model.parameters()],
+                "state": state_of(Path(keep.best_model_path)), "by hand": state_of(by_hand),
+                "losses": [tested, validated],
+            }  # fmt: skip
+            Path(sys.argv[1]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
