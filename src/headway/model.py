@@ -80,7 +80,8 @@ class ModelSpec(BaseModel):
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
     Both are empty where nothing was recorded. ``activation_bytes`` is what forward leaves for backward, about;
-    ``pass_memory`` says more, where it was watched.
+    ``pass_memory`` says more, where it was watched. ``find_unused_parameters`` says that the model is wrapped with that
+    option of DDP: a backward may leave parameters without a gradient, and ranks tell each other which.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,6 +93,7 @@ class ModelSpec(BaseModel):
     activation_bytes: int = Field(default=0, ge=0)
     pass_memory: PassMemory | None = None
     optimizer_state_bytes: int = Field(default=0, ge=0)
+    find_unused_parameters: bool = False
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -110,6 +112,11 @@ class ModelSpec(BaseModel):
     def size_bytes(self) -> int:
         """The bytes of all parameters, which one synchronisation of gradients moves."""
         return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def uses_bytes(self) -> int:
+        """What ranks tell each other of which parameters a backward used: a number of 4 bytes a parameter."""
+        return 4 * len(self.parameters)
 
     @property
     def fingerprint(self) -> str:

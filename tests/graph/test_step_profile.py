@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from tests.synthetic import MS, SyntheticJob, synthetic_trace
 
+from headway.graph.recorded import timelines_of
 from headway.graph.step_profile import LayerTimes, profile_of, profile_of_layers
-from headway.graph.timeline import Item, Part, Point, Timeline, timelines_of
+from headway.graph.timeline import Item, Part, Point, Timeline
 
 
 def test_a_recorded_step_gives_the_offsets_it_was_made_with() -> None:

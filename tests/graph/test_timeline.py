@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.synthetic import SyntheticJob, events_of, synthetic_trace, trace_of
 
-from headway.graph.timeline import Part, Point, Timeline, timelines_of
+from headway.graph.recorded import timelines_of
+from headway.graph.timeline import Part, Point, Timeline
 from headway.trace.events import Event, Kind, Stream
 
 PARTS = {Part.INPUT, Part.FORWARD, Part.BACKWARD, Part.FINALIZE, Part.OPTIMIZER, Part.REST}

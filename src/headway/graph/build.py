@@ -75,6 +75,9 @@ class StrategyDataflow(Protocol):
     def ready(self, walk: Walk, parameter: str) -> None:
         """The gradient of ``parameter`` is complete on this rank."""
 
+    def unused(self, walk: Walk, parameter: str) -> None:
+        """This backward, whose first gradient is about to be complete, leaves ``parameter`` without one."""
+
     def backward_end(self, walk: Walk) -> None:
         """The computation of a synchronising backward is done."""
 
@@ -217,6 +220,8 @@ def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, time
                 strategy.use(walk, item.name)
             case Point.READY:
                 strategy.ready(walk, item.name)
+            case Point.UNUSED:
+                strategy.unused(walk, item.name)
             case Point.BACKWARD_END:
                 strategy.backward_end(walk)
             case Point.BLOCKING:

@@ -46,7 +46,7 @@ def check_fidelity(
             "replay would not be true to this recording: its collectives of gradients are not its strategy's",
             got=f"{got[0]:g} collectives of {got[1]:.0f} bytes a step",
             expected=f"{expected[0]:g} of {expected[1]:.0f} bytes for {strategy.describe()}",
-            fix="Record one model, without find_unused_parameters and without a communication hook.",
+            fix="Record one model, without a communication hook.",
         )
 
 

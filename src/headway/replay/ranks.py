@@ -15,7 +15,7 @@ from headway.replay.size import operations_of
 from headway.scheduling.buckets import BucketSchedule
 
 MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
-LAUNCHING = (Point.READY, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
+LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
 
 Recorded = Mapping[int, Sequence[Timeline]]
 

@@ -17,7 +17,8 @@ from headway.collectives.links import Links
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.dataflow import Dataflow
-from headway.graph.timeline import Timeline, timelines_of
+from headway.graph.recorded import timelines_of
+from headway.graph.timeline import Timeline
 from headway.network.fit import cluster_from_trace, host_costs, library_of
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule

@@ -65,3 +65,14 @@ def test_a_strategy_s_own_spans_become_events() -> None:
     (row,) = collective_rows([], spans)
     assert (row.name, row.bucket, row.sequence, row.algorithm) == ("reduce_scatter", 2, 7, "native")
     assert [w.kind for w in wait_rows([], [], {}, spans)] == [Kind.WAIT, Kind.UPDATE]
+
+
+def test_what_ranks_used_is_no_bucket_and_is_waited_for_with_the_buckets() -> None:
+    uses = seen(1, 50, 180)
+    uses.integers = True
+    observed = [seen(0, 0, 90), uses]
+    backward = Event(Kind.BACKWARD_PASS, "", Stream.COMPUTE, 5, 0, 200)
+    rows = collective_rows(observed, [])
+    assert [row.bucket for row in rows] == [0, -1]
+    waits = wait_rows([*rows, backward], observed, {200: 120}, [])
+    assert [(w.kind, w.name, w.start_ns, w.end_ns) for w in waits] == [(Kind.WAIT, "gradients", 120, 180)]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headway import torch_private
+from headway.collectives.algorithms import ALL_REDUCE
 from headway.strategies.data_parallel.channels.observer import THREAD_NAME
 from headway.trace.record.now import Now
 
@@ -27,7 +28,7 @@ RELEASE_AFTER_NS = 50_000_000
 
 @dataclass(slots=True)
 class ObservedCollective:
-    """One collective of this rank; ``end_ns`` is 0 until its work completes."""
+    """One collective of this rank; ``end_ns`` is 0 until its work completes. ``integers`` are no gradients."""
 
     name: str
     group: str
@@ -38,6 +39,12 @@ class ObservedCollective:
     asynchronous: bool
     phase: str
     end_ns: int = 0
+    integers: bool = False
+
+    @property
+    def is_of_uses(self) -> bool:
+        """Whether DDP tells by it which parameters a backward used (find_unused_parameters)."""
+        return self.integers and self.name == ALL_REDUCE and self.phase == "backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +130,9 @@ class CollectiveTap:
             asynchronous = len(args) <= operation.asynchronous or bool(args[operation.asynchronous])
             size_bytes = 0 if operation.name == "barrier" else _size_bytes(args[operation.payload])
             seen = ObservedCollective(
-                operation.name, group, sequence, size_bytes, step, time.monotonic_ns(), asynchronous, phase
-            )
+                operation.name, group, sequence, size_bytes, step, time.monotonic_ns(), asynchronous, phase,
+                integers=_of_integers(args[operation.payload]),
+            )  # fmt: skip
             result = original(*args)
             work = result[1] if isinstance(result, tuple) else result
             # A backend whose works have no future cannot be timed; the job must not notice.
@@ -141,3 +149,9 @@ def _size_bytes(payload: Any) -> int:
     if isinstance(payload, torch.Tensor):
         return payload.numel() * payload.element_size()
     return sum(_size_bytes(part) for part in payload)
+
+
+def _of_integers(payload: Any) -> bool:
+    while isinstance(payload, (list, tuple)) and payload:
+        payload = payload[0]
+    return isinstance(payload, torch.Tensor) and not (payload.is_floating_point() or payload.is_complex())

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.collectives.algorithms import GLOO_THREADS, SERVERS
+from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, SERVERS
 from headway.collectives.transfers import Transfer
 from headway.trace.events import Event, Kind, Stream
 from headway.trace.record.collectives import ObservedCollective
@@ -43,7 +43,7 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
         if seen.end_ns == 0:
             continue
         bucket = -1
-        if seen.phase == "backward" and seen.name == "all_reduce":
+        if seen.phase == "backward" and seen.name == ALL_REDUCE and not seen.is_of_uses:
             bucket = bucket_count[seen.step]
             bucket_count[seen.step] += 1
         start_ns = max(seen.enqueue_ns, heapq.heappop(free_ns[seen.group]))
@@ -144,6 +144,8 @@ def wait_rows(
     """When the main thread was blocked: on gradients after a backward, on its own collectives, on a strategy."""
     waits = []
     bucket_ends: dict[int, list[int]] = defaultdict(list)
+    observed = list(observed)
+    uses = {(c.group, c.sequence) for c in observed if c.is_of_uses}
     blocking = {
         (c.group, c.sequence)
         for c in observed
@@ -152,7 +154,9 @@ def wait_rows(
     passes: list[Event] = []
     rows = list(rows)
     for row in rows:
-        if row.kind == Kind.COLLECTIVE and row.bucket >= 0 and row.algorithm in WAITED_FOR_AT_THE_END:
+        if row.kind == Kind.COLLECTIVE and (
+            (row.bucket >= 0 and row.algorithm in WAITED_FOR_AT_THE_END) or (row.group, row.sequence) in uses
+        ):
             bucket_ends[row.step].append(row.end_ns)
         elif row.kind == Kind.COLLECTIVE and (row.group, row.sequence) in blocking:
             waits.append(_span(Kind.WAIT, row.name, row.step, row.enqueue_ns, row.end_ns))

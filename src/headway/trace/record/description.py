@@ -19,13 +19,17 @@ from headway.trace.record.modules import ModuleWatch
 
 
 def model_described(
+    model: nn.Module | None,
     root: nn.Module | None,
     watch: ModuleWatch,
     rows: Iterable[Event],
     optimizer: torch.optim.Optimizer | None,
     memory: PassMemory | None,
 ) -> ModelSpec:
-    """The model of ``root``, with the orders of its last recorded step and what it and its optimizer hold."""
+    """The model of ``root``, with the orders of its last recorded step and what it and its optimizer hold.
+
+    ``model`` is what it is wrapped in.
+    """
     if root is None:
         return ModelSpec(parameters=())
     return model_spec(root).model_copy(
@@ -35,6 +39,7 @@ def model_described(
             "activation_bytes": watch.activation_bytes,
             "pass_memory": memory,
             "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer),
+            "find_unused_parameters": _finds_unused(model),
         }
     )
 
@@ -55,6 +60,11 @@ def strategy_in_force(model: nn.Module | None) -> tuple[tuple[tuple[str, ...], .
     if planned is not None:
         return buckets, {planned.name: planned.model_dump(mode="json")}
     return buckets, {"ddp": {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(model)}}
+
+
+def _finds_unused(model: nn.Module | None) -> bool:
+    """Whether each backward finds out what was used; with a static graph DDP does so once."""
+    return bool(getattr(model, "find_unused_parameters", False)) and not getattr(model, "static_graph", False)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -293,7 +293,7 @@ class Recorder:
         fit = self._clocks.end(rank, world_size)
         events = self._rows + self._watch.rows()
         model = model_described(
-            self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
+            self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         peers = connection_peers(self._number, self._connections, rank, world_size)

@@ -1,4 +1,8 @@
-"""What DDP adds to the graph: one all-reduce a bucket, and one wait for all of them after backward."""
+"""What DDP adds to the graph: one all-reduce a bucket, and one wait for all of them after backward.
+
+With find_unused_parameters what a backward leaves without a gradient is ready as soon as it begins, and behind the last
+bucket ranks add up which parameters they used.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ class Dataflow:
         self._graph = graph
         self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
         self._launched: dict[int, list[int]] = defaultdict(list)
+        self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward
         self._passes: dict[int, int] = defaultdict(int)
 
     def use(self, walk: Walk, module: str) -> None:
@@ -25,20 +30,46 @@ class Dataflow:
 
     def ready(self, walk: Walk, parameter: str) -> None:
         """Count down the parameter's bucket, and launch what may be launched, in order."""
-        for index in self._fillings[walk.rank].ready(parameter):
+        filling = self._fillings[walk.rank]
+        launched = filling.ready(parameter)
+        for index in launched:
             self._launch(walk, index)
+        if launched and filling.complete and self._graph.model.find_unused_parameters:
+            self._exchange_uses(walk)
+
+    def unused(self, walk: Walk, parameter: str) -> None:
+        """What the graph of this backward lacks is ready before anything else."""
+        self.ready(walk, parameter)
 
     def _launch(self, walk: Walk, index: int) -> None:
         bucket = self._graph.schedule.buckets[index]
-        launched, at_a_time = self._launched[walk.rank], self.at_a_time
         key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
         number = self._graph.launch(
             walk, ALL_REDUCE, key, bucket.size_bytes, bucket=index,
             selection=self.selection(bucket.size_bytes),
-            channel=len(launched) % at_a_time if self.channels_apart else 0,
-            after=launched[-at_a_time : len(launched) - at_a_time + 1],
+            channel=len(self._launched[walk.rank]) % self.at_a_time if self.channels_apart else 0,
+            after=self._before(walk),
         )  # fmt: skip
-        launched.append(number)
+        self._launched[walk.rank].append(number)
+        self._awaited[walk.rank].append(number)
+
+    def _before(self, walk: Walk) -> list[int]:
+        """The all-reduce that the next one follows."""
+        launched = self._launched[walk.rank]
+        return launched[-self.at_a_time : len(launched) - self.at_a_time + 1]
+
+    def _exchange_uses(self, walk: Walk) -> None:
+        """Add up over ranks what was used, on the process group itself."""
+        graph, size_bytes = self._graph, self._graph.model.uses_bytes
+        number = graph.launch(
+            walk, ALL_REDUCE, -1 - self._passes[walk.rank], size_bytes, bucket=-1,
+            selection=native(ALL_REDUCE, size_bytes, graph.world_size, graph.cluster.library),
+            channel=self.at_a_time if self.channels_apart else 0,
+            after=[] if self.channels_apart else self._before(walk),
+        )  # fmt: skip
+        if not self.channels_apart:
+            self._launched[walk.rank].append(number)
+        self._awaited[walk.rank].append(number)
 
     @property
     def at_a_time(self) -> int:
@@ -55,10 +86,10 @@ class Dataflow:
         return native(ALL_REDUCE, size_bytes, self._graph.world_size, self._graph.cluster.library)
 
     def backward_end(self, walk: Walk) -> None:
-        """Wait for every bucket of this backward."""
-        count = self._fillings[walk.rank].next
-        for number in self._launched[walk.rank][-count:] if count else []:
+        """Wait for every bucket of this backward, and for what was used."""
+        for number in self._awaited[walk.rank]:
             self._graph.wait(walk, "gradients", number)
+        self._awaited[walk.rank].clear()
         self._graph.compute(walk, Part.FINALIZE, 0)
         self._fillings[walk.rank].restart()
         self._passes[walk.rank] += 1

@@ -38,14 +38,19 @@ class DistributedDataParallelStrategy(Strategy):
     def decide(self, model: ModelSpec) -> BucketSchedule:
         """Assign buckets as DDP does from its second iteration on, when it knows the order of readiness.
 
-        torch uses a smaller first bucket (1 MiB) only while ``bucket_cap_mb`` is left at its default.
+        torch uses a smaller first bucket (1 MiB) only while ``bucket_cap_mb`` is left at its default. With
+        find_unused_parameters it keeps the buckets that it begins with: cut from the order of registration, and reduced
+        in reverse.
         """
         from headway import torch_private  # torch takes seconds to import, and most commands do without
 
-        parameters = model.ready_parameters()
+        kept = model.find_unused_parameters
+        parameters = model.parameters if kept else model.ready_parameters()
         groups = torch_private.ddp_bucket_assignment(
             [(p.shape, p.dtype) for p in parameters], self.size_limits_bytes()
         )
+        if kept:
+            groups.sort(key=min, reverse=True)
         return BucketSchedule(
             make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
         )

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL
+from headway.collectives.algorithms import ALL_REDUCE, RING
+from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Part
 from headway.scheduling.filling import Filling
@@ -32,6 +34,9 @@ class Dataflow:
         self._jobs: dict[int, list[int]] = defaultdict(list)  # rank -> its latest jobs, one a channel at most
         self._reduced: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its reduce-scatter
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its all-gather
+        self._unused: dict[int, list[str]] = defaultdict(list)  # rank -> without a gradient in this backward
+        self._uses: dict[int, int] = {}  # rank -> the exchange of what its latest backward used
+        self._asking: dict[int, set[int]] = defaultdict(set)  # rank -> units that wait for that exchange
         self._due: dict[int, set[int]] = defaultdict(set)  # rank -> units the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
         self._update_overhead_ns = graph.cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
@@ -54,6 +59,8 @@ class Dataflow:
             return
         for gather in gathers:
             self._graph.wait(walk, "parameters", gather)
+        if unit in self._asking[walk.rank]:
+            self._graph.wait(walk, "parameters", self._uses[walk.rank])
         update_ns = 0
         if unit in self._due[walk.rank]:
             self._due[walk.rank].remove(unit)
@@ -76,6 +83,23 @@ class Dataflow:
             self._reduced[walk.rank][index] = self._job(walk, "reduce_scatter", index)
             for gathered in self._schedule.gathers_behind(index):
                 self._gather(walk, gathered)
+            if filling.complete and index == filling.next - 1 and self._graph.model.find_unused_parameters:
+                self._exchange_uses(walk)
+
+    def unused(self, walk: Walk, parameter: str) -> None:
+        """Whether it gets a gradient after all is known when backward ends."""
+        self._unused[walk.rank].append(parameter)
+
+    def _exchange_uses(self, walk: Walk) -> None:
+        """Ranks add up which parameters they used; who has no gradient waits for that before an update."""
+        size_bytes = self._graph.model.uses_bytes
+        self._uses[walk.rank] = self._submit(
+            walk, ALL_REDUCE, -1 - self._passes[walk.rank], size_bytes, -1, Selection(RING, ALL_REDUCE)
+        )
+        buckets_of = self._schedule.buckets_of
+        self._asking[walk.rank] = {
+            self._unit_of[index] for name in self._unused[walk.rank] for index in buckets_of.get(name, ())
+        }
 
     def _settle_all(self, walk: Walk) -> None:
         """What forward left untouched is settled, in gather order, before the first gradient is accumulated.
@@ -103,19 +127,33 @@ class Dataflow:
         after: Sequence[int] = (),
         after_work: Sequence[int] = (),
     ) -> int:
-        bucket = self._schedule.buckets[index]
+        size_bytes = self._schedule.buckets[index].size_bytes
+        key = self._passes[walk.rank] * len(self._schedule.buckets) + index
+        selection = self._schedule.algorithms.select(
+            name, size_bytes, self._graph.world_size, self._graph.cluster.library
+        )
+        return self._submit(walk, name, key, size_bytes, index, selection, after, after_work)
+
+    def _submit(
+        self,
+        walk: Walk,
+        name: str,
+        key: int,
+        size_bytes: int,
+        bucket: int,
+        selection: Selection,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+    ) -> int:
         count = self._counts[walk.rank]
         self._counts[walk.rank] += 1
-        key = self._passes[walk.rank] * len(self._schedule.buckets) + index
         number = self._graph.launch(
             walk,
             name,
             key,
-            bucket.size_bytes,
-            bucket=index,
-            selection=self._schedule.algorithms.select(
-                name, bucket.size_bytes, self._graph.world_size, self._graph.cluster.library
-            ),
+            size_bytes,
+            bucket=bucket,
+            selection=selection,
             channel=count % self._schedule.channels,
             after=[*self._channel(walk), *after],
             after_work=after_work,
@@ -129,7 +167,10 @@ class Dataflow:
         return jobs[:1] if len(jobs) == self._schedule.channels else []
 
     def backward_end(self, walk: Walk) -> None:
-        """Nobody waits here; the next pass counts anew."""
+        """Nobody waits here; the next pass counts anew. Parameters without a gradient take part with zeros."""
+        for parameter in self._unused[walk.rank]:
+            self.ready(walk, parameter)
+        self._unused[walk.rank].clear()
         self._begun.discard(walk.rank)
         self._fillings[walk.rank].restart()
         self._passes[walk.rank] += 1
@@ -151,13 +192,14 @@ class Dataflow:
             return
         self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns)
         reduced = self._reduced[walk.rank]
+        uses = [self._uses[walk.rank]] if walk.rank in self._uses else []
         for index in self._schedule.gather_order:
             if index in reduced:
                 update = self._graph.work(
                     walk,
                     self._share_ns(walk.rank, [index], self._graph.world_size),
                     bucket=index,
-                    after=[*self._channel(walk), reduced[index]],
+                    after=[*self._channel(walk), reduced[index], *uses],
                 )
                 self._gather(walk, index, [update])
         self._due[walk.rank] |= {self._unit_of[index] for index in reduced}

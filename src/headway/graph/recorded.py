@@ -1,0 +1,198 @@
+"""Recorded steps as timelines: every wait for communication taken out, and the points at which a strategy acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from headway.errors import TraceError
+from headway.graph.intervals import Intervals
+from headway.graph.quickened import Quickened
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.model import ModelSpec
+from headway.trace.events import Event, Events, Kind
+from headway.trace.format import Trace
+
+
+def timelines_of(
+    trace: Trace, factors: Mapping[str, float] = MappingProxyType({})
+) -> dict[int, tuple[Timeline, ...]]:
+    """Every rank's recorded steps as timelines.
+
+    ``factors`` multiply the time of what was recorded under a name that a pattern matches: of operators and kernels, or
+    of modules where no operator has such a name. Raises TraceError for a pattern that nothing matches.
+    """
+    quickened = {rank: Quickened(events, factors) for rank, events in trace.events.items()}
+    for pattern in factors:
+        if not any(each.matches(pattern) for each in quickened.values()):
+            raise TraceError(
+                "no operator and no module was recorded under such a name", got=repr(pattern),
+                fix="headway record --detail operators records operators, --detail kernels kernels.",
+            )  # fmt: skip
+    under_way = collectives_under_way(trace)
+    timelines: dict[int, tuple[Timeline, ...]] = {}
+    for rank, events in trace.events.items():
+        share = _Share(trace.world_size, update_cost_beside(events, trace.world_size).overhead_ns)
+        timelines[rank] = tuple(
+            _timeline(rank, step, events.of_step(step), trace.model, under_way[rank], share, quickened[rank])
+            for step in trace.steps
+        )
+    return timelines
+
+
+def collectives_under_way(trace: Trace) -> dict[int, Intervals]:
+    """For each rank, when one of its collectives had been asked for by every rank and was not done."""
+    arrived: dict[tuple[str, str, int], int] = {}
+    for events in trace.events.values():
+        for row in events.of_kind(Kind.COLLECTIVE):
+            key = (row.name, row.group, row.sequence)
+            arrived[key] = max(arrived.get(key, 0), row.enqueue_ns)
+    return {
+        rank: Intervals(
+            (max(row.start_ns, arrived[row.name, row.group, row.sequence]), row.end_ns)
+            for row in events.of_kind(Kind.COLLECTIVE)
+        )
+        for rank, events in trace.events.items()
+    }
+
+
+class _Share(NamedTuple):
+    """One rank's updates beside its main thread: how many ranks shared them, what each costs whatever its size."""
+
+    ranks: int
+    overhead_ns: float
+
+    def whole_ns(self, rows: Iterable[Event]) -> int | None:
+        beside = [row.duration_ns - self.overhead_ns for row in rows if is_beside(row)]
+        return round(max(0.0, sum(beside)) * self.ranks) if beside else None
+
+
+class _Cut(NamedTuple):
+    time_ns: int
+    order: int
+    item: Item | None
+
+
+def _timeline(
+    rank: int,
+    step: int,
+    events: Events,
+    model: ModelSpec,
+    under_way: Intervals,
+    share: _Share,
+    quickened: Quickened,
+) -> Timeline:
+    rows = list(events)
+    window = next(row for row in rows if row.kind == Kind.STEP)
+    waits = _merged([row for row in rows if row.kind == Kind.WAIT])
+    parts = _parts(rows)
+    cuts = _points(rows, model)
+    for start_ns, end_ns in [
+        *waits,
+        *((start, end) for start, end, _ in parts),
+        (window.start_ns, window.end_ns),
+    ]:
+        cuts += [_Cut(start_ns, 1, None), _Cut(end_ns, 1, None)]
+    items: list[Item] = []
+    now_ns = window.start_ns
+    for cut in sorted(cuts, key=lambda cut: (cut.time_ns, cut.order)):
+        time_ns = min(max(cut.time_ns, window.start_ns), window.end_ns)
+        if time_ns > now_ns:
+            if not _inside(now_ns, waits):
+                overlap = under_way.share_of(now_ns, time_ns)
+                duration_ns = quickened.duration_ns(now_ns, time_ns)
+                items.append(Item(_part_at(now_ns, parts), "", duration_ns, overlap=overlap))
+            now_ns = time_ns
+        if cut.item is not None:
+            items.append(cut.item)
+    return Timeline(rank, step, tuple(_joined(items)), share.whole_ns(rows))
+
+
+def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
+    owners = frozenset(model.forward_order)
+    synchronising = _synchronising(rows)
+    shares = [row for row in rows if row.kind == Kind.BACKWARD]
+    sizes = {(r.name, r.enqueue_ns): r.size_bytes for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
+    cuts = []
+    for row in rows:
+        if row.kind == Kind.FORWARD and row.name in owners:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.USE, row.name)))
+        elif row.kind == Kind.OPTIMIZER:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
+        elif row.kind == Kind.WAIT and (size_bytes := sizes.get((row.name, row.start_ns))) is not None:
+            cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, size_bytes)))
+    for one in synchronising:
+        ready = [
+            r for r in rows if r.kind == Kind.GRADIENT_READY and one.start_ns <= r.start_ns <= one.end_ns
+        ]
+        if model.find_unused_parameters:
+            begins_ns = min((row.start_ns for row in ready), default=one.start_ns)
+            unused = [p.name for p in model.parameters if p.name not in {row.name for row in ready}]
+            cuts += [_Cut(begins_ns, 2, Item(Point.UNUSED, name)) for name in unused]
+        cuts += [_Cut(row.start_ns, 2, Item(Point.READY, row.name)) for row in ready]
+        ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
+        cuts.append(_Cut(max(ends, default=one.end_ns), 3, Item(Point.BACKWARD_END)))
+    return cuts
+
+
+def _synchronising(rows: Sequence[Event]) -> Sequence[Event]:
+    """The backward passes whose gradients are reduced: others (no_sync) add to gradients that are not ready yet."""
+    passes = [row for row in rows if row.kind == Kind.BACKWARD_PASS]
+    launches_ns = [row.enqueue_ns for row in rows if row.kind == Kind.COLLECTIVE and row.bucket >= 0]
+    return [p for p in passes if any(p.start_ns <= ns <= p.end_ns for ns in launches_ns)] or passes[-1:]
+
+
+def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
+    """Intervals with their part; of overlapping ones the later in the list wins."""
+    shares_end_ns = max((row.end_ns for row in rows if row.kind == Kind.BACKWARD), default=0)
+    parts = []
+    for row in rows:
+        if row.kind == Kind.FORWARD_PASS:
+            parts.append((row.start_ns, row.end_ns, Part.FORWARD))
+        elif row.kind == Kind.BACKWARD_PASS:
+            parts.append((row.start_ns, row.end_ns, Part.BACKWARD))
+            if row.start_ns <= shares_end_ns < row.end_ns:
+                parts.append((shares_end_ns, row.end_ns, Part.FINALIZE))
+        elif row.kind == Kind.INPUT:
+            parts.append((row.start_ns, row.end_ns, Part.INPUT))
+    # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done beside
+    # the main thread, it is values that are taken over there: part of forward.
+    kinds = (Kind.OPTIMIZER,) if any(is_beside(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
+    return parts + [(r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in kinds]
+
+
+def _part_at(time_ns: int, parts: Sequence[tuple[int, int, str]]) -> str:
+    found = Part.REST
+    for start_ns, end_ns, part in parts:
+        if start_ns <= time_ns < end_ns:
+            found = part
+    return found
+
+
+def _merged(rows: Sequence[Event]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for row in sorted(rows, key=lambda row: row.start_ns):
+        if merged and row.start_ns <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], row.end_ns))
+        elif row.duration_ns > 0:
+            merged.append((row.start_ns, row.end_ns))
+    return merged
+
+
+def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:
+    return any(start_ns <= time_ns < end_ns for start_ns, end_ns in intervals)
+
+
+def _joined(items: Sequence[Item]) -> list[Item]:
+    """Join neighbouring stretches of one part."""
+    joined: list[Item] = []
+    for item in items:
+        if item.duration_ns and joined and joined[-1].duration_ns and joined[-1].kind == item.kind:
+            total_ns = joined[-1].duration_ns + item.duration_ns
+            disturbed = joined[-1].overlap * joined[-1].duration_ns + item.overlap * item.duration_ns
+            joined[-1] = item._replace(duration_ns=total_ns, overlap=disturbed / total_ns)
+        else:
+            joined.append(item)
+    return joined
