@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from headway.errors import CommunicationError, UnsupportedError
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
+from headway.strategies.data_parallel.decoupled.messages import Limits
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
 
@@ -308,6 +312,49 @@ def many_wraps_of_subgroups(rank: int, world_size: int) -> float:
     return sum(p.sum().item() for p in wrapped.parameters())
 
 
+def strangers_at_the_door(rank: int, world_size: int) -> dict[str, Any]:
+    """Others connect to a rank's port: 200 who say nothing, one who asks without a proof; then one is at its place."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-4)
+    assert wrapped.engine is not None
+    peers = wrapped.engine.peers
+    other = peers._addresses[1 - rank]
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(other, 30))
+        dist.barrier()
+        threads = sum(one.name.startswith("headway-peers") for one in threading.enumerate())
+        with socket.create_connection(other, 30) as stranger:
+            stranger.sendall(struct.pack("!QQ", 20, 0) + b'{"want": "progress"}' + bytes(64))
+            heard = b""
+            with suppress(ConnectionResetError):
+                while part := stranger.recv(1000):
+                    heard += part
+        wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        sums = [float(p.grad.sum()) for p in wrapped.parameters() if p.grad is not None]
+    refused = ""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_pretend, args=(listener,), daemon=True).start()
+        peers._addresses[1 - rank] = listener.getsockname()
+        try:
+            peers.ask(1 - rank, {"want": "progress"}, Limits())
+        except CommunicationError as error:
+            refused = str(error)
+    peers._addresses[1 - rank] = other
+    dist.barrier()
+    return {"host": other[0], "threads": threads, "heard": len(heard), "sums": sums, "refused": refused}
+
+
+def _pretend(listener: socket.socket) -> None:
+    """Take any proof and answer whatever is asked."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        said = b'{"submitted": 1, "last": "x"}'
+        connection.sendall(bytes(64) + struct.pack("!QQ", len(said), 0) + said)
+
+
 def clipping_asks_no_peer(rank: int, world_size: int) -> dict[str, float]:
     """Clip by norm where parameters are gathered; count the questions between ranks, and what a look adds to them."""
     ours = DecoupledDataParallel(model(), bucket_cap_mb=1e-4)
@@ -315,9 +362,9 @@ def clipping_asks_no_peer(rank: int, world_size: int) -> dict[str, float]:
     asked: list[Any] = []
     ask_all = ours.engine.peers.ask_all
 
-    def noted(request: Any) -> Any:
+    def noted(request: Any, limits: Any) -> Any:
         asked.append(request)
-        return ask_all(request)
+        return ask_all(request, limits)
 
     ours.engine.peers.ask_all = noted  # type: ignore[method-assign]
     ours(torch.full((2, 6), rank + 1.0, dtype=torch.float64)).sum().backward()

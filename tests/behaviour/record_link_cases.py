@@ -190,18 +190,18 @@ def writing_fails(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found | {"said": said.getvalue()}
 
 
-def open_ports(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
-    """On how many ports this rank listens before it records and while it does, and whether it has a clock server.
+def open_ports(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Where this rank listens before it records and while it does, and whether it has a clock server.
 
     Once where no clock server is allowed, and once where it is.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, Any] = {}
     for allowed in (False, True):
         own = Path(folder, str(allowed))
         own.mkdir(exist_ok=True)
-        seen = [listening()]
+        seen: list[Any] = [listening()]
 
-        def between(_recorder: Recorder, seen: list[int] = seen) -> None:
+        def between(_recorder: Recorder, seen: list[Any] = seen) -> None:
             seen.append(listening())
             seen.append(sum(one.name == "headway-clock" for one in threading.enumerate()))
 
@@ -211,9 +211,9 @@ def open_ports(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
     return found
 
 
-def listening() -> int:
-    """On how many TCP ports this process listens."""
-    count = 0
+def listening() -> list[str]:
+    """The addresses of this process's listening TCP sockets, without their ports."""
+    found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             copy = socket.socket(fileno=os.dup(int(name)))
@@ -221,8 +221,9 @@ def listening() -> int:
             continue
         with copy:
             inet = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
-            count += inet and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    return count
+            if inet and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(copy.getsockname()[0])
+    return found
 
 
 def native_pauses(rank: int, world_size: int, folder: str) -> dict[str, Any]:

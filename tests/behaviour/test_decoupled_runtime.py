@@ -8,6 +8,8 @@ import signal
 import pytest
 from tests import workers
 
+from headway.network import trusted
+
 CASES = "tests.behaviour.decoupled_runtime_cases"
 
 pytestmark = pytest.mark.processes
@@ -106,6 +108,16 @@ def test_a_killed_peer_is_reported(world_size: int) -> None:
             assert worker.status == 0, worker.output
             # A collective breaks, or whoever asks for gradients finds nobody.
             assert re.match(rf"rank {worker.rank}: (the |rank 1 has ended)", worker.result), worker.result
+
+
+def test_strangers_get_nothing_and_disturb_nobody() -> None:
+    results = workers.run(2, f"{CASES}:strangers_at_the_door", timeout_s=90)
+    for result in results:
+        assert result["host"] == "127.0.0.1"
+        assert result["threads"] <= 2
+        assert result["heard"] == trusted.NONCE_BYTES
+        assert result["sums"] == results[0]["sums"] != []
+        assert "UntrustedError" in result["refused"]
 
 
 def test_clipping_by_norm_fetches_no_gradient() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from headway.trace.clocks.aligning import aligned_ns
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import (
+    ROUND_TRIPS,
     ClockServer,
     RoundTrip,
     fit_clock,
     measure_round_trips,
-    own_address_towards,
 )
 
 SECOND = 1_000_000_000
@@ -55,24 +55,30 @@ def test_one_measurement_alone_gives_no_drift() -> None:
     assert _aligned_ns(SECOND, fit) == SECOND + 5_000_000
 
 
-@pytest.mark.timeout(20)
+SECRET = b"s" * 32
+
+
+@pytest.mark.timeout(60)
 def test_a_skewed_server_is_seen_over_a_real_connection() -> None:
     skew_ns = 42_000_000
-    server = ClockServer(clock=lambda: time.monotonic_ns() + skew_ns)
-    address = (own_address_towards("127.0.0.1", server.port), server.port)
-    before = measure_round_trips(address, last=False)
+    server = ClockServer("127.0.0.1", SECRET, 2, clock=lambda: time.monotonic_ns() + skew_ns)
+    address = ("127.0.0.1", server.port)
+    before = measure_round_trips(address, SECRET, last=False)
     assert not server.wait_for_last_rounds(1, timeout_s=0.01)
-    after = measure_round_trips(address, last=True)
+    after = measure_round_trips(address, SECRET, last=True)
     assert server.wait_for_last_rounds(1, timeout_s=5)
     server.close()
     fit = fit_clock(before, after)
+    assert len(before) == len(after) == ROUND_TRIPS
     assert abs(fit.offset_ns - skew_ns) <= fit.uncertainty_ns
     assert fit.uncertainty_ns < 10_000_000
 
 
-@pytest.mark.timeout(20)
-def test_a_server_that_is_gone_gives_no_trips() -> None:
-    server = ClockServer()
-    port = server.port
+@pytest.mark.timeout(60)
+def test_a_server_that_is_gone_or_of_another_job_gives_no_trips() -> None:
+    server = ClockServer("127.0.0.1", SECRET, 2)
+    address = ("127.0.0.1", server.port)
+    assert measure_round_trips(address, b"t" * 32, last=True) == []
+    assert not server.wait_for_last_rounds(1, timeout_s=0.01)
     server.close()
-    assert measure_round_trips(("127.0.0.1", port), last=True) == []
+    assert measure_round_trips(address, SECRET, last=True) == []

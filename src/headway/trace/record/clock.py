@@ -7,7 +7,6 @@ the recording give the drift.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 import threading
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headway.network import trusted
 from headway.trace.format import ClockFit
 
 ROUND_TRIPS = 24
@@ -60,20 +60,26 @@ def fit_clock(before: Sequence[RoundTrip], after: Sequence[RoundTrip]) -> ClockF
 
 
 class ClockServer:
-    """Answers with rank 0's time; runs in a daemon thread of rank 0 while a recording goes on."""
+    """Answers those who know ``secret`` with rank 0's time, while a recording goes on.
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    It listens on ``host``, on all addresses where that is empty, for up to ``ranks`` others at once. Raises OSError
+    where it cannot.
+    """
+
+    def __init__(
+        self, host: str, secret: bytes, ranks: int, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._clock = clock
-        self._socket = socket.create_server(("0.0.0.0", 0), backlog=1024)
         self._last_rounds = 0
         self._changed = threading.Condition()
-        threading.Thread(target=self._serve, name="headway-clock", daemon=True).start()
+        self._server = trusted.TrustedServer(
+            host, secret, self._answer, capacity=max(1, ranks), name="headway-clock"
+        )
 
     @property
     def port(self) -> int:
-        """The port it listens on, on all addresses."""
-        port: int = self._socket.getsockname()[1]
-        return port
+        """The port it listens on."""
+        return self._server.port
 
     def wait_for_last_rounds(self, count: int, timeout_s: float) -> bool:
         """Wait until ``count`` ranks have made their closing round trips."""
@@ -82,69 +88,39 @@ class ClockServer:
 
     def close(self) -> None:
         """Stop answering."""
-        with contextlib.suppress(OSError):  # wakes the thread that accepts, which would keep the port open
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        self._server.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection:
-            connection.settimeout(TIMEOUT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                last = False
-                while kind := connection.recv(1):
-                    connection.sendall(_TIME.pack(self._clock()))
-                    last = last or kind == _LAST
-            except OSError:
-                return
-            if last:
-                with self._changed:
-                    self._last_rounds += 1
-                    self._changed.notify_all()
+        connection.settimeout(TIMEOUT_S)
+        last = False
+        for _ in range(ROUND_TRIPS):
+            kind = connection.recv(1)
+            if not kind:
+                break
+            connection.sendall(_TIME.pack(self._clock()))
+            last = last or kind == _LAST
+        if last:
+            with self._changed:
+                self._last_rounds += 1
+                self._changed.notify_all()
 
 
 def measure_round_trips(
-    address: tuple[str, int], *, last: bool, clock: Callable[[], int] = time.monotonic_ns
+    address: tuple[str, int], secret: bytes, *, last: bool, clock: Callable[[], int] = time.monotonic_ns
 ) -> list[RoundTrip]:
-    """Make round trips to rank 0's ClockServer; an empty list where it cannot be reached."""
+    """Make round trips to rank 0's ClockServer; an empty list where it cannot be reached, or is none of this job."""
     trips = []
     try:
-        with socket.create_connection(address, timeout=TIMEOUT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with trusted.connect(address, secret, time.monotonic() + TIMEOUT_S) as connection:
+            connection.settimeout(TIMEOUT_S)
             for _ in range(ROUND_TRIPS):
                 sent_ns = clock()
                 connection.sendall(_LAST if last else _FIRST)
-                answer = _receive_exactly(connection, _TIME.size)
-                trips.append(RoundTrip(sent_ns, _TIME.unpack(answer)[0], clock()))
+                answer = connection.recv(_TIME.size)
+                received_ns = clock()
+                if len(answer) < _TIME.size:  # it has ended; eight bytes come in one piece
+                    break
+                trips.append(RoundTrip(sent_ns, _TIME.unpack(answer)[0], received_ns))
     except OSError:
         return trips
     return trips
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
-        if not part:
-            raise ConnectionError("the clock server closed the connection")
-        received += part
-    return received
-
-
-def own_address_towards(host: str, port: int) -> str:
-    """The address of this machine that ``host`` can reach: the one a packet to it would carry."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address

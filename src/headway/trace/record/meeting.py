@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from headway import torch_private
+from headway.network import interface, trusted
 from headway.trace.format import ClockFit
 from headway.trace.record import clock
 from headway.trace.record.connections import ConnectionWatch, Endpoint, peers_of
@@ -27,25 +28,34 @@ class ClockComparison:
         self._key = f"{CLOCK_KEY}/{number}"
         self._server: clock.ClockServer | None = None
         self._address: tuple[str, int] | None = None
+        self._secret = b""
         self._before: list[clock.RoundTrip] = []
 
     def begin(self) -> None:
         """Open rank 0's port, or find it and make the first round trips."""
         store = torch_private.default_store()
-        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         if dist.get_rank() == 0:
-            self._server = clock.ClockServer()
-            port = int(os.environ.get("MASTER_PORT", "1") or 1)
-            address = [clock.own_address_towards(master, port), self._server.port]
-            store.set(self._key, json.dumps(address))
+            self._secret = trusted.new_secret()
+            address = interface.job_address()
+            self._server = self._serving(address)
+            found = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
+            store.set(self._key, json.dumps(found))
             return
-        published, port = json.loads(store.get(self._key))
-        # Rank 0 usually lives where everybody met; its own idea of its address may be its loopback.
-        for host in (master, published):
-            self._address = (host, port)
-            self._before = clock.measure_round_trips(self._address, last=False)
+        found = json.loads(store.get(self._key))
+        self._secret = bytes.fromhex(found["secret"])
+        for host in _hosts(found["address"]):
+            self._address = (host, found["port"])
+            self._before = clock.measure_round_trips(self._address, self._secret, last=False)
             if self._before:
                 return
+
+    def _serving(self, address: str) -> clock.ClockServer:
+        """Rank 0's server: on its own address alone, unless that may be none that others reach."""
+        ranks = dist.get_world_size()
+        if not interface.is_loopback(address) or interface.is_on_one_host():
+            with contextlib.suppress(OSError):  # others know this machine by an address that is translated
+                return clock.ClockServer(address, self._secret, ranks)
+        return clock.ClockServer(interface.EVERY_ADDRESS, self._secret, ranks)
 
     def end(self, rank: int, world_size: int) -> ClockFit:
         """Make the last round trips; how this rank's clock is brought onto rank 0's."""
@@ -55,13 +65,20 @@ class ClockComparison:
             return ClockFit()
         if self._address is None:
             return clock.fit_clock((), ())
-        after = clock.measure_round_trips(self._address, last=True)
+        after = clock.measure_round_trips(self._address, self._secret, last=True)
         return clock.fit_clock(self._before, after)
 
     def close(self) -> None:
         """Close rank 0's port."""
         if self._server is not None:
             self._server.close()
+
+
+def _hosts(published: str) -> list[str]:
+    """Where rank 0 may be: it usually lives where everybody met, and may take its loopback for its address."""
+    master = os.environ.get("MASTER_ADDR", interface.LOOPBACK)
+    order = (master, published) if interface.is_loopback(published) else (published, master)
+    return list(dict.fromkeys(order))
 
 
 def publish_connections(number: int, connections: ConnectionWatch) -> None:

@@ -34,14 +34,16 @@ from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Place,
 from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.intake import Intake
+from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Answer, Limits, Reply
 from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.usage import Usage
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.peers import Answer, Peers, Reply
+    from headway.strategies.data_parallel.decoupled.peers import Peers
 
 
 POLL_S = 0.001
+BUCKET_BYTES = 128  # of a bucket in a request
 
 
 class Engine:
@@ -193,10 +195,10 @@ class Engine:
             self._failure = error
             raise
 
-    def ask_all(self, request: Mapping[str, Any]) -> dict[int, Answer]:
-        """Ask every other rank. Raises CommunicationError where one does not answer, and ever after."""
+    def ask_all(self, request: Mapping[str, Any], limits: Callable[[int], Limits]) -> dict[int, Answer]:
+        """Ask every other rank, for at most its limits. Raises CommunicationError where one fails, and ever after."""
         try:
-            return self.peers.ask_all(request)
+            return self.peers.ask_all(request, limits)
         except HeadwayError as error:
             self._failure = error
             raise
@@ -208,6 +210,11 @@ class Engine:
             if self.failed or self.closed or time.monotonic() > deadline:
                 raise UnsupportedError("a rank did not come to the point that another asked it about")
             time.sleep(POLL_S)
+
+    @property
+    def request_limits(self) -> Limits:
+        """How large a request may be: it has a few numbers for each bucket."""
+        return Limits(HEADER_BYTES + BUCKET_BYTES * len(self.buckets))
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """What a peer asks for; runs on a thread of its own.

@@ -12,7 +12,7 @@ from headway.strategies.data_parallel.decoupled.kinds import Kind
 from headway.strategies.data_parallel.decoupled.slot import Slot
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.peers import Reply
+    from headway.strategies.data_parallel.decoupled.messages import Reply
     from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
 
 

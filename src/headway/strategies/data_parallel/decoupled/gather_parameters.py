@@ -24,7 +24,7 @@ from headway.strategies.data_parallel.decoupled.bucket import Unit
 from headway.strategies.data_parallel.decoupled.copying import copy_places
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.kinds import Kind
-from headway.strategies.data_parallel.decoupled.peers import Reply
+from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.shard import (
     Piece,
     Shard,

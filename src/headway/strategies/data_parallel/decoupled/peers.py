@@ -2,42 +2,40 @@
 
 A thread on every rank answers: with the shard of a reduced gradient, with the shard of an optimizer's state, with how
 far the rank has come. So a look on one rank alone (a checkpoint or a log written by rank 0) needs nothing from the
-scripts of the others, and a failure can be pinned on a rank. Messages are JSON headers and raw bytes of tensors over
-TCP, behind a secret that only the ranks of one wrapped model share; nothing is ever unpickled.
+scripts of the others, and a failure can be pinned on a rank. Connections are trusted ones, behind a secret that only
+the ranks of one wrapped model share.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import secrets
 import socket
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.errors import CommunicationError
+from headway.errors import CommunicationError, one_line
+from headway.network import interface, trusted
+from headway.strategies.data_parallel.decoupled import messages
+from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
 
 ADDRESS_BYTES = 64
-SECRET_BYTES = 32
 STATUS_TIMEOUT_S = 10.0
 PRESENCE_TIMEOUT_S = 2.0
 PRESENCE_EVERY_S = 1.0
 LONGEST_POLL_S = 0.2
 GONE_POLL_S = 0.05
-MAX_HEADER_BYTES = 64 * 2**20
-Reply = tuple[dict[str, Any], list[torch.Tensor]]
+REQUEST_S = 30.0
+"""How long a rank that has connected may take to say what it wants."""
+MAX_REFUSAL = 1000
+ASKED_AT_ONCE = 4
+"""How many questions of one rank may be open at a time: its script's, and those of threads that found a failure."""
 
 
 class Respondent(Protocol):
@@ -54,13 +52,9 @@ class Respondent(Protocol):
     def failed(self) -> bool:
         """Whether this rank has given up."""
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A peer's answer: its header, and its tensors one after the other as bytes."""
-
-    header: dict[str, Any]
-    payload: memoryview
+    @property
+    def request_limits(self) -> Limits:
+        """How large a request may be."""
 
 
 class Peers:
@@ -76,12 +70,14 @@ class Peers:
         self._store = torch_private.default_store()
         if self.world_size == 1:
             return
-        self._listener = socket.create_server(("", 0), backlog=1024)
-        self._server = threading.Thread(target=self._serve, name="headway-peers", daemon=True)
-        self._server.start()
-        mine = f"{_address()}:{self._listener.getsockname()[1]}".encode().ljust(ADDRESS_BYTES, b"\0")
-        self._addresses = [_endpoint(each) for each in _all_gather(mine, group)]
-        self._secret = _all_gather(secrets.token_bytes(SECRET_BYTES), group)[0]
+        found = _all_gather(trusted.new_secret() + _padded(interface.job_address()), group)
+        self._secret = found[0][: trusted.SECRET_BYTES]
+        address = interface.reachable_address(
+            [_text(each[trusted.SECRET_BYTES :]) for each in found], self.rank
+        )
+        self._server = self._listening(address)
+        mine = _padded(f"{address}:{self._server.port}")
+        self._addresses = [_endpoint(_text(each)) for each in _all_gather(mine, group)]
         # A store may outlive a group whose name is used again.
         self._key += f"/{hashlib.sha256(self._secret).hexdigest()[:16]}"
 
@@ -125,18 +121,23 @@ class Peers:
     def close(self) -> None:
         """Stop answering."""
         if self.world_size > 1:
-            with suppress(OSError):  # wakes the thread that accepts
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-            self._server.join(1.0)
+            self._server.close()
 
     # Asking ------------------------------------------------------------------------------------------
 
-    def ask(self, rank: int, request: Mapping[str, Any]) -> Answer:
-        """Ask ``rank``. Raises CommunicationError where it does not answer in the group's timeout, or cannot."""
+    def ask(self, rank: int, request: Mapping[str, Any], limits: Limits) -> Answer:
+        """Ask ``rank`` for at most ``limits``.
+
+        Raises CommunicationError where it does not answer in the group's timeout, with more, or cannot.
+        """
         try:
-            answer = self._ask(rank, request, self.timeout_s)
-        except (OSError, EOFError, AuthenticationError) as error:
+            answer = self._ask(rank, request, limits, self.timeout_s)
+        except messages.TooLargeError as error:
+            raise CommunicationError(
+                f"rank {self._names[rank]}: its answer about {request['want']} is too large: {error}. "
+                "Restart the job from its last checkpoint."
+            ) from error
+        except OSError as error:
             raise CommunicationError(
                 f"rank {self._names[self.rank]}: {self.culprit()} (while it was asked for {request['want']}: "
                 f"{type(error).__name__}). Restart the job from its last checkpoint."
@@ -145,31 +146,20 @@ class Peers:
             raise CommunicationError(f"rank {self._names[rank]}: {answer.header['refused']}")
         return answer
 
-    def ask_all(self, request: Mapping[str, Any]) -> dict[int, Answer]:
-        """Ask every other rank at once; answers by rank."""
+    def ask_all(self, request: Mapping[str, Any], limits: Callable[[int], Limits]) -> dict[int, Answer]:
+        """Ask every other rank at once, each for at most its ``limits``; answers by rank."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         if not others:
             return {}
         with ThreadPoolExecutor(len(others)) as pool:
-            return dict(zip(others, pool.map(lambda rank: self.ask(rank, request), others), strict=True))
+            answers = pool.map(lambda rank: self.ask(rank, request, limits(rank)), others)
+            return dict(zip(others, answers, strict=True))
 
-    def _ask(self, rank: int, request: Mapping[str, Any], timeout_s: float) -> Answer:
+    def _ask(self, rank: int, request: Mapping[str, Any], limits: Limits, timeout_s: float) -> Answer:
         deadline = time.monotonic() + timeout_s
-        with socket.create_connection(self._addresses[rank], timeout_s) as raw:
-            raw.settimeout(None)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with Connection(raw.detach()) as connection:
-                _expect(connection, deadline)
-                answer_challenge(connection, self._secret)
-                connection.send_bytes(json.dumps(dict(request)).encode())
-                _expect(connection, deadline)
-                header = json.loads(connection.recv_bytes(MAX_HEADER_BYTES))
-                payload = bytearray(header["bytes"])
-                place = 0
-                while place < len(payload):
-                    _expect(connection, deadline)
-                    place += connection.recv_bytes_into(payload, place)
-        return Answer(header["header"], memoryview(payload))
+        with trusted.connect(self._addresses[rank], self._secret, deadline) as connection:
+            messages.send(connection, (request, ()), deadline)
+            return messages.receive(connection, limits, deadline)
 
     # Who is to blame ---------------------------------------------------------------------------------
 
@@ -206,34 +196,34 @@ class Peers:
         return "every rank answers; a connection between them was lost"
 
     def _state_of(self, rank: int) -> tuple[str, int, str]:
+        timeout_s = min(STATUS_TIMEOUT_S, self.timeout_s)
         try:
-            header = self._ask(rank, {"want": "progress"}, min(STATUS_TIMEOUT_S, self.timeout_s)).header
+            header = self._ask(rank, {"want": "progress"}, Limits(), timeout_s).header
         except TimeoutError:
             return "stopped", 0, ""
-        except (OSError, EOFError, AuthenticationError):
+        except OSError:
             return "ended", 0, ""
         return "alive", int(header["submitted"]), str(header["last"])
 
     # Answering ---------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(accepted,), daemon=True).start()
+    def _listening(self, address: str) -> trusted.TrustedServer:
+        def listening(host: str) -> trusted.TrustedServer:
+            return trusted.TrustedServer(
+                host, self._secret, self._answer,
+                capacity=ASKED_AT_ONCE * self.world_size, name="headway-peers",
+            )  # fmt: skip
 
-    def _answer(self, accepted: socket.socket) -> None:
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError, EOFError, AuthenticationError), Connection(accepted.detach()) as connection:
-            deliver_challenge(connection, self._secret)
-            header, tensors = self._reply(json.loads(connection.recv_bytes(MAX_HEADER_BYTES)))
-            size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            connection.send_bytes(json.dumps({"header": header, "bytes": size_bytes}).encode())
-            for tensor in tensors:
-                if tensor.numel():
-                    connection.send_bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        try:
+            return listening(address)
+        except OSError:  # no address of this machine: others know it by one that is translated
+            return listening(interface.EVERY_ADDRESS)
+
+    def _answer(self, connection: socket.socket) -> None:
+        respondent = self._respondent
+        limits = Limits() if respondent is None else respondent.request_limits
+        request = messages.receive(connection, limits, time.monotonic() + REQUEST_S).header
+        messages.send(connection, self._reply(request), time.monotonic() + self.timeout_s)
 
     def _reply(self, request: Mapping[str, Any]) -> Reply:
         if self._respondent is None:
@@ -244,12 +234,7 @@ class Peers:
         try:
             return self._respondent.answer(request)
         except Exception as error:  # sent to who asked, who raises it
-            return {"refused": str(error)}, []
-
-
-def _expect(connection: Connection, deadline: float) -> None:
-    if not connection.poll(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError("no answer in time")
+            return {"refused": one_line(str(error), limit=MAX_REFUSAL)}, []
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -263,24 +248,14 @@ def _all_gather(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [bytes(each.numpy().tobytes()) for each in everyones]
 
 
-def _endpoint(text: bytes) -> tuple[str, int]:
-    host, _, port = text.rstrip(b"\0").decode().rpartition(":")
+def _padded(text: str) -> bytes:
+    return text.encode().ljust(ADDRESS_BYTES, b"\0")
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode()
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
     return host, int(port)
-
-
-def _address() -> str:
-    """The address under which peers reach this process: the one it has on the way to the job's master."""
-    master = os.environ.get("MASTER_ADDR")
-    if master is None:
-        return "127.0.0.1" if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else _own_name()
-    family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: a datagram socket only looks up the route
-        return str(probe.getsockname()[0])
-
-
-def _own_name() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from headway.strategies.data_parallel.decoupled import clipping
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.copying import flat_copy
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.peers import Answer, Reply
+from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
 from headway.strategies.data_parallel.decoupled.slot import Replaced, Slot
 
@@ -45,7 +46,7 @@ class ShardedGradients:
         buckets = _buckets_of(slots)
         wanted = [[b.index, b.reductions, self._shards[b.index].changes] for b in buckets]
         request = {"want": "gradients", "buckets": wanted}
-        whole = self._assemble(buckets, engine.ask_all(request))
+        whole = self._assemble(buckets, engine.ask_all(request, partial(_limits, buckets)))
         with torch_private.without_user_modes():
             for slot in slots:
                 if slot.grad is None and not engine.usage.anywhere(slot):
@@ -152,6 +153,12 @@ class ShardedGradients:
         for bucket in _buckets_of(slots):
             self._shards[bucket.index].changes += 1
         self._engine.unsettle()  # the next backward must find it brought
+
+
+def _limits(buckets: Sequence[LiveBucket], rank: int) -> Limits:
+    """How much an answer of ``rank`` with its shards of ``buckets`` can be."""
+    shares = ((bucket.bounds[rank], bucket.buffer.element_size()) for bucket in buckets)
+    return Limits(payload_bytes=sum((high - low) * size_bytes for (low, high), size_bytes in shares))
 
 
 def _buckets_of(slots: Sequence[Slot]) -> list[LiveBucket]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.peers import Reply
+from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Limits, Reply
 from headway.strategies.data_parallel.decoupled.shard import (
     Piece,
     Shard,
@@ -24,6 +24,10 @@ from headway.strategies.data_parallel.decoupled.shard import (
 )
 from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.state import WatchedState
+
+MAX_STATES = 8  # of one parameter; torch's optimizers that go by element have up to five
+DESCRIPTION_BYTES = 256  # of one of them in a header
+NUMBER_BYTES = 8  # of the widest real number
 
 
 class ShardedStates:
@@ -82,7 +86,7 @@ class ShardedStates:
         number = [known() for known in self._optimizers].index(optimizer)
         request = {"want": "state", "optimizer": number, "asked": list(state.asked.items())}
         found = {self._engine.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]}
-        for rank, answer in self._engine.ask_all(request).items():
+        for rank, answer in self._engine.ask_all(request, self._limits).items():
             found[rank] = unpack(answer.header["states"], answer.payload, self._engine.wiring.device)
         wholes = self._whole(found)
         slots = {id(slot.parameter): slot for slot in self._engine.slots}
@@ -90,6 +94,16 @@ class ShardedStates:
             if slot in wholes and slot not in state.looked_at:
                 optimizer.state.put(slot.parameter, wholes[slot])
                 state.looked_at.add(slot)
+
+    def _limits(self, rank: int) -> Limits:
+        """How much an answer of ``rank`` with its share of a state can be, whatever the optimizer."""
+        header_bytes = payload_bytes = 0
+        for bucket in self._engine.buckets:
+            widest_bytes = max(NUMBER_BYTES, bucket.buffer.element_size())
+            for span in spans_of(bucket, rank):
+                header_bytes += MAX_STATES * DESCRIPTION_BYTES
+                payload_bytes += MAX_STATES * widest_bytes * (span.end - span.start)
+        return Limits(HEADER_BYTES + header_bytes, payload_bytes)
 
     def _whole(self, found: Mapping[int, Sequence[State]]) -> dict[Slot, State]:
         wholes: dict[Slot, State] = {}
