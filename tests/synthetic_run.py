@@ -14,10 +14,10 @@ from headway.trace.events import Event, Kind, Stream
 
 def events_of(job: SyntheticJob) -> dict[int, list[Event]]:
     """Every rank's events."""
-    return _Run(job).events()
+    return Run(job).events()
 
 
-class _Run:
+class Run:
     """One run of a job, step by step over all ranks."""
 
     def __init__(self, job: SyntheticJob) -> None:

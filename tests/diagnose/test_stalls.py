@@ -143,7 +143,7 @@ def test_stalls_of_all_ranks_explain_the_rest_and_the_input() -> None:
 @given(
     rank=st.integers(0, 3),
     part=st.sampled_from(CAUSES),
-    ms=st.floats(15, 300),
+    ms=st.floats(20, 300),
     steps=st.sets(
         st.integers(0, 28), min_size=3, max_size=10
     ),  # the others pay for the last one's in the next

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.diagnose.breakdown import NS_A_MS, Breakdown
 from headway.diagnose.communication import Communications
@@ -12,7 +13,7 @@ from headway.diagnose.devices import idle_finding
 from headway.diagnose.exposure import communication_cost_ms
 from headway.diagnose.findings import HALF, Finding, replaced, told, unexplained
 from headway.diagnose.gradients import communication_shape
-from headway.diagnose.imbalance import moves
+from headway.diagnose.imbalance import least_blame_ms, moves, uneven
 from headway.diagnose.launches import find_late_launch, launch_finding
 from headway.diagnose.network import find_slow_link, link_finding
 from headway.diagnose.servers import server_finding
@@ -20,8 +21,10 @@ from headway.diagnose.skew import find_skew, skew_finding
 from headway.diagnose.stalls import Stalls, find_stalls, stall_finding
 from headway.diagnose.stragglers import CAUSES, Blame, Straggler
 from headway.diagnose.timeline import REST, RankTime
-from headway.diagnose.verdict import usual_findings
+from headway.diagnose.verdict import Waits, usual_findings
 from headway.trace.format import Trace
+
+Floats = npt.NDArray[np.float64]
 
 
 def find_causes(
@@ -65,6 +68,7 @@ def _of_mean_step(
     """What the parts of the mean step say, and what of it are stalls in single steps."""
     shape = communication_shape(times, rows, trace.events)
     late_ms = np.mean([time.per_step(time.straggling) for time in times.values()], axis=0) / NS_A_MS
+    own_ms = np.stack([time.own_ms for time in times.values()])
     usual = partial(
         usual_findings,
         mean,
@@ -74,18 +78,23 @@ def _of_mean_step(
     )
     stalls = find_stalls(times, trace.events, steps)
     if stalls is None:
-        return usual(stragglers, moving=moves(blamed, times), moving_ms=float(late_ms.mean()))
+        return usual(stragglers, moving=moves(blamed, times), waits=_waits(late_ms, own_ms, mean.total_ms))
     finding = stall_finding(stalls, mean.total_ms, len(times))
     steady = tuple(one for one in stragglers if not (finding.stands_out and _only_stalls(one, stalls)))
     calm_ms = np.delete(late_ms, sorted(stalls.disturbed))
     found = usual(
         steady,
         moving=moves(blamed, times, stalls.disturbed),
-        moving_ms=float(calm_ms.mean()) if len(calm_ms) else 0.0,
+        waits=_waits(calm_ms, own_ms, mean.total_ms - stalls.cost_ms),
     )
     part = stalls.where if stalls.where in CAUSES else REST
     of_mean_rank_ms = stalls.cost_ms * len(stalls.ranks) / len(times)
     return [*unexplained(found, finding, part, explained_ms=of_mean_rank_ms), finding]
+
+
+def _waits(late_ms: Floats, own_ms: Floats, step_ms: float) -> Waits:
+    mean_ms = float(late_ms.mean()) if len(late_ms) else 0.0
+    return Waits(mean_ms, uneven(late_ms, step_ms, len(own_ms)), least_blame_ms(own_ms, step_ms))
 
 
 def _only_stalls(straggler: Straggler, stalls: Stalls) -> bool:

@@ -114,7 +114,7 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     length_ns = int(times[rank].step_end_ns[index] - times[rank].step_start_ns[index])
     findings = find_causes(trace, times, rows, mean, stragglers, found, steps)
     return Diagnosis(
-        verdict=verdict(mean, findings, world_size=len(times)),
+        verdict=verdict(mean, findings, stragglers, world_size=len(times)),
         findings=tuple(findings),
         steps=steps,
         step_ms=step_ms,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from headway import intervals
 from headway.diagnose.communication import Communications
@@ -45,6 +46,12 @@ class RankTime:
     def per_step(self, spans: Spans) -> Ints:
         """How much of ``spans`` lies in each recorded step, in nanoseconds."""
         return intervals.length_within(spans, self.step_start_ns, self.step_end_ns)
+
+    @property
+    def own_ms(self) -> npt.NDArray[np.float64]:
+        """How long each recorded step took without its waits, in ms."""
+        whole_ns = self.step_end_ns - self.step_start_ns - self.per_step(self.wait)
+        return whole_ns.astype(np.float64) / 1e6
 
 
 def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communications) -> RankTime:

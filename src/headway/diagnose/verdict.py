@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headway.diagnose.breakdown import Breakdown
 from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step, percent, unexplained
@@ -11,7 +12,6 @@ from headway.diagnose.stragglers import UNKNOWN, Straggler
 from headway.units import format_bytes
 
 STANDS_OUT = 0.10  # of the step
-STRAGGLER_STANDS_OUT = 0.05
 REST_STANDS_OUT = 0.25
 SMALL_BYTES = 256 * 1024
 MANY = 16  # collectives a step
@@ -40,38 +40,47 @@ _SHARE_WORDS = {
 }
 
 
+class Waits(NamedTuple):
+    """What the mean rank waits for the last to arrive, ``mean_ms`` a step, and what of that would be noise.
+
+    ``uneven`` is whether it is more than equal workers wait for one another, ``least_blame_ms`` from which blame on a
+    rank stands out.
+    """
+
+    mean_ms: float
+    uneven: bool
+    least_blame_ms: float
+
+
 def usual_findings(
     mean: Breakdown,
     stragglers: tuple[Straggler, ...],
     shape: CommunicationShape,
     *,
     moving: bool,
-    moving_ms: float,
+    waits: Waits,
     communication_ms: float,
     world_size: int,
 ) -> list[Finding]:
     """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left.
 
-    ``moving`` says whether ranks are late in turns, and ``moving_ms`` what the mean rank waits for others if so;
-    ``communication_ms`` is what communication costs of a step.
+    ``moving`` says whether ranks are late in turns; ``communication_ms`` is what communication costs of a step.
     """
     step_ms = mean.total_ms
     found = []
     if stragglers and not moving:
         worst = stragglers[0]
         sentence = _straggler(stragglers, step_ms, UNKNOWN if not mean.computation else worst.cause)
-        stands_out = worst.blame_ms >= STRAGGLER_STANDS_OUT * step_ms
+        stands_out = worst.blame_ms >= waits.least_blame_ms
         # Part of what it is late by is hidden under what others wait for anyway, and would be gained as well.
         cost_ms = max(worst.blame_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
         found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
     else:
-        others = max(world_size - 1, 1)
-        cost_ms = moving_ms * world_size / others  # who is late does not wait
         sentence = (
-            f"Ranks wait for one another for {of_each_step(cost_ms, step_ms)}, for a different one each time; look for "
-            "uneven inputs or noisy machines, as no single rank is to blame."
+            f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, for a different one each time; "
+            "look for uneven inputs or noisy machines, as no single rank is to blame."
         )
-        found.append(Finding("moving_imbalance", cost_ms, sentence, (), cost_ms >= STANDS_OUT * step_ms))
+        found.append(Finding("moving_imbalance", waits.mean_ms, sentence, (), waits.uneven))
     of_step = f"{percent(mean.exposed_communication / step_ms)} of each {milliseconds(step_ms)} step"
     found.append(
         Finding(
@@ -111,16 +120,21 @@ def usual_findings(
     return found
 
 
-def verdict(mean: Breakdown, findings: Sequence[Finding], *, world_size: int) -> str:
+def verdict(
+    mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], *, world_size: int
+) -> str:
     """The first sentence: the costliest finding that stands out, and what comes next to it."""
     step_ms = mean.total_ms
     if step_ms <= 0:
         return "Nothing can be said: the recorded steps have no length."
     skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
-    return " ".join([*skewed, _costliest(mean, findings, step_ms, world_size)])
+    return " ".join([*skewed, _costliest(mean, findings, stragglers, world_size)])
 
 
-def _costliest(mean: Breakdown, findings: Sequence[Finding], step_ms: float, world_size: int) -> str:
+def _costliest(
+    mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], world_size: int
+) -> str:
+    step_ms = mean.total_ms
     standing = [one for one in findings if one.stands_out]
     if not standing:
         return _nothing(mean, step_ms, world_size)
@@ -128,9 +142,8 @@ def _costliest(mean: Breakdown, findings: Sequence[Finding], step_ms: float, wor
     second = next((one for one in others if one.cause == "straggler"), None)
     if second is None:
         return first.sentence
-    besides = (
-        f"; besides, the others wait for {listed(second.ranks)} for {percent(second.cost_ms / step_ms)}."
-    )
+    waited_ms = sum(one.blame_ms for one in stragglers if one.rank in second.ranks)
+    besides = f"; besides, the others wait for {listed(second.ranks)} for {percent(waited_ms / step_ms)}."
     return first.sentence.removesuffix(".") + besides
 
 

@@ -72,10 +72,12 @@ def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
 def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
     """The ranks that are to blame, worst first: those of findings that stand out, then those that others wait for.
 
-    Where ranks take turns in being late, which is a finding of its own, none is to blame for it.
+    Where ranks take turns in being late, or are late by no more than equal workers are, none is to blame for it.
     """
     named = [rank for finding in diagnosis.findings if finding.stands_out for rank in finding.ranks]
-    if not diagnosis.findings or any(finding.cause == "straggler" for finding in diagnosis.findings):
+    if not diagnosis.findings or any(
+        finding.cause == "straggler" and finding.stands_out for finding in diagnosis.findings
+    ):
         named += [one.rank for one in diagnosis.stragglers]
     return tuple(rank for rank in dict.fromkeys(named) if rank in diagnosis.breakdown)
 

@@ -182,7 +182,7 @@ def _tiles(trace: Trace, diagnosis: Diagnosis) -> list[tuple[str, str]]:
         (words.duration(diagnosis.step_ms), "mean step"),
         (f"{100 * mean['computation'] / step_ms:.0f} %", "computation"),
         (f"{100 * mean['exposed_communication'] / step_ms:.0f} %", "exposed communication"),
-        (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for stragglers"),
+        (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for stragglers, the mean rank"),
         (f"{diagnosis.overlap_percent:.0f} %", "of communication hidden"),
         _ranks_tile(trace),
         (f"{len(diagnosis.steps):,}", "steps recorded" if len(diagnosis.steps) != 1 else "step recorded"),

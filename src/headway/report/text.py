@@ -60,7 +60,13 @@ def _breakdown(diagnosis: Diagnosis) -> Table:
 
 
 def _stragglers(diagnosis: Diagnosis) -> Table:
-    table = _table("Stragglers", ("rank", True), ("costs the others, ms a step", True), ("cause", False))
+    told = any(one.cause == "straggler" and one.stands_out for one in diagnosis.findings)
+    table = _table(
+        "Stragglers" if told else "Waited for",
+        ("rank", True),
+        ("costs the others, ms a step", True),
+        ("cause", False),
+    )
     for one in diagnosis.stragglers:
         table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(plain(one.cause)))
     return table
