@@ -9,7 +9,8 @@
     │   ├── LabError              a lab that cannot be built as asked
     │   ├── LaunchError           a command that could not be recorded or run
     │   └── UnsupportedError      a use that would be wrong under this strategy, and is refused
-    └── CommunicationError        a peer failed or fell silent while training
+    ├── CommunicationError        a peer failed or fell silent while training
+    └── InternalError             what goes on beside training failed, and no peer is at fault
     HeadwayWarning                something was ignored or assumed
 
 Every message says what is wrong, what was got, what was expected and how to mend it, on one line.
@@ -65,6 +66,10 @@ class UnsupportedError(UserError):
 
 class CommunicationError(HeadwayError, RuntimeError):
     """A peer failed or fell silent while training."""
+
+
+class InternalError(HeadwayError, RuntimeError):
+    """What goes on beside training failed on this rank, and no peer is at fault."""
 
 
 class HeadwayWarning(UserWarning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import signal
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
 
 from headway import torch_private
-from headway.errors import CommunicationError, UnsupportedError
+from headway.errors import CommunicationError, HeadwayError, UnsupportedError
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
@@ -249,6 +250,34 @@ def raises(rank: int, world_size: int) -> None:
     step(wrapped, optimizer, rank)
     list(wrapped.state_dict().values())
     step(wrapped, optimizer, rank)
+
+
+def an_update_fails(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1's optimizer has a learning rate that is none, as its channels' threads find out."""
+    parsing: list[str] = []
+    parse = ast.parse
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        parsing.append(threading.current_thread().name)
+        return parse(*arguments, **options)
+
+    ast.parse = noted
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    step(wrapped, optimizer, rank)
+    wrapped.flush()
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] = "fast"
+    found = {"error": "", "message": "", "cause": ""}
+    try:
+        for index in range(3):
+            step(wrapped, optimizer, rank, index)
+            list(wrapped.state_dict().values())
+    except HeadwayError as error:
+        cause = type(error.__cause__).__name__
+        found = {"error": type(error).__name__, "message": str(error), "cause": cause}
+    ast.parse = parse
+    return {**found, "parsing": parsing}
 
 
 def killed(rank: int, world_size: int) -> str:

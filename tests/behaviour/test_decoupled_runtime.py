@@ -99,6 +99,16 @@ def test_an_exception_on_one_rank_ends_all() -> None:
     assert "CommunicationError: rank 0" in first.output
 
 
+def test_an_update_that_fails_is_not_called_a_lost_connection() -> None:
+    peer, failed = workers.run(2, f"{CASES}:an_update_fails", timeout_s=60, group_timeout_s=20)
+    assert (failed["error"], failed["cause"]) == ("InternalError", "TypeError")
+    assert re.match(r"rank 1: the all_gather of bucket .* internal error .* TypeError: ", failed["message"])
+    assert peer["error"] == "CommunicationError"
+    assert "rank 1 failed of an internal error, TypeError" in peer["message"]
+    for found in (peer, failed):
+        assert set(found["parsing"]) == {"MainThread"}, "two threads that parse at once fail at times"
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_killed_peer_is_reported(world_size: int) -> None:
     ended = workers.launch(world_size, f"{CASES}:killed", timeout_s=40, group_timeout_s=10)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from headway.errors import CommunicationError
+from headway.collectives import executor
+from headway.errors import CommunicationError, InternalError
 from headway.strategies.data_parallel.channels import communication
-from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
 from headway.strategies.data_parallel.channels.streams import Streams
 from headway.strategies.data_parallel.channels.wiring import OwnGroups
 
@@ -24,11 +25,16 @@ pytestmark = pytest.mark.timeout(60)
 def channels(tmp_path: Path) -> Iterator[Channels]:
     """Two channels of a job of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    executor.compiled.cache_clear()
     try:
         groups = OwnGroups(host=(dist.new_group(), dist.new_group()))
-        yield Channels(groups, lambda: "rank 7 has ended", Streams(torch.device("cpu")))
+        yield Channels(groups, _culprit, Streams(torch.device("cpu")))
     finally:
         dist.destroy_process_group()
+
+
+def _culprit(own: str) -> str:
+    return own or "rank 7 has ended"
 
 
 def _fail(_: int) -> None:
@@ -81,4 +87,31 @@ def test_jobs_after_a_failed_one_fail_without_running(channels: Channels) -> Non
     with pytest.raises(CommunicationError, match="bucket 0"):
         channels.wait(later)
     assert not ran.is_set()
+    channels.stop()
+
+
+def _divide(_: int) -> None:
+    print(1 // 0)
+
+
+def _clash(_: int) -> None:
+    with own_work():
+        torch.ones(2) + torch.ones(3)
+
+
+@pytest.mark.parametrize(("work", "said"), [(_divide, "ZeroDivisionError"), (_clash, "RuntimeError")])
+def test_what_is_no_failure_of_communication_is_not_called_one(
+    channels: Channels, work: Callable[[int], None], said: str
+) -> None:
+    with pytest.raises(InternalError, match=rf"rank 0: .* internal error .*: {said}: ") as raised:
+        channels.wait(channels.submit(Job("all_gather", 3, 4, work)))
+    assert type(raised.value.__cause__).__name__ == said
+    assert "rank 7" not in str(raised.value)
+    with pytest.raises(InternalError, match="bucket 3"):
+        channels.wait(channels.submit(Job("all_reduce", 4, 4, work)))
+    channels.stop()
+
+
+def test_the_loop_of_collectives_is_compiled_before_threads_can_need_it(channels: Channels) -> None:
+    assert executor.compiled.cache_info().currsize == 1
     channels.stop()

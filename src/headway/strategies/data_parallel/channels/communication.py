@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,15 +14,17 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.collectives import transfers
+from headway.collectives import executor, transfers
 from headway.collectives.algorithms import RING
 from headway.collectives.transfers import Transfer
-from headway.errors import CommunicationError, UnsupportedError
+from headway.errors import CommunicationError, HeadwayError, InternalError, UnsupportedError, one_line
 from headway.strategies.data_parallel.channels.observer import THREAD_NAME, Collective, observer
 from headway.strategies.data_parallel.channels.streams import Streams, wait_on_host
 from headway.strategies.data_parallel.channels.wiring import OwnGroups
 
 Work = Callable[[int], None]  # is told the channel it runs on
+Culprit = Callable[[str], str]
+"""Who is to blame for a failed collective; is told what went wrong on this rank itself, where something did."""
 
 FAILED_JOIN_S = 5.0
 """How long the end of a thread is waited for after a failure, which has closed the connections that it waited on."""
@@ -41,7 +44,7 @@ class Job:
         work: Work,
         after: Sequence[Job] = (),
         algorithm: str = RING,
-        then: Callable[[CommunicationError | None], None] | None = None,
+        then: Callable[[HeadwayError | None], None] | None = None,
     ) -> None:
         self.name = name
         self.bucket = bucket
@@ -55,7 +58,12 @@ class Job:
         self.ready: Any = None  # a mark of what the job's operands wait for on the device
         self.event: Any = None  # with streams, a mark behind the job; it is ``done`` when it has been given
         self.done = threading.Event()
-        self.error: CommunicationError | None = None
+        self.error: HeadwayError | None = None
+
+    def check(self) -> None:
+        """Raise what the job failed of, if it did: an error of its own for everybody who looks."""
+        if self.error is not None:
+            raise type(self.error)(str(self.error)) from self.error.__cause__
 
     def let_go(self) -> None:
         """Let go of what the job worked on: channels remember their last one."""
@@ -70,12 +78,13 @@ class Channels:
     """Runs jobs in the order of their submission, job ``n`` on channel ``n`` modulo the number of channels.
 
     That order must be the same on every rank. After a failed job every later one fails with the same
-    CommunicationError, without touching the network. ``culprit`` is asked, once, who is to blame for a failure.
+    CommunicationError or InternalError, without touching the network. ``culprit`` is asked, once, who is to blame.
     Where parameters are on a device, each thread has a stream there for what it copies and updates, and a job is done
     when that is done.
     """
 
-    def __init__(self, groups: OwnGroups, culprit: Callable[[], str], streams: Streams) -> None:
+    def __init__(self, groups: OwnGroups, culprit: Culprit, streams: Streams) -> None:
+        executor.compiled()  # on this thread: Python 3.11 cannot parse on two at a time
         self._groups = groups
         self._culprit = culprit
         self._streams = streams
@@ -83,7 +92,7 @@ class Channels:
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups.host]
         self._active = len(groups.host)
         self.last: Job | None = None
-        self.failure: CommunicationError | None = None
+        self.failure: HeadwayError | None = None
         self._failing = threading.Lock()
         self._process = os.getpid()
         self._threads = [
@@ -112,15 +121,14 @@ class Channels:
         return job
 
     def wait(self, job: Job) -> None:
-        """Return when ``job`` is done. Raises CommunicationError where it failed."""
+        """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed."""
         self.refuse_forked()
         if not job.done.is_set():
             assert threading.current_thread() not in self._threads
             start_ns = time.monotonic_ns()
             job.done.wait()
             observer().wait(job.name, job.bucket, start_ns, time.monotonic_ns())
-        if job.error is not None:
-            raise CommunicationError(str(job.error)) from job.error.__cause__
+        job.check()
 
     def stop(self) -> None:
         """End the threads after what is queued; wait for that unless called on one of them.
@@ -173,16 +181,29 @@ class Channels:
         with self._failing:
             if self.failure is not None:
                 return
-            reason = " ".join(str(error).split())[:200]
-            failure = CommunicationError(
-                f"rank {self._rank}: {job} failed: {self._culprit()} ({reason}). "
-                "Restart the job from its last checkpoint."
-            )
-            failure.__cause__ = error
-            self.failure = failure
+            self.failure = self._failure_of(job, error)
         # So that peers that wait for this rank fail rather than wait.
         for group in (*self._groups.host, *self._groups.second):
             torch_private.abort_group(group)
+
+    def _failure_of(self, job: Job, error: BaseException) -> HeadwayError:
+        """What is raised because of ``error``; peers are told whose fault it is."""
+        failure: HeadwayError
+        if _is_communication(error):
+            failure = CommunicationError(
+                f"rank {self._rank}: {job} failed: {self._culprit('')} ({one_line(str(error), 200)}). "
+                "Restart the job from its last checkpoint."
+            )
+        else:
+            error = error.__cause__ or error if isinstance(error, InternalError) else error
+            kind = type(error).__name__
+            self._culprit(f"an internal error, {kind}")
+            failure = InternalError(
+                f"rank {self._rank}: {job} failed of an internal error and not of a connection: "
+                f"{kind}: {one_line(str(error), 200)}. Report it, unless the optimizer's settings are to blame."
+            )
+        failure.__cause__ = error
+        return failure
 
     def refuse_forked(self) -> None:
         """Raise UnsupportedError in a process that was forked from the one that trains."""
@@ -191,6 +212,23 @@ class Channels:
                 "a forked process uses a model whose update is still under way",
                 fix="Call flush() on the wrapped model before forking.",
             )
+
+
+@contextmanager
+def own_work() -> Iterator[None]:
+    """What a job does besides communicating, such as updates: what fails in here is no peer's fault."""
+    try:
+        yield
+    except (HeadwayError, torch.AcceleratorError):  # a device tells of earlier failures at any call
+        raise
+    except Exception as error:
+        raise InternalError(str(error)) from error
+
+
+def _is_communication(error: BaseException) -> bool:
+    if isinstance(error, (InternalError, NotImplementedError, RecursionError)):
+        return False
+    return isinstance(error, (RuntimeError, OSError, HeadwayError))
 
 
 def _nothing(_channel: int) -> None:

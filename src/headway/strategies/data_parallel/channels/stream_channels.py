@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.errors import CommunicationError
 from headway.strategies.data_parallel.channels.communication import Channels, Job
 from headway.strategies.data_parallel.channels.streams import Streams, wait_on_host
 
@@ -75,7 +74,10 @@ class StreamChannels:
             job.event = self._streams.mark()
 
     def wait(self, job: Job) -> None:
-        """Have the current stream wait for ``job``. Raises CommunicationError where it could not be given."""
+        """Have the current stream wait for ``job``.
+
+        Raises CommunicationError or InternalError where it could not be given.
+        """
         if job.bucket < 0:
             self._host.wait(job)
             return
@@ -86,8 +88,7 @@ class StreamChannels:
             except RuntimeError as error:  # an earlier fault on the device surfaces at any call
                 self._fail(job, error)
                 job.error = self._host.failure
-        if job.error is not None:
-            raise CommunicationError(str(job.error)) from job.error.__cause__
+        job.check()
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self._host.fail(job, error)

@@ -25,7 +25,7 @@ from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
-from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
 from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
 from headway.strategies.data_parallel.channels.streams import Streams, Turns
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
@@ -175,10 +175,12 @@ class Engine:
         def work(channel: int) -> None:
             with turn:
                 if before is not None:
-                    before()
+                    with own_work():
+                        before()
                 self._collectives.run(name, bucket, channel, number)
                 if then is not None:
-                    then()
+                    with own_work():
+                        then()
 
         algorithm = self._collectives.algorithm(name, bucket)
         return self._channels.submit(Job(name, bucket.index, bucket.size_bytes, work, after, algorithm))
@@ -188,7 +190,7 @@ class Engine:
         return self._channels.submit(job)
 
     def wait(self, job: Job) -> None:
-        """Return when ``job`` is done. Raises CommunicationError where it failed, and ever after."""
+        """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""
         try:
             self._channels.wait(job)
         except HeadwayError as error:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.errors import CommunicationError
+from headway.errors import CommunicationError, InternalError
 from headway.strategies.data_parallel.channels.streams import wait_on_host
 from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
@@ -55,7 +55,7 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
 
 
 def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> None:
-    """Finish the work of ``engine`` and let go of it. Raises CommunicationError where that failed.
+    """Finish the work of ``engine`` and let go of it. Raises CommunicationError or InternalError where that failed.
 
     ``together`` says that all ranks do so at this point of their scripts, ``exiting`` that the process ends.
     """
@@ -90,7 +90,7 @@ def abandon(engine: Engine) -> None:
 def _abandon(engine: Engine) -> None:
     if engine not in _engines or engine.running:
         return
-    with suppress(CommunicationError):
+    with suppress(CommunicationError, InternalError):
         release(engine, together=False)
     if not engine.failed:
         _abandoned.append(engine)

@@ -163,12 +163,16 @@ class Peers:
 
     # Who is to blame ---------------------------------------------------------------------------------
 
-    def culprit(self) -> str:
-        """Name the rank that a failed collective is due to, and what is known of it. Every rank names the same."""
+    def culprit(self, own_fault: str = "") -> str:
+        """Name the rank that a failed collective is due to, and what is known of it. Every rank names the same.
+
+        ``own_fault`` is what failed on this rank, if it is to blame: peers that ask later are told.
+        """
         with suppress(Exception):  # the store may have gone down with its host
             if self._store.check([self._key]):
                 return str(self._store.get(self._key).decode())
-        found = self._find_culprit()
+        failed = f"rank {self._names[self.rank]} failed of {own_fault}"
+        found = failed if own_fault else self._find_culprit()
         with suppress(Exception):
             return str(self._store.compare_set(self._key, "", found).decode())
         return found

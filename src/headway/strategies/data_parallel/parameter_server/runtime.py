@@ -17,7 +17,7 @@ from headway.collectives import live
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import push_and_pull
-from headway.errors import CommunicationError, UnsupportedError
+from headway.errors import HeadwayError, UnsupportedError
 from headway.strategies.data_parallel.channels.communication import Channels, Job
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
@@ -73,7 +73,9 @@ class Servers:
         self.world_size = group.size()
         self._group = group
         self._groups = groups_of_our_own(group, wiring, channels)
-        self._channels = Channels(self._groups, lambda: "a peer ended or fell silent", wiring.streams)
+        self._channels = Channels(
+            self._groups, lambda own: own or "a peer ended or fell silent", wiring.streams
+        )
         self._channels.use(channels)
         self._lanes = [_Lane(channel, self._groups) for channel in range(channels)]
         self._stopped = False
@@ -87,7 +89,7 @@ class Servers:
         """Have the mean of ``buffer`` over ranks put in its place; the future is done when it is there."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
-        def then(error: CommunicationError | None) -> None:
+        def then(error: HeadwayError | None) -> None:
             if error is None:
                 future.set_result(buffer)
             else:
