@@ -209,6 +209,53 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
+def gloo_devices(group: dist.ProcessGroup) -> list[Any]:
+    """The network devices of ``group``, each with a thread that serves its connections; none without Gloo."""
+    with suppress(RuntimeError, AttributeError):
+        options: Any = group._get_backend(torch.device("cpu")).options
+        return list(options._devices)
+    return []
+
+
+def new_gloo_group(
+    ranks: list[int],
+    timeout: timedelta | None,
+    devices: Sequence[Any],
+    *,
+    local: bool,
+    description: str,
+) -> dist.ProcessGroup:
+    """A new group over Gloo for one collective at a time, on the ``devices`` of another group. Collective.
+
+    ``local`` says that only ``ranks`` make it, and not all ranks of the job.
+
+    ``new_group("gloo")`` gives each group a device with a thread that wakes a hundred times a second, and two threads
+    for collectives. So the group is made by a backend of our own, which is registered only meanwhile: others may look
+    at which backends there are.
+    """
+
+    def make(options: Any, _backend_options: Any) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        own = gloo._Options()
+        own._devices, own._threads, own._timeout = list(devices), 1, options.timeout
+        own.global_ranks_in_group, own.group_name = options.global_ranks_in_group, options.group_id
+        return gloo(options.store, options.group_rank, options.group_size, own)
+
+    dist.Backend.register_backend(_OWN_BACKEND, make, extended_api=True, devices=["cpu"])
+    try:
+        group = dist.new_group(
+            ranks, timeout, backend=_OWN_BACKEND, use_local_synchronization=local, group_desc=description
+        )
+    finally:
+        del dist.Backend._plugins[_OWN_BACKEND.upper()]
+        dist.Backend.backend_list.remove(_OWN_BACKEND)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+_OWN_BACKEND = "headway_gloo"
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Close the connections of ``group``, so that peers waiting on this rank fail rather than wait."""
     with suppress(RuntimeError, AttributeError):

@@ -10,7 +10,11 @@ Updates are computed where the parameters are, in every case, and so is the opti
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,9 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.channels.streams import Streams
+
+DESCRIPTION = "headway decoupled"
+JUST_MADE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,43 +65,66 @@ def wiring_of(device: torch.device, group: dist.ProcessGroup) -> Wiring:
     return Wiring(device, native, torch.device("cpu") if "cpu" in backends else device, Streams(device))
 
 
-@dataclass(frozen=True, slots=True)
 class OwnGroups:
     """Process groups of one wrapped model alone, as the collectives of a group must be issued in one order.
 
     ``host`` are those for tensors on the CPU and ``native`` those for collectives where the parameters are; one of them
-    has one group a channel. ``second`` is empty, or has one beside each of ``host`` (``live.Prepared`` says what for).
+    has one group a channel. ``second`` is empty, or has one for each of ``host`` (``live.Prepared`` says what for).
     """
 
-    host: tuple[dist.ProcessGroup, ...]
-    second: tuple[dist.ProcessGroup, ...] = ()
-    native: tuple[dist.ProcessGroup, ...] = ()
+    def __init__(
+        self,
+        host: Sequence[dist.ProcessGroup],
+        second: Sequence[dist.ProcessGroup] = (),
+        native: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self.host, self.second, self.native = tuple(host), tuple(second), tuple(native)
+        self._made_s = time.monotonic()
 
     @property
     def all(self) -> tuple[dist.ProcessGroup, ...]:
         """All of them."""
         return (*self.host, *self.second, *self.native)
 
+    def forget(self) -> None:
+        """Let go of groups that somebody else has destroyed or will."""
+        self.host = self.second = self.native = ()
+
+    def end(self) -> None:
+        """Close the connections and give back threads and descriptors. To be called when no rank uses them any more."""
+        ended = self.all
+        self.forget()
+        if time.monotonic() < self._made_s + JUST_MADE_S:
+            torch_private.let_gloo_finish()  # what was exchanged when they were made
+        for group in ended:
+            with suppress(ValueError, AssertionError):  # destroyed with the default group
+                dist.destroy_process_group(group)
+
 
 def groups_of_our_own(users_group: dist.ProcessGroup, wiring: Wiring, channels: int) -> OwnGroups:
-    """New groups of the ranks of ``users_group``. Collective."""
+    """New groups of the ranks of ``users_group``. Collective.
 
-    def new(backend: str, count: int) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(_new_group(users_group, backend) for _ in range(count))
-
+    Over Gloo they share its network devices, and with them the thread that serves connections.
+    """
     if wiring.native:
-        return OwnGroups(host=new("gloo", 1), native=new("nccl", channels))
-    return OwnGroups(
-        host=new("gloo", channels), second=new("gloo", channels) if users_group.size() == 2 else ()
-    )
+        native = [_new_group(users_group, "nccl") for _ in range(channels)]
+        return OwnGroups(host=[_new_group(users_group, "gloo")], native=native)
+    devices = torch_private.gloo_devices(users_group)
+    count = channels * (2 if users_group.size() == 2 else 1)
+    groups = [_new_group(users_group, "gloo", devices) for _ in range(count)]
+    return OwnGroups(host=groups[:channels], second=groups[channels:])
 
 
-def _new_group(users_group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+def _new_group(
+    users_group: dist.ProcessGroup, backend: str, devices: Sequence[Any] = ()
+) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(users_group)
+    timeout = torch_private.group_timeout(users_group)
+    local = users_group is not dist.group.WORLD
+    if devices:
+        return torch_private.new_gloo_group(ranks, timeout, devices, local=local, description=DESCRIPTION)
     group = dist.new_group(
-        ranks, torch_private.group_timeout(users_group), backend=backend,
-        use_local_synchronization=users_group is not dist.group.WORLD,
-        group_desc="headway decoupled",
-    )  # fmt: skip
+        ranks, timeout, backend=backend, use_local_synchronization=local, group_desc=DESCRIPTION
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group

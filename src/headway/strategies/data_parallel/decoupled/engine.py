@@ -27,7 +27,7 @@ from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
 from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
-from headway.strategies.data_parallel.channels.streams import Streams, Turns
+from headway.strategies.data_parallel.channels.streams import Streams, Turns, wait_on_host
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Place, Unit
@@ -61,8 +61,7 @@ class Engine:
     ) -> None:
         self.wiring = wiring
         self.groups = groups
-        self.group = groups.host[0]
-        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank, self.world_size = dist.get_rank(groups.host[0]), dist.get_world_size(groups.host[0])
         self.synchronise = True  # whether the last forward was outside of no_sync()
         self.divisor = float(self.world_size)  # what sums of gradients are divided by; join() may change it
         self.find_unused = find_unused
@@ -338,6 +337,15 @@ class Engine:
                 for slot in self.slots:
                     slot.leave()
                     deferred.unregister(slot.parameter)
+
+    def disconnect(self) -> None:
+        """Give back the connections, threads and buckets of a closed engine, which no rank has a use for any more."""
+        assert self.closed
+        wait_on_host(self.wiring.streams.mark())  # training may still read what is of the channels' streams
+        self.peers.close()
+        self.peers.answer_with(None)
+        del self._collectives, self._channels, self.buckets  # they are bound to connections
+        self.groups.end()
 
     def _meet(self) -> None:
         """Wait for every rank to come to this point."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError, InternalError
-from headway.strategies.data_parallel.channels.streams import wait_on_host
+from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.stepping import watch_optimizers
@@ -46,7 +46,7 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
         watch_unscaling()
         torch_private.before_group_shutdown(_before_shutdown)
         atexit.register(_at_exit)
-    _let_go_of_abandoned()  # by now every rank has let go of what it wrapped before
+    retirement.end_unused()  # by now every rank has let go of what it wrapped before
     if not _engines:
         _process = os.getpid()
         _usual_interval_s = sys.getswitchinterval()
@@ -75,7 +75,6 @@ def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> 
 
 _failed: list[Engine] = []
 _orphans: list[Engine] = []  # to be abandoned on the main thread
-_abandoned: list[Engine] = []  # they answer peers for as long as one may ask
 
 
 def abandon(engine: Engine) -> None:
@@ -93,8 +92,7 @@ def _abandon(engine: Engine) -> None:
     with suppress(CommunicationError, InternalError):
         release(engine, together=False)
     if not engine.failed:
-        _abandoned.append(engine)
-        _say_what_is_done_with()
+        retirement.retire(_Abandoned(engine))
 
 
 def release_orphans() -> None:
@@ -105,24 +103,27 @@ def release_orphans() -> None:
     found, _orphans[:] = _orphans[:], []
     for engine in found:
         _abandon(engine)
-    _let_go_of_abandoned()
+    retirement.end_unused()
 
 
-def _say_what_is_done_with() -> None:
-    """Tell the other ranks of engines that this one has no question about any more."""
-    for engine in _abandoned:
-        if not engine.form.states_left:
-            engine.peers.gone()
+class _Abandoned:
+    """An engine whose wrapped model is gone. It answers for as long as a peer may ask, and asks for what is looked at."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-def _let_go_of_abandoned() -> None:
-    """Give back the memory of engines that no rank has a use for any more."""
-    _say_what_is_done_with()
-    for engine in [each for each in _abandoned if each.peers.all_gone()]:
-        wait_on_host(engine.wiring.streams.mark())  # training may still read what is of the channels' streams
-        engine.peers.close()
-        engine.peers.answer_with(None)
-        _abandoned.remove(engine)
+    def leave(self, *, exiting: bool = False) -> None:
+        """Tell the other ranks that this one will ask nothing more, unless an optimizer's state is still spread."""
+        if exiting or not self._engine.form.states_left:
+            self._engine.peers.gone()
+
+    def everyone_left(self, timeout_s: float = 0.0) -> bool:
+        """Whether no rank will ask anything more."""
+        return self._engine.peers.all_gone(timeout_s)
+
+    def end(self) -> None:
+        """Give back connections and buckets."""
+        self._engine.disconnect()
 
 
 def _before_shutdown(group: dist.ProcessGroup) -> None:
@@ -130,6 +131,8 @@ def _before_shutdown(group: dist.ProcessGroup) -> None:
     for engine, users_group in list(_engines.items()):
         if group in (users_group, *engine.groups.all, world) or users_group is None:
             release(engine)
+            if group is users_group and group is not world and not engine.failed:
+                engine.disconnect()  # nobody else destroys what was made for it
 
 
 def _at_exit() -> None:
@@ -139,15 +142,17 @@ def _at_exit() -> None:
     """
     if getattr(sys, "last_value", None) is not None or not _here():
         return
-    left = [engine for engine in (*_engines, *_abandoned) if not engine.failed]
+    left = [engine for engine in _engines if not engine.failed]
     for engine in list(_engines):
         with suppress(Exception):
             engine.settle_values()
-    for engine in (*_engines, *_abandoned):
+    for engine in _engines:
         engine.peers.gone()
+    retirement.leave_all()
     deadline = time.monotonic() + LONGEST_STAY_S
     for engine in (each for each in left if not each.failed):
         engine.peers.all_gone(max(0.0, deadline - time.monotonic()))
+    retirement.wait_for_everyone(deadline)
     for engine in list(_engines):
         with suppress(Exception):
             release(engine, together=False, exiting=True)

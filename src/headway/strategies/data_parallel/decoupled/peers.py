@@ -22,15 +22,13 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.errors import CommunicationError, one_line
 from headway.network import interface, trusted
+from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.decoupled import messages
 from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
 
 ADDRESS_BYTES = 64
 STATUS_TIMEOUT_S = 10.0
 PRESENCE_TIMEOUT_S = 2.0
-PRESENCE_EVERY_S = 1.0
-LONGEST_POLL_S = 0.2
-GONE_POLL_S = 0.05
 REQUEST_S = 30.0
 """How long a rank that has connected may take to say what it wants."""
 MAX_REFUSAL = 1000
@@ -68,8 +66,11 @@ class Peers:
         self._respondent: Respondent | None = None
         self._key = f"headway/{torch_private.group_name(group)}"
         self._store = torch_private.default_store()
-        if self.world_size == 1:
-            return
+        if self.world_size > 1:
+            self._open(group)
+        self._departure = Departure(self._store, self._key, self.rank, self.world_size, self._is_there)
+
+    def _open(self, group: dist.ProcessGroup) -> None:
         found = _all_gather(trusted.new_secret() + _padded(interface.job_address()), group)
         self._secret = found[0][: trusted.SECRET_BYTES]
         address = interface.reachable_address(
@@ -87,26 +88,11 @@ class Peers:
 
     def gone(self) -> None:
         """Tell the other ranks that this one will ask nothing more."""
-        with suppress(Exception):  # the store may have gone down with its host
-            self._store.set(self._gone(self.rank), b"")
+        self._departure.leave()
 
     def all_gone(self, timeout_s: float = 0.0) -> bool:
         """Whether no rank will ask anything more; waits for that up to ``timeout_s``."""
-        left = [rank for rank in range(self.world_size) if rank != self.rank]
-        now = look = time.monotonic()
-        deadline = now + timeout_s
-        pause_s = GONE_POLL_S
-        with suppress(Exception):  # a store that went down served everybody's last question
-            while left := [rank for rank in left if not self._store.check([self._gone(rank)])]:
-                if now >= look:
-                    left = [rank for rank in left if self._is_there(rank)]
-                    look = now + PRESENCE_EVERY_S
-                if left and now >= deadline:
-                    return False
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_POLL_S)
-                now = time.monotonic()
-        return True
+        return self._departure.everyone_left(timeout_s)
 
     def _is_there(self, rank: int) -> bool:
         try:
@@ -114,9 +100,6 @@ class Peers:
                 return True
         except OSError:
             return False
-
-    def _gone(self, rank: int) -> str:
-        return f"{self._key}/gone/{rank}"
 
     def close(self) -> None:
         """Stop answering."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import secrets
 import weakref
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import push_and_pull
 from headway.errors import HeadwayError, UnsupportedError
+from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
@@ -54,10 +57,11 @@ def options(strategy: ParameterServerStrategy) -> dict[str, Any]:
 def serve(wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -> None:
     """Have a model that was wrapped with the ``options`` of ``strategy`` communicate through servers. Collective."""
     setattr(wrapped, _STRATEGY, strategy)
+    retirement.end_unused()
     if wrapped.process_group.size() > 1:
         servers = Servers(wrapped.process_group, strategy.channels)
         wrapped.register_comm_hook(servers, push_bucket)
-        weakref.finalize(wrapped, servers.stop).atexit = False
+        weakref.finalize(wrapped, servers.abandon).atexit = False
 
 
 def strategy_of(model: nn.Module) -> ParameterServerStrategy | None:
@@ -78,6 +82,7 @@ class Servers:
         )
         self._channels.use(channels)
         self._lanes = [_Lane(channel, self._groups) for channel in range(channels)]
+        self._departure = _departure(self._groups.host[0])
         self._stopped = False
         _watch(self)
 
@@ -105,6 +110,28 @@ class Servers:
         if not self._stopped:
             self._stopped = True
             self._channels.stop()
+
+    def abandon(self) -> None:
+        """The wrapped model was collected: give back what was made for it as soon as every rank has let go of it."""
+        if self._stopped:  # the groups have gone
+            return
+        self.stop()
+        if self._channels.failure is None:
+            retirement.retire(self)
+
+    def leave(self, *, exiting: bool = False) -> None:
+        """Tell the other ranks that this one pushes nothing more."""
+        del exiting
+        self._departure.leave()
+
+    def everyone_left(self, timeout_s: float = 0.0) -> bool:
+        """Whether no rank pushes anything more."""
+        return self._departure.everyone_left(timeout_s)
+
+    def end(self) -> None:
+        """Give back the connections."""
+        self._lanes.clear()  # their programs are bound to them
+        self._groups.end()
 
     def _serve(self, buffer: torch.Tensor, bucket: int, channel: int) -> None:
         buffer.div_(self.world_size)
@@ -147,6 +174,15 @@ class _Lane:
         if scratch is None or scratch.numel() < needed:
             scratch = self._scratch[buffer.dtype] = buffer.new_empty(needed)
         return live.Prepared(program, buffer, self._group, scratch, self._second)
+
+
+def _departure(group: dist.ProcessGroup) -> Departure:
+    """How the ranks of ``group`` tell of their leaving. Collective."""
+    # A store may outlive a group whose name is used again.
+    token = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(token, group=group, group_src=0)
+    key = f"headway/{torch_private.group_name(group)}/{int(token)}"
+    return Departure(torch_private.default_store(), key, group.rank(), group.size())
 
 
 _alive: weakref.WeakSet[Servers] = weakref.WeakSet()
