@@ -20,7 +20,7 @@ class Retired(Protocol):
     """Something of this rank's that it has let go of, and others may not have."""
 
     def leave(self, *, exiting: bool = False) -> None:
-        """Tell the other ranks that this one has no more use for theirs, if that is so; it is where it is ``exiting``."""
+        """Tell the other ranks that this one has left, if it has; where it is ``exiting`` it has."""
 
     def everyone_left(self, timeout_s: float = 0.0) -> bool:
         """Whether all ranks have said so, this one too; waits for the others up to ``timeout_s``."""

@@ -107,7 +107,7 @@ def release_orphans() -> None:
 
 
 class _Abandoned:
-    """An engine whose wrapped model is gone. It answers for as long as a peer may ask, and asks for what is looked at."""
+    """An engine whose wrapped model is gone: it answers peers, and asks them for what is looked at."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
