@@ -301,19 +301,18 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
 Unscaling = Callable[[torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], Any]
 
 
-def replace_unscaling(unscaled: Unscaling) -> None:
-    """Have every ``GradScaler`` ask ``unscaled`` first; where that returns None, it does what it always did.
+def around_unscaling(
+    around: Callable[[Unscaling, torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], Any],
+) -> None:
+    """Have every ``GradScaler`` call ``around`` to unscale, which is given what it did before, and its arguments.
 
-    It is given (optimizer, inverse scale, found_inf, allow_fp16), and returns found_inf by device.
+    These are (optimizer, inverse scale, found_inf, allow_fp16), and found_inf by device is returned.
     """
     stock = torch.amp.GradScaler._unscale_grads_
 
     @functools.wraps(stock)
-    def unscale_grads(
-        scaler: Any, optimizer: Any, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> Any:
-        found = unscaled(optimizer, inverse_scale, found_inf, allow_fp16)
-        return stock(scaler, optimizer, inverse_scale, found_inf, allow_fp16) if found is None else found
+    def unscale_grads(scaler: Any, *args: Any) -> Any:
+        return around(functools.partial(stock, scaler), *args)
 
     torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign, assignment]
 

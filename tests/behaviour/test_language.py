@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.commands import headway, torchrun
 
 from headway.trace.events import Kind
@@ -64,9 +66,47 @@ def test_unused_parameters_and_accumulation(tmp_path: Path) -> None:
         assert planned["checksum"] == pytest.approx(stock["checksum"], rel=1e-5)
 
 
+def reads_of(trace: Trace) -> list[tuple[str, str]]:
+    """What gradients were read for in every step alike, on every rank, between backward and step."""
+    found = set()
+    for events in trace.events.values():
+        for step in trace.steps:
+            rows = events.of_step(step)
+            *_, backward = rows.of_kind(Kind.BACKWARD_PASS)
+            (update,) = rows.of_kind(Kind.OPTIMIZER)
+            reads = list(rows.of_kind(Kind.READ))
+            assert all(backward.end_ns <= r.start_ns < r.end_ns <= update.start_ns for r in reads)
+            assert not len(rows.of_kind(Kind.GRADIENT_READ)), "all gradients were read"
+            found.add(tuple((row.name, row.algorithm) for row in reads))
+    (alike,) = found
+    return list(alike)
+
+
+def test_clipping_and_unscaling_are_recorded_where_they_are_whole_and_where_they_are_sharded(
+    tmp_path: Path,
+) -> None:
+    options = ("--clip", 0.5, "--scale")
+    assert reads_of(recorded(tmp_path, "train_language.py", *options)) == [("unscale", ""), ("clip", "")]
+    planned, stock = optimized_and_run(tmp_path, "train_language.py", *options)
+    assert planned["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    run = (sys.executable, "-m", "headway", "run", "--plan", tmp_path / "plan.yaml", "--")
+    job = torchrun("train_language.py", *options)
+    done = headway("record", "-o", tmp_path / "again", "--steps", "3:8", "--", *run, *job, timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    sharded = (
+        yaml.safe_load((tmp_path / "plan.yaml").read_text())["strategy"]["decoupled"]["gather"]
+        == "parameters"
+    )
+    by = "sharded" if sharded else ""
+    assert reads_of(load_trace(tmp_path / "again")) == [("unscale", by), ("clip", by)]
+    assert headway("replay", tmp_path / "again", "--json").returncode == 0
+
+
 def test_the_trainer_of_transformers_with_its_defaults(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert_uses_are_no_bucket(recorded(tmp_path, "train_with_trainer.py"))
+    trace = recorded(tmp_path, "train_with_trainer.py")
+    assert_uses_are_no_bucket(trace)
+    assert reads_of(trace) == [("clip", "")]
     planned, stock = optimized_and_run(tmp_path, "train_with_trainer.py")
     assert planned["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert planned["norms"] == pytest.approx(stock["norms"], rel=1e-4)

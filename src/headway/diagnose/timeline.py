@@ -16,7 +16,7 @@ from headway.trace.events import Events, Kind, Stream
 COMPUTE_KINDS = (
     Kind.PAUSE, Kind.IDLE,
     Kind.INPUT, Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD,
-    Kind.WAIT, Kind.OPTIMIZER, Kind.UPDATE,
+    Kind.WAIT, Kind.READ, Kind.OPTIMIZER, Kind.UPDATE,
 )  # fmt: skip
 
 REST = "rest"

@@ -12,7 +12,7 @@ from headway.collectives.dataflow import expand
 from headway.collectives.links import Links
 from headway.collectives.selection import Selection, native
 from headway.graph.dataflow import Dataflow
-from headway.graph.timeline import Part, Point, Timeline
+from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 
@@ -80,6 +80,9 @@ class StrategyDataflow(Protocol):
 
     def backward_end(self, walk: Walk) -> None:
         """The computation of a synchronising backward is done."""
+
+    def read(self, walk: Walk, read: Item) -> None:
+        """The script reads gradients, which takes one rank ``read.duration_ns`` for all of those that it reads."""
 
     def optimizer(self, walk: Walk, duration_ns: int) -> None:
         """The optimizer steps, which takes ``duration_ns`` for all parameters."""
@@ -235,6 +238,8 @@ def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, time
             case Point.STEP:
                 strategy.optimizer(walk, optimizer_ns)
                 optimizer_ns = 0
+            case Part.READ:
+                strategy.read(walk, item)
             case Part.FINALIZE:
                 strategy.finalize(walk, item.duration_ns)
             case Part.OPTIMIZER:

@@ -12,7 +12,7 @@ from headway.graph.quickened import Quickened
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.graph.update_cost import is_beside, update_cost_beside
 from headway.model import ModelSpec
-from headway.trace.events import Event, Events, Kind
+from headway.trace.events import SHARDED, Event, Events, Kind
 from headway.trace.format import Trace
 
 
@@ -87,6 +87,9 @@ def _timeline(
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
     waits = _merged([row for row in rows if row.kind == Kind.WAIT])
+    shared_reads = [
+        (row.start_ns, row.end_ns) for row in rows if row.kind == Kind.READ and row.algorithm == SHARDED
+    ]
     parts = _parts(rows)
     cuts = _points(rows, model)
     for start_ns, end_ns in [
@@ -103,6 +106,8 @@ def _timeline(
             if not _inside(now_ns, waits):
                 overlap = under_way.share_of(now_ns, time_ns)
                 duration_ns = quickened.duration_ns(now_ns, time_ns)
+                if _inside(now_ns, shared_reads):
+                    duration_ns *= share.ranks
                 items.append(Item(_part_at(now_ns, parts), "", duration_ns, overlap=overlap))
             now_ns = time_ns
         if cut.item is not None:
@@ -119,6 +124,8 @@ def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.USE, row.name)))
+        elif row.kind == Kind.READ:
+            cuts.append(_Cut(row.start_ns, 2, Item(Part.READ, row.name, parameters=_read(row, rows))))
         elif row.kind == Kind.OPTIMIZER:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.STEP, row.name)))
         elif row.kind == Kind.WAIT and (size_bytes := sizes.get((row.name, row.start_ns))) is not None:
@@ -135,6 +142,11 @@ def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
         ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
         cuts.append(_Cut(max(ends, default=one.end_ns), 3, Item(Point.BACKWARD_END)))
     return cuts
+
+
+def _read(read: Event, rows: Sequence[Event]) -> tuple[str, ...]:
+    """The parameters that a read is of; none where it is of all."""
+    return tuple(row.name for row in rows if row.kind == Kind.GRADIENT_READ and row.start_ns == read.start_ns)
 
 
 def _synchronising(rows: Sequence[Event]) -> Sequence[Event]:
@@ -160,6 +172,7 @@ def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
     # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done beside
     # the main thread, it is values that are taken over there: part of forward.
     kinds = (Kind.OPTIMIZER,) if any(is_beside(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
+    parts += [(r.start_ns, r.end_ns, Part.READ) for r in rows if r.kind == Kind.READ]
     return parts + [(r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in kinds]
 
 
@@ -186,13 +199,19 @@ def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:
 
 
 def _joined(items: Sequence[Item]) -> list[Item]:
-    """Join neighbouring stretches of one part."""
+    """Join neighbouring stretches of one part, and those of a read with its begin."""
     joined: list[Item] = []
     for item in items:
-        if item.duration_ns and joined and joined[-1].duration_ns and joined[-1].kind == item.kind:
-            total_ns = joined[-1].duration_ns + item.duration_ns
-            disturbed = joined[-1].overlap * joined[-1].duration_ns + item.overlap * item.duration_ns
-            joined[-1] = item._replace(duration_ns=total_ns, overlap=disturbed / total_ns)
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and item.duration_ns
+            and before.kind == item.kind
+            and (before.duration_ns or item.kind == Part.READ)
+        ):
+            total_ns = before.duration_ns + item.duration_ns
+            disturbed = before.overlap * before.duration_ns + item.overlap * item.duration_ns
+            joined[-1] = before._replace(duration_ns=total_ns, overlap=disturbed / total_ns)
         else:
             joined.append(item)
     return joined

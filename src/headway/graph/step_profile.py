@@ -21,7 +21,8 @@ class StepProfile:
     ``needs_ns`` says for each module when forward first needs its parameters, after forward's start; ``ready_ns`` for
     each parameter when its gradient is complete, after backward's start. ``between_ns`` lies between forward's end and
     backward's start, ``tail_ns`` between backward's end and the optimizer's step, ``rest_ns`` from there to the next
-    forward. ``optimizer_ns`` is one update of all parameters by one rank, and is in none of the others.
+    forward. ``optimizer_ns`` is one update of all parameters by one rank, and is in none of the others. What reads of
+    gradients take is in none: it depends on the strategy.
     """
 
     forward_ns: int
@@ -113,7 +114,7 @@ def _one(timeline: Timeline) -> StepProfile:
                 step_at = now if step_at is None else step_at
         if item.kind in (Part.FORWARD, Part.BACKWARD) and item.duration_ns:
             before = item.kind
-        if item.kind not in (Part.OPTIMIZER, Part.FINALIZE):
+        if item.kind not in (Part.READ, Part.OPTIMIZER, Part.FINALIZE):
             now += item.duration_ns
     begin, end_forward, at, end, step = _ordered(forward_at, forward_end, backward_at, backward_end, step_at)
     return StepProfile(

@@ -24,6 +24,10 @@ def on_torch_import(_torch: Any) -> None:
     _let_gloo_finish_before_groups_go()
     plan_path = os.environ.get(PLAN_VARIABLE)
     record_options = os.environ.get(RECORD_VARIABLE)
+    if plan_path or record_options:
+        from headway.strategies.data_parallel import reads
+
+        reads.install()  # before scripts import what it replaces by name
     if plan_path:
         from headway.integrations.plan_injection import install
         from headway.plan import Plan

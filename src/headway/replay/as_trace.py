@@ -16,7 +16,7 @@ _PASS_KIND = {
     Part.BACKWARD: Kind.BACKWARD_PASS,
     Part.FINALIZE: Kind.BACKWARD_PASS,
 }
-_SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.OPTIMIZER: Kind.OPTIMIZER}
+_SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.READ: Kind.READ, Part.OPTIMIZER: Kind.OPTIMIZER}
 
 
 def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:

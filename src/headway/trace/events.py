@@ -32,6 +32,10 @@ class Kind:
     WAIT = "wait"  # computation waits for communication
     PAUSE = "pause"  # the program does something else: a garbage collection, a checkpoint
     IDLE = "idle"  # a device has nothing to do; name says what its host was in
+    READ = "read"  # between backward and step: gradients are clipped or unscaled; algorithm: "sharded" where by shares
+    GRADIENT_READ = (
+        "gradient_read"  # an instant: the read that begins is of this parameter; of all where there is none
+    )
     OPTIMIZER = "optimizer"  # the optimizer's step
     UPDATE = "update"  # a deferred update of one bucket
     COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was asked for
@@ -52,6 +56,24 @@ class Idle:
 
     LAUNCHING = "launching"  # its host does not launch fast enough
     SYNCHRONISING = "synchronising"  # its host waits for it before it launches more
+
+
+class Read:
+    """What gradients are read for: the names of events of kind READ.
+
+    Where gradients are sharded each rank does its share of those in BY_SHARES.
+    """
+
+    CLIP = "clip"  # by their total norm
+    CLIP_VALUE = "clip_value"
+    UNSCALE = "unscale"
+    SCALE = "scale"  # by a norm that is known
+    LOOK = "look"  # at gradients, or at their norm
+    BY_SHARES = (CLIP, UNSCALE)
+
+
+SHARDED = "sharded"
+"""The algorithm of a READ in which each rank read its share of the gradients only."""
 
 
 class Stream:

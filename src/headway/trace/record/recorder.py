@@ -43,6 +43,7 @@ from headway.trace.record.modules import ModuleWatch
 from headway.trace.record.now import Now
 from headway.trace.record.pauses import PauseWatch
 from headway.trace.record.profiled import Detail, ProfiledSteps
+from headway.trace.record.reads import ReadWatch
 from headway.trace.record.step_clock import StepClock
 from headway.trace.record.updates import UpdateWatch
 
@@ -81,6 +82,7 @@ class Recorder:
         self._tap = CollectiveTap(self._now)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
+        self._reads = ReadWatch(self._now, self._rows.append)
         self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
@@ -116,6 +118,7 @@ class Recorder:
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         self._tap.attach()
         self._pauses.attach()
+        self._reads.attach()
         self._watch_input()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
             self._watch.attach(self._model, self._root)
@@ -152,6 +155,7 @@ class Recorder:
             )
         self._model, self._root = model, root
         self._step_clock.model_is(root)
+        self._reads.model_is(root)
         if self.options.detail != "kernels":
             self._watch.attach(model, root)
             self._watch.count_activations(root)
@@ -240,6 +244,7 @@ class Recorder:
         self._watch.detach()
         self._memory.end()
         self._pauses.detach()
+        self._reads.detach()
         self._tap.detach()
         if self._original_next is not None:
             torch_private.data_loader_iterator().__next__ = self._original_next  # type: ignore[attr-defined]
@@ -282,6 +287,7 @@ class Recorder:
         # What a model holds, its process group among it, must go when the script lets go of it.
         self._model = self._root = None
         self._step_clock.forget()
+        self._reads.forget()
         self._rows.clear()
         self._watch.forget()
         self._tap.observed.clear()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, Walk
-from headway.graph.timeline import Part
+from headway.graph.timeline import Item, Part
 from headway.scheduling.filling import Filling
 
 
@@ -97,6 +97,10 @@ class Dataflow:
     def finalize(self, walk: Walk, duration_ns: int) -> None:
         """Buckets are copied back to gradients."""
         self._graph.compute(walk, Part.FINALIZE, duration_ns)
+
+    def read(self, walk: Walk, read: Item) -> None:
+        """Gradients are there when backward returns."""
+        self._graph.compute(walk, Part.READ, read.duration_ns)
 
     def optimizer(self, walk: Walk, duration_ns: int) -> None:
         """The optimizer steps at once."""

@@ -1,53 +1,36 @@
 """Clipping by norm where gradients are sharded: norms of shards are summed, rather than every gradient fetched.
 
-``torch.nn.utils.clip_grad_norm_`` of the process is replaced, once something is wrapped, by one that knows of shards
-and hands everything else to the stock one. A script that has imported the stock function before gets the same
-result from it, at the cost of reading every gradient.
+What is sharded is clipped here, once something is wrapped, and everything else by torch, at the cost of reading every
+gradient. So it is where a script has imported ``clip_grad_norm_`` before that could be replaced (see ``reads``).
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.reads import answer_clipping
 
 _EPSILON = 1e-6  # stock torch's
-_stock: Callable[..., torch.Tensor] | None = None
 
 
 def watch_clipping() -> None:
-    """Replace ``torch.nn.utils.clip_grad_norm_`` from now on."""
-    global _stock  # noqa: PLW0603 - the function that is replaced is the process's too
-    if _stock is not None:
-        return
-    stock = _stock = nn.utils.clip_grad_norm_
+    """Clip what is sharded here from now on."""
+    answer_clipping(_clipped)
 
-    @functools.wraps(stock)
-    def clip_grad_norm_(
-        parameters: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        # Clipping by an infinite norm is how scripts ask for the norm, perhaps on one rank: a look.
-        slots = sharded_slots(given) if math.isfinite(max_norm) else None
-        if slots is None:
-            return stock(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        gradients = slots[0].engine.form.sharded_gradients
-        assert gradients is not None
-        return gradients.clip(slots, float(max_norm), float(norm_type), error_if_nonfinite)
 
-    nn.utils.clip_grad_norm_ = clip_grad_norm_
-    nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+def _clipped(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor | None:
+    slots = sharded_slots(parameters)
+    if slots is None:
+        return None
+    gradients = slots[0].engine.form.sharded_gradients
+    assert gradients is not None
+    return gradients.clip(slots, max_norm, norm_type, error_if_nonfinite)
 
 
 def sharded_slots(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:

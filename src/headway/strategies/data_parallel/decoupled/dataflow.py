@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL
-from headway.collectives.algorithms import ALL_REDUCE, RING
-from headway.collectives.selection import Selection
+from headway.collectives.algorithms import NCCL
 from headway.graph.build import GraphBuilder, Walk
-from headway.graph.timeline import Part
+from headway.graph.timeline import Item, Part
 from headway.scheduling.filling import Filling
+from headway.strategies.data_parallel.decoupled.jobs import Jobs
+from headway.trace.events import Read
 
 
 class Dataflow:
     """The runtime's reactions, for gathers of gradients and of parameters.
 
-    Job number ``n`` of a rank is served by its channel ``n % channels``, one at a time and in order. Buckets that share
-    parameters are settled together, as a unit.
+    Buckets that share parameters are settled together, as a unit.
     """
 
     def __init__(self, graph: GraphBuilder) -> None:
@@ -30,9 +30,14 @@ class Dataflow:
         self._units_of_module = self._units_of_modules()
         self._begun: set[int] = set()  # ranks whose backward has begun
         self._passes: dict[int, int] = defaultdict(int)
-        self._counts: dict[int, int] = defaultdict(int)  # rank -> how many jobs it has asked for
-        self._jobs: dict[int, list[int]] = defaultdict(list)  # rank -> its latest jobs, one a channel at most
+        self._jobs = Jobs(graph)
         self._reduced: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its reduce-scatter
+        self._latest: dict[int, dict[int, int]] = defaultdict(dict)  # the same, whether stepped since or not
+        self._brought: set[int] = set()  # ranks that hold their gradients whole since the latest backward
+        self._settled: dict[int, set[int]] = defaultdict(
+            set
+        )  # rank -> units settled for a read, before a step
+        self._copy_ns: dict[int, int] = defaultdict(int)  # rank -> what copying all gradients once takes
         self._gathers: dict[int, dict[int, int]] = defaultdict(dict)  # rank -> bucket -> its all-gather
         self._unused: dict[int, list[str]] = defaultdict(list)  # rank -> without a gradient in this backward
         self._uses: dict[int, int] = {}  # rank -> the exchange of what its latest backward used
@@ -70,8 +75,10 @@ class Dataflow:
 
     def _share_ns(self, rank: int, buckets: Sequence[int], ranks: int = 1) -> int:
         """What one update of these buckets takes where ``ranks`` share it."""
-        share = sum(self._schedule.buckets[index].size_bytes for index in buckets) / self._total_bytes
-        return round(self._update_ns[rank] * share / ranks + self._update_overhead_ns)
+        return round(self._update_ns[rank] * self._share(buckets) / ranks + self._update_overhead_ns)
+
+    def _share(self, buckets: Sequence[int]) -> float:
+        return sum(self._schedule.buckets[index].size_bytes for index in buckets) / self._total_bytes
 
     def ready(self, walk: Walk, parameter: str) -> None:
         """Count down the parameter's bucket; reduce-scatter what is full, in order."""
@@ -79,8 +86,11 @@ class Dataflow:
         if walk.rank not in self._begun:  # the first gradient of a pass
             self._begun.add(walk.rank)
             self._settle_all(walk)
+            self._brought.discard(walk.rank)
+            self._settled[walk.rank].clear()
         for index in filling.ready(parameter):
-            self._reduced[walk.rank][index] = self._job(walk, "reduce_scatter", index)
+            number = self._jobs.of_bucket(walk, "reduce_scatter", index, self._passes[walk.rank])
+            self._reduced[walk.rank][index] = self._latest[walk.rank][index] = number
             for gathered in self._schedule.gathers_behind(index):
                 self._gather(walk, gathered)
             if filling.complete and index == filling.next - 1 and self._graph.model.find_unused_parameters:
@@ -92,10 +102,7 @@ class Dataflow:
 
     def _exchange_uses(self, walk: Walk) -> None:
         """Ranks add up which parameters they used; who has no gradient waits for that before an update."""
-        size_bytes = self._graph.model.uses_bytes
-        self._uses[walk.rank] = self._submit(
-            walk, ALL_REDUCE, -1 - self._passes[walk.rank], size_bytes, -1, Selection(RING, ALL_REDUCE)
-        )
+        self._uses[walk.rank] = self._jobs.exchange(walk, self._graph.model.uses_bytes)
         buckets_of = self._schedule.buckets_of
         self._asking[walk.rank] = {
             self._unit_of[index] for name in self._unused[walk.rank] for index in buckets_of.get(name, ())
@@ -117,54 +124,10 @@ class Dataflow:
     def _gather(self, walk: Walk, index: int, after_work: Sequence[int] = ()) -> None:
         reduced = self._reduced[walk.rank].get(index)
         after = [] if reduced is None else [reduced]
-        self._gathers[walk.rank][index] = self._job(walk, "all_gather", index, after, after_work)
-
-    def _job(
-        self,
-        walk: Walk,
-        name: str,
-        index: int,
-        after: Sequence[int] = (),
-        after_work: Sequence[int] = (),
-    ) -> int:
-        size_bytes = self._schedule.buckets[index].size_bytes
-        key = self._passes[walk.rank] * len(self._schedule.buckets) + index
-        selection = self._schedule.algorithms.select(
-            name, size_bytes, self._graph.world_size, self._graph.cluster.library
+        passes = self._passes[walk.rank]
+        self._gathers[walk.rank][index] = self._jobs.of_bucket(
+            walk, "all_gather", index, passes, after, after_work
         )
-        return self._submit(walk, name, key, size_bytes, index, selection, after, after_work)
-
-    def _submit(
-        self,
-        walk: Walk,
-        name: str,
-        key: int,
-        size_bytes: int,
-        bucket: int,
-        selection: Selection,
-        after: Sequence[int] = (),
-        after_work: Sequence[int] = (),
-    ) -> int:
-        count = self._counts[walk.rank]
-        self._counts[walk.rank] += 1
-        number = self._graph.launch(
-            walk,
-            name,
-            key,
-            size_bytes,
-            bucket=bucket,
-            selection=selection,
-            channel=count % self._schedule.channels,
-            after=[*self._channel(walk), *after],
-            after_work=after_work,
-        )
-        self._jobs[walk.rank] = [*self._jobs[walk.rank], number][-self._schedule.channels :]
-        return number
-
-    def _channel(self, walk: Walk) -> list[int]:
-        """The job before the next one on its channel."""
-        jobs = self._jobs[walk.rank]
-        return jobs[:1] if len(jobs) == self._schedule.channels else []
 
     def backward_end(self, walk: Walk) -> None:
         """Nobody waits here; the next pass counts anew. Parameters without a gradient take part with zeros."""
@@ -176,18 +139,74 @@ class Dataflow:
         self._passes[walk.rank] += 1
 
     def finalize(self, walk: Walk, duration_ns: int) -> None:
-        """There is nothing to copy back: the deferred update reads the bucket."""
+        """There is nothing to copy back before somebody looks: the deferred update reads the bucket."""
+        if duration_ns:
+            self._copy_ns[walk.rank] = duration_ns
+
+    def read(self, walk: Walk, read: Item) -> None:
+        """Wait for the averages that are read, or, where each rank can do its share of it, for their shares."""
+        if self._schedule.gather == "gradients":
+            self._read_gathered(walk, read)
+        elif not self._latest[walk.rank]:
+            self._graph.compute(walk, Part.READ, read.duration_ns)
+        elif read.name in Read.BY_SHARES and self._shards_reads:
+            self._read_shards(walk, read)
+        else:
+            self._bring(walk, read)
+
+    @property
+    def _shards_reads(self) -> bool:
+        return not self._graph.model.find_unused_parameters and self._graph.cluster.library != NCCL
+
+    def _read_gathered(self, walk: Walk, read: Item) -> None:
+        """Settle what is read. What is settled before a step is not deferred by it."""
+        wanted = {self._unit_of[index] for index in self._buckets_read(read)}
+        copied_ns = 0
+        for index in self._schedule.gather_order:
+            unit = self._unit_of[index]
+            if unit in wanted and index in self._gathers[walk.rank]:
+                if unit not in self._due[walk.rank]:
+                    self._settled[walk.rank].add(unit)
+                    copied_ns += round(self._copy_ns[walk.rank] * self._share(self._units[unit]))
+                self._materialise(walk, unit)
+        self._graph.compute(walk, Part.READ, read.duration_ns + copied_ns)
+
+    def _read_shards(self, walk: Walk, read: Item) -> None:
+        """Each rank reads its share; a number of each is exchanged before gradients are changed."""
+        for index in self._buckets_read(read):
+            self._graph.wait(walk, "gradients", self._latest[walk.rank][index])
+        self._graph.compute(walk, Part.READ, round(read.duration_ns / self._graph.world_size))
+        self._graph.wait(walk, "gradients", self._jobs.exchange(walk, 8 * self._graph.world_size))
+        self._graph.compute(walk, Part.READ, 0)
+
+    def _bring(self, walk: Walk, read: Item) -> None:
+        """Who looks at one gradient gets all of them, from the ranks that hold their shares."""
+        copied_ns = 0
+        if walk.rank not in self._brought:
+            self._brought.add(walk.rank)
+            uses = [self._uses[walk.rank]] if walk.rank in self._uses else []
+            asked = self._jobs.ask(walk, self._total_bytes, [*self._latest[walk.rank].values(), *uses])
+            self._graph.wait(walk, "gradients", asked)
+            copied_ns = self._copy_ns[walk.rank]
+        self._graph.compute(walk, Part.READ, read.duration_ns + copied_ns)
+
+    def _buckets_read(self, read: Item) -> list[int]:
+        buckets_of = self._schedule.buckets_of
+        names = read.parameters or tuple(buckets_of)
+        return sorted({index for name in names for index in buckets_of.get(name, ())})
 
     def optimizer(self, walk: Walk, duration_ns: int) -> None:
         """Go on at once.
 
-        With gradients each bucket's update waits for its first use. With parameters the channels update this rank's
-        share of every bucket that was reduced, each as soon as it is, and gather it.
+        With gradients each bucket's update waits for its first use, unless a read has settled it. With parameters the
+        channels update this rank's share of every bucket that was reduced, each as soon as it is, and gather it.
         """
         if duration_ns:  # of several optimizers' calls in a step the first brings all of their work
             self._update_ns[walk.rank] = duration_ns
         if self._schedule.gather == "gradients":
-            self._graph.compute(walk, Part.OPTIMIZER, 0)
+            settled = self._settled.pop(walk.rank, set())
+            now = [index for unit in settled for index in self._units[unit]]
+            self._graph.compute(walk, Part.OPTIMIZER, round(self._update_ns[walk.rank] * self._share(now)))
             self._due[walk.rank] = {self._unit_of[index] for index in self._gathers[walk.rank]}
             return
         self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns)
@@ -199,7 +218,7 @@ class Dataflow:
                     walk,
                     self._share_ns(walk.rank, [index], self._graph.world_size),
                     bucket=index,
-                    after=[*self._channel(walk), reduced[index], *uses],
+                    after=[*self._jobs.before(walk), reduced[index], *uses],
                 )
                 self._gather(walk, index, [update])
         self._due[walk.rank] |= {self._unit_of[index] for index in reduced}

@@ -6,6 +6,7 @@ before, alone: it then holds them whole as well, and changes both.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from headway import torch_private
+from headway.strategies.data_parallel.channels.observer import observer
 from headway.strategies.data_parallel.decoupled import clipping
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.copying import flat_copy
@@ -46,7 +48,10 @@ class ShardedGradients:
         buckets = _buckets_of(slots)
         wanted = [[b.index, b.reductions, self._shards[b.index].changes] for b in buckets]
         request = {"want": "gradients", "buckets": wanted}
-        whole = self._assemble(buckets, engine.ask_all(request, partial(_limits, buckets)))
+        start_ns = time.monotonic_ns()
+        answers = engine.ask_all(request, partial(_limits, buckets))
+        observer().wait("gradients", -1, start_ns, time.monotonic_ns())
+        whole = self._assemble(buckets, answers)
         with torch_private.without_user_modes():
             for slot in slots:
                 if slot.grad is None and not engine.usage.anywhere(slot):

@@ -1,7 +1,6 @@
 """Unscaling where gradients are sharded: each rank unscales its shards, rather than fetch every gradient.
 
-``GradScaler`` asks one of its methods for it, in ``unscale_`` and in ``step``. That one is replaced, once something is
-wrapped, and hands everything that is not sharded to the stock one.
+What is not sharded is left to ``GradScaler``, which unscales in ``unscale_`` or in ``step``.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from headway import torch_private
 from headway.strategies.data_parallel.decoupled.clipping import sharded_slots
+from headway.strategies.data_parallel.reads import answer_unscaling
 
 
 def watch_unscaling() -> None:
-    """Replace what ``GradScaler`` unscales by, from now on."""
-    torch_private.replace_unscaling(_unscaled)
+    """Unscale what is sharded here from now on."""
+    answer_unscaling(_unscaled)
 
 
 def _unscaled(

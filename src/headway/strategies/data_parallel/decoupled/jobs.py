@@ -1,0 +1,92 @@
+"""Jobs of the decoupled runtime in the graph: what each channel of a rank carries, one at a time and in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
+from headway.collectives.selection import Selection
+from headway.graph.build import GraphBuilder, Walk
+
+
+class Jobs:
+    """Job number ``n`` of a rank is served by its channel ``n % channels``."""
+
+    def __init__(self, graph: GraphBuilder) -> None:
+        self._graph = graph
+        self._schedule = graph.schedule
+        self._counts: dict[int, int] = defaultdict(int)  # rank -> how many jobs it has asked for
+        self._latest: dict[int, list[int]] = defaultdict(
+            list
+        )  # rank -> its latest jobs, one a channel at most
+        self._others: dict[tuple[int, int], int] = defaultdict(
+            int
+        )  # rank and step -> collectives of no bucket
+
+    def of_bucket(
+        self,
+        walk: Walk,
+        name: str,
+        index: int,
+        passes: int,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+    ) -> int:
+        """Queue the half ``name`` of a bucket in backward number ``passes``. Returns the collective's number."""
+        size_bytes = self._schedule.buckets[index].size_bytes
+        selection = self._schedule.algorithms.select(
+            name, size_bytes, self._graph.world_size, self._graph.cluster.library
+        )
+        key = passes * len(self._schedule.buckets) + index
+        return self._submit(walk, name, key, size_bytes, index, selection, after, after_work)
+
+    def exchange(self, walk: Walk, size_bytes: int) -> int:
+        """Queue the sum over ranks of a small tensor. Returns the collective's number."""
+        return self._submit(walk, ALL_REDUCE, self._key(walk), size_bytes, -1, Selection(RING, ALL_REDUCE))
+
+    def ask(self, walk: Walk, size_bytes: int, after: Sequence[int]) -> int:
+        """Ask the other ranks for their shares of ``size_bytes``, over connections of their own, as in one ring.
+
+        They answer after the collectives ``after``. Returns the collective's number.
+        """
+        return self._graph.launch(
+            walk, ALL_GATHER, self._key(walk), size_bytes, bucket=-1, selection=Selection(RING, ALL_GATHER),
+            channel=self._schedule.channels, after=after,
+        )  # fmt: skip
+
+    def before(self, walk: Walk) -> list[int]:
+        """The job before the next one on its channel."""
+        jobs = self._latest[walk.rank]
+        return jobs[:1] if len(jobs) == self._schedule.channels else []
+
+    def _key(self, walk: Walk) -> int:
+        self._others[walk.rank, walk.step] += 1
+        return -self._others[walk.rank, walk.step]
+
+    def _submit(
+        self,
+        walk: Walk,
+        name: str,
+        key: int,
+        size_bytes: int,
+        bucket: int,
+        selection: Selection,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+    ) -> int:
+        count = self._counts[walk.rank]
+        self._counts[walk.rank] += 1
+        number = self._graph.launch(
+            walk,
+            name,
+            key,
+            size_bytes,
+            bucket=bucket,
+            selection=selection,
+            channel=count % self._schedule.channels,
+            after=[*self.before(walk), *after],
+            after_work=after_work,
+        )
+        self._latest[walk.rank] = [*self._latest[walk.rank], number][-self._schedule.channels :]
+        return number
