@@ -33,6 +33,7 @@ from headway.replay.expectation import (
 )
 from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
+from headway.replay.gaps import gap_note
 from headway.replay.incomplete import check_takes_plans, lacks, of_recorded_buckets
 from headway.replay.memory import peak_bytes
 from headway.replay.permitted import as_run, deferrable_forms
@@ -139,7 +140,10 @@ class Replayer:
     def notes(self) -> tuple[str, ...]:
         """What the trace lacks, and what makes answers from it worth little."""
         steps_ms = dict(zip(self.trace.steps, self.recorded_step_times_ms, strict=False))
-        return (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
+        said = (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
+        # Under a decoupled strategy a look that takes long waits, and waits are recorded.
+        decoupled = bool(self._recorded_schedule.gather_order)
+        return said if decoupled else (*said, *gap_note(self.timelines.values(), self.recorded_step_ms))
 
     def expect(self, result: ReplayResult) -> Expectation:
         """What a live job is expected to take of which ``result`` is the replay, held against the recorded one."""
