@@ -204,6 +204,19 @@ def test_one_big_late_bucket_is_named() -> None:
             SyntheticJob(bucket_bytes=(20_000_000,)),
             "one 20.0 MB bucket carries all and starts only when backward",
         ),
+        (
+            SyntheticJob(bucket_bytes=(10_000_000,) * 4),
+            "the link is the limit, and other buckets gain little; use a",
+        ),
+        (
+            SyntheticJob(bucket_bytes=(10_000_000,)),
+            "one 10.0 MB bucket carries all and starts only when backward",
+        ),
+        (SyntheticJob(bucket_bytes=(6_000_000,) * 4), "or hide it under forward as well"),
+        (
+            SyntheticJob(bucket_bytes=(84,), latency_ms=8),
+            "only 84 B: what they cost is the network's latency",
+        ),
         (SyntheticJob(input_ms=20), "Input is the bottleneck: 37 %"),
         (SyntheticJob(rest_ms=30), "Time outside of the training passes is the bottleneck"),
     ],
@@ -212,6 +225,40 @@ def test_the_verdict_names_the_bottleneck(job: SyntheticJob, says: str) -> None:
     found = diagnose(synthetic_trace(job))
     assert says in found.verdict
     assert found.stragglers == ()
+
+
+def test_what_blocks_longest_is_named_and_not_what_blocks_most_often() -> None:
+    trace = synthetic_trace(SyntheticJob(blocking_loss=True, latency_ms=8, bucket_bytes=()))
+    rows = {
+        rank: [
+            *events,
+            *(_broadcast(events, step, number) for step in trace.steps for number in range(3)),
+        ]
+        for rank, events in trace.events.items()
+    }
+    assert "waits for all_reduce and others outside of the gradients" in diagnose(trace_of(rows)).verdict
+
+
+def _broadcast(events: Events, step: int, number: int) -> Event:
+    """A short collective within a step's longest wait."""
+    (wait,) = [row for row in events if row.kind == Kind.WAIT and row.step == step]
+    start = wait.end_ns - (number + 1) * 10_000
+    return Event(
+        Kind.COLLECTIVE, "broadcast", Stream.COMMUNICATION, step, start, 5_000,
+        enqueue_ns=start, group="1", sequence=3 * step + number, size_bytes=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gbps", [0.05, 0.5, 2.0])
+def test_no_other_buckets_are_advised_where_they_cannot_help(gbps: float) -> None:
+    for sizes in ((1_000_000,) * 4, (300_000,) * 8, (84,)):
+        job = SyntheticJob(bucket_bytes=sizes, gbps=gbps, latency_ms=6 if sizes == (84,) else 0.05)
+        hidden_ms = job.forward_ms + job.backward_ms
+        taken_ms = sum(job.transfer_ms(size) for size in sizes)
+        verdict = diagnose(synthetic_trace(job)).verdict
+        if taken_ms > 3 * hidden_ms or sizes == (84,):
+            assert "buckets (headway optimize)" not in verdict
+            assert ("the link is the limit" in verdict) != ("latency" in verdict)
 
 
 def test_saturated_links_make_the_path() -> None:

@@ -281,7 +281,7 @@ def test_a_lone_rank_is_told_what_cannot_be_known() -> None:
 
 
 def test_who_cannot_be_planned_for_is_told_what_to_record() -> None:
-    slow = replace(JOB, gbps=0.05)
+    slow = replace(JOB, bucket_bytes=(1_000_000, 33_000_000))
     trace = synthetic_trace(slow)
     bare = replace(trace, model=trace.model.model_copy(update={"parameters": ()}))
     assert "(headway optimize)" in diagnose(trace).verdict

@@ -80,7 +80,7 @@ def test_some_ranks_at_once() -> None:
     ("pause", "advice"),
     [("garbage collection", "gc.freeze"), ("torch.save", "save checkpoints"), ("x", "look")],
 )
-@pytest.mark.parametrize("part", ["backward", "rest"])
+@pytest.mark.parametrize("part", ["backward", "rest", "input"])
 def test_a_pause_is_named_wherever_it_falls(part: str, pause: str, advice: str) -> None:
     finding = only_finding(found_in(stalled(Extra(1, part, 25.0, EVERY_5TH, pause))), "stalls")
     assert f"rank 1 stalls in {pause}, and" in finding.sentence
@@ -91,6 +91,19 @@ def test_a_pause_of_every_step_is_not_what_stalls() -> None:
     job = stalled(Extra(1, "rest", 30.0, range(30), "logging"), Extra(1, "input", 25.0, EVERY_5TH))
     finding = next(one for one in found_in(job).findings if one.cause == "stalls")
     assert "in its input" in finding.sentence
+
+
+def test_a_garbage_collection_while_input_is_waited_for_is_not_the_input() -> None:
+    for job in (
+        stalled(*(Extra(rank, "input", 150.0, EVERY_5TH, "garbage collection") for rank in range(4))),
+        stalled(*(Extra(rank, "input", 12.0, range(30), "garbage collection") for rank in range(4))),
+    ):
+        found = found_in(job)
+        assert "input" not in standing(found)
+        assert len(standing(found)) == 1
+        assert "garbage collection" in found.verdict
+        assert "gc.freeze" in found.verdict
+    assert found.verdict.startswith("Time outside of the training passes")
 
 
 def test_at_least_eight_steps_tell_what_is_usual() -> None:

@@ -142,7 +142,7 @@ def test_plans_that_cannot_be_told_apart_are_named(replayer: Replayer) -> None:
     near_ms = max(abs(each.predicted_ms - best.predicted_ms) for each in like)
     assert near_ms <= max(each.uncertainty_ms for each in (best, *like))
     said = doubts_of(best, like)
-    assert said[-1].startswith(f"It cannot be told apart from {like[0].name}")
+    assert said[-1].startswith(f"It cannot be told apart, by ±, from: {like[0].name}")
     assert doubts_of(best, ()) == ["That is no more than ±: the job may be no faster for it."] * (
         best.changed and best.expected.may_gain_nothing
     )

@@ -97,9 +97,9 @@ def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
     if best.changed and best.expected.may_gain_nothing:
         said.append("That is no more than ±: the job may be no faster for it.")
     if like:
-        names = ", ".join(each.name for each in like[:MOST_NAMED])
-        more = f" and {len(like) - MOST_NAMED} more" if len(like) > MOST_NAMED else ""
-        said.append(f"It cannot be told apart from {names}{more}: they are within ± of one another.")
+        names = " | ".join(each.name for each in like[:MOST_NAMED])
+        more = f" | and {len(like) - MOST_NAMED} more" if len(like) > MOST_NAMED else ""
+        said.append(f"It cannot be told apart, by ±, from: {names}{more}.")
     return said
 
 

@@ -16,6 +16,7 @@ from headway.diagnose.gradients import communication_shape
 from headway.diagnose.imbalance import least_blame_ms, moves, uneven
 from headway.diagnose.launches import find_late_launch, launch_finding
 from headway.diagnose.network import find_slow_link, link_finding
+from headway.diagnose.pauses import longest_pause
 from headway.diagnose.servers import server_finding
 from headway.diagnose.skew import find_skew, skew_finding
 from headway.diagnose.stalls import Stalls, find_stalls, stall_finding
@@ -73,6 +74,7 @@ def _of_mean_step(
         usual_findings,
         mean,
         shape=shape,
+        pause=longest_pause(times, trace.events),
         communication_ms=communication_cost_ms(times, rows),
         world_size=len(times),
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from headway import intervals
 from headway.diagnose.communication import Communications
+from headway.diagnose.links import sent_volumes
 from headway.diagnose.timeline import RankTime
 from headway.trace.events import Events, Kind
 
@@ -24,9 +25,12 @@ class CommunicationShape:
     largest_ready: float  # how much of backward was computed when the largest bucket set out, from 0 to 1
     first_ready: float  # the same for the first bucket
     busy_ms: float  # communication with all members there, a step
+    volume_ms: float  # what the gradients' bytes alone take of it, at the best rate that large buckets reach
     backward_ms: float
+    hiding_ms: float  # backward and forward: all computation that gradients could hide under
     blocking_ms: float  # exposed communication that carries no bucket of gradients, a step
-    blocking_name: str
+    blocking_name: str  # of those the one that is waited for longest
+    blocking_kinds: int  # how many names they have
     blocking_count: float  # a step
 
 
@@ -48,8 +52,7 @@ def communication_shape(
     for bucket, size in zip(rows.bucket[carrying].tolist(), rows.size_bytes[carrying].tolist(), strict=True):
         sizes[bucket] = max(sizes.get(bucket, 0), size)
     largest = max(sizes, key=lambda bucket: sizes[bucket], default=-1)
-    blocking_ms, blocking_rows = _blocking(times, rows, steps)
-    names = rows.name[blocking_rows].tolist()
+    blocking_ms, of_name, blocking_count = _blocking(times, rows, steps)
     return CommunicationShape(
         collectives=float(counted.sum()) / steps,
         mean_bytes=float(rows.size_bytes[counted].mean()) if counted.any() else 0.0,
@@ -59,11 +62,38 @@ def communication_shape(
         largest_ready=_mean(ready[carrying & (rows.bucket == largest)]),
         first_ready=min((_mean(ready[carrying & (rows.bucket == bucket)]) for bucket in sizes), default=0.0),
         busy_ms=sum(int(time.per_step(time.communicating).sum()) for time in times.values()) / steps / 1e6,
-        backward_ms=sum(int(time.per_step(time.backward).sum()) for time in times.values()) / steps / 1e6,
+        volume_ms=_volume_ns(times, rows, carrying) / steps / 1e6,
+        backward_ms=_computed_ns(times, "backward") / steps / 1e6,
+        hiding_ms=(_computed_ns(times, "backward") + _computed_ns(times, "forward")) / steps / 1e6,
         blocking_ms=blocking_ms,
-        blocking_name=max(dict.fromkeys(names), key=names.count, default=""),
-        blocking_count=len(names) / steps,
+        blocking_name=max(of_name, key=lambda name: of_name[name], default=""),
+        blocking_kinds=len(of_name),
+        blocking_count=blocking_count,
     )
+
+
+def _computed_ns(times: dict[int, RankTime], part: str) -> int:
+    return sum(int(time.per_step(getattr(time, part)).sum()) for time in times.values())
+
+
+def _volume_ns(times: dict[int, RankTime], rows: Communications, carrying: np.ndarray) -> float:
+    """What the bytes of the rows in ``carrying`` alone take of the time in which they are in flight, over all ranks.
+
+    The rate is what the best of the large ones reach, those that queue behind no other: what small ones take beyond it
+    is latency. Several that are in flight at once reach less each, but take no longer than they are seen to.
+    """
+    length_ns = (rows.end_ns - np.maximum(rows.arrival_ns, rows.start_ns)).astype(np.float64)
+    sent = sent_volumes(rows)
+    large = carrying & (length_ns > 0) & (sent > 0)
+    large &= sent >= 0.5 * sent[large].max(initial=0.0)
+    if not large.any():
+        return 0.0
+    bytes_a_ns = float(np.quantile(sent[large] / length_ns[large], 0.9))
+    busy_ns = 0
+    for rank, time in times.items():
+        own = carrying & (rows.rank == rank)
+        busy_ns += int(time.per_step(intervals.union(rows.arrival_ns[own], rows.end_ns[own])).sum())
+    return min(float(busy_ns), float(sent[carrying].sum()) / bytes_a_ns)
 
 
 def _computed_share(time: RankTime, events: Events, moments: intervals.Ints) -> np.ndarray:
@@ -81,16 +111,25 @@ def _computed_share(time: RankTime, events: Events, moments: intervals.Ints) -> 
     return shares
 
 
-def _blocking(times: dict[int, RankTime], rows: Communications, steps: int) -> tuple[float, intervals.Ints]:
-    """The exposed time of collectives outside the gradients, a step, in ms; and which of them blocked."""
-    total, found = 0, []
+def _blocking(
+    times: dict[int, RankTime], rows: Communications, steps: int
+) -> tuple[float, dict[str, int], float]:
+    """The collectives outside the gradients that blocked: their exposed time a step in ms, by name, how many a step.
+
+    What of a name is waited for is in nanoseconds, over all steps.
+    """
+    total_ns = count = 0
+    of_name: dict[str, int] = {}
     for rank, time in times.items():
         own = np.flatnonzero((rows.rank == rank) & (rows.bucket < 0))
         spans = intervals.union(rows.arrival_ns[own], rows.end_ns[own])
-        total += int(time.per_step(intervals.intersect(time.exposed, spans)).sum())
+        total_ns += int(time.per_step(intervals.intersect(time.exposed, spans)).sum())
         waited = intervals.length_within(time.exposed, rows.arrival_ns[own], rows.end_ns[own])
-        found.append(own[waited > 0])
-    return total / steps / 1e6, np.concatenate(found)
+        count += int(np.count_nonzero(waited))
+        for name, waited_ns in zip(rows.name[own].tolist(), waited.tolist(), strict=True):
+            if waited_ns:
+                of_name[name] = of_name.get(name, 0) + waited_ns
+    return total_ns / steps / 1e6, of_name, count / steps
 
 
 def _mean(values: np.ndarray) -> float:

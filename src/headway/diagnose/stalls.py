@@ -10,6 +10,7 @@ import numpy.typing as npt
 from headway import intervals
 from headway.diagnose.breakdown import NS_A_MS
 from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step
+from headway.diagnose.pauses import pause_advice
 from headway.diagnose.timeline import REST, RankTime
 from headway.trace.events import Events, Kind
 
@@ -19,12 +20,7 @@ LEAST_SHARE = 0.15  # of a typical step: how much longer a stalled one takes
 MOST_OFTEN = 0.35  # of the steps: what happens in more of them is no stall
 SPREADS = 6.0  # median deviations above the median
 _PARTS = ("forward", "backward", "input", "optimizer", REST)
-_ADVICE = {
-    "garbage collection": "collect at chosen moments (gc.freeze, gc.disable, gc.collect every so many steps)",
-    "torch.save": "save checkpoints asynchronously, or less often",
-    "input": "look at what refills that rank's data loader",
-}
-_OTHER_ADVICE = "look at what happens there, such as checkpoints, evaluation, logging and garbage collection"
+_INPUT_ADVICE = "look at what refills that rank's data loader"
 
 Floats = npt.NDArray[np.float64]
 
@@ -107,10 +103,11 @@ def stall_finding(stalls: Stalls, step_ms: float, world_size: int) -> Finding:
     waits = (
         "" if world_size == len(stalls.ranks) else f", and the others wait for {'them' if several else 'it'}"
     )
+    advice = _INPUT_ADVICE if stalls.where == "input" else pause_advice(stalls.where)
     sentence = (
         f"{how_often} {milliseconds(stalls.excess_ms)} longer because {who} "
         f"{_in_words(stalls.where, 'its' if everywhere or not several else 'their')}{waits}: "
-        f"{of_each_step(stalls.cost_ms, step_ms)} on average; {_ADVICE.get(stalls.where, _OTHER_ADVICE)}."
+        f"{of_each_step(stalls.cost_ms, step_ms)} on average; {advice}."
     )
     known = stalls.every > 0 or stalls.where not in _PARTS
     least_ms = (STANDS_OUT if known else IRREGULAR_STANDS_OUT) * step_ms

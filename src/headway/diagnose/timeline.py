@@ -28,7 +28,8 @@ class RankTime:
 
     A moment that several events cover belongs to the first of: wait, optimizer, input, backward, forward.
     Waits are split: ``exposed`` while some collective that this rank has in flight has all of its members,
-    ``straggling`` while all of those in flight still lack one; the remainder belongs to nothing.
+    ``straggling`` while all of those in flight still lack one; the remainder belongs to nothing. What the program did
+    on its own account while it waited for input (``paused``, such as a garbage collection) is no waiting for input.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankTime:
     straggling: Spans
     optimizer: Spans
     input: Spans
+    paused: Spans
     backward: Spans
     forward: Spans
     communicating: Spans
@@ -61,8 +63,9 @@ def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communicat
     wait = _spans(events, Kind.WAIT)
     optimizer = intervals.subtract(_spans(events, Kind.OPTIMIZER), wait)
     taken = intervals.join(wait, optimizer)
-    waiting_for_input = intervals.subtract(_spans(events, Kind.INPUT), taken)
-    taken = intervals.join(taken, waiting_for_input)
+    all_input = intervals.subtract(_spans(events, Kind.INPUT), taken)
+    paused = intervals.intersect(all_input, _spans(events, Kind.PAUSE))
+    taken = intervals.join(taken, all_input)
     backward = intervals.subtract(_spans(events, Kind.BACKWARD_PASS, Kind.BACKWARD), taken)
     taken = intervals.join(taken, backward)
     forward = intervals.subtract(_spans(events, Kind.FORWARD_PASS, Kind.FORWARD, Kind.UPDATE), taken)
@@ -76,7 +79,8 @@ def rank_time(rank: int, events: Events, steps: tuple[int, ...], own: Communicat
         exposed=intervals.intersect(wait, communicating),
         straggling=intervals.subtract(intervals.intersect(wait, pending), communicating),
         optimizer=optimizer,
-        input=waiting_for_input,
+        input=intervals.subtract(all_input, paused),
+        paused=paused,
         backward=backward,
         forward=forward,
         communicating=communicating,

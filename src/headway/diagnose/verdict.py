@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headway.diagnose.breakdown import Breakdown
-from headway.diagnose.findings import Finding, listed, milliseconds, of_each_step, percent, unexplained
+from headway.diagnose.exposure import why_exposed
+from headway.diagnose.findings import HALF, Finding, listed, milliseconds, of_each_step, percent, unexplained
 from headway.diagnose.gradients import CommunicationShape
+from headway.diagnose.pauses import Pause, pause_advice
 from headway.diagnose.stragglers import UNKNOWN, Straggler
-from headway.units import format_bytes
 
 STANDS_OUT = 0.10  # of the step
 REST_STANDS_OUT = 0.25
-SMALL_BYTES = 256 * 1024
-MANY = 16  # collectives a step
 
 _ADVICE = {
     "forward": "look at what else that machine runs, its clock rate and temperature",
@@ -59,12 +58,14 @@ def usual_findings(
     *,
     moving: bool,
     waits: Waits,
+    pause: Pause | None,
     communication_ms: float,
     world_size: int,
 ) -> list[Finding]:
     """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left.
 
-    ``moving`` says whether ranks are late in turns; ``communication_ms`` is what communication costs of a step.
+    ``moving`` says whether ranks are late in turns, ``pause`` what the program does most besides training;
+    ``communication_ms`` is what communication costs of a step.
     """
     step_ms = mean.total_ms
     found = []
@@ -86,7 +87,7 @@ def usual_findings(
         Finding(
             "communication",
             communication_ms,
-            f"Communication is the bottleneck: {of_step} waits for {_why_exposed(mean, shape)}.",
+            f"Communication is the bottleneck: {of_step} waits for {why_exposed(mean, shape)}.",
             (),
             communication_ms >= STANDS_OUT * step_ms,
         )
@@ -102,22 +103,26 @@ def usual_findings(
             mean.input >= STANDS_OUT * step_ms,
         )
     )
-    of_step = f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step"
-    found.append(
-        Finding(
-            "rest",
-            mean.rest,
-            f"Time outside of the training passes is the bottleneck: {of_step} is neither forward, backward, "
-            "optimizer, input nor communication; look at what the loop does between them, such as logging, copies and "
-            "evaluation.",
-            (),
-            mean.rest >= REST_STANDS_OUT * step_ms and mean.computation > 0,
-        )
-    )
+    found.append(_rest(mean, pause))
     if stragglers and not moving:  # a part that is long on the straggler above all is not the job's
         of_mean_rank_ms = (stragglers[0].own_ms - stragglers[0].others_ms) / world_size
         found = unexplained(found, found[0], stragglers[0].cause, explained_ms=of_mean_rank_ms)
     return found
+
+
+def _rest(mean: Breakdown, pause: Pause | None) -> Finding:
+    step_ms = mean.total_ms
+    of_step = f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step"
+    stands_out = mean.rest >= REST_STANDS_OUT * step_ms and mean.computation > 0
+    look = "look at what the loop does between them, such as logging, copies and evaluation"
+    if pause is not None and pause.mean_ms >= HALF * mean.rest:
+        stands_out |= pause.mean_ms >= STANDS_OUT * step_ms
+        look = f"{milliseconds(pause.mean_ms)} of it is {pause.name}; {pause_advice(pause.name)}"
+    sentence = (
+        f"Time outside of the training passes is the bottleneck: {of_step} is neither forward, backward, "
+        f"optimizer, input nor communication; {look}."
+    )
+    return Finding("rest", mean.rest, sentence, (), stands_out)
 
 
 def verdict(
@@ -161,52 +166,6 @@ def _straggler(stragglers: tuple[Straggler, ...], step_ms: float, cause: str) ->
         also = ", ".join(str(one.rank) for one in stragglers[1:4])
         sentence += f"; rank{'s' if len(stragglers) > 2 else ''} {also} to a lesser degree"
     return f"{sentence}; {_ADVICE[cause]}."
-
-
-def _why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
-    """What is waited for, why, and what to do."""
-    if not shape.backward_ms and not mean.computation:
-        return (
-            f"{shape.blocking_name or 'communication'}, {shape.collectives:.3g} collectives of "
-            f"{format_bytes(shape.mean_bytes)} on average a step; what was computed meanwhile is not recorded, so why "
-            "nothing hides it cannot be said"
-        )
-    if shape.blocking_ms > 0.5 * mean.exposed_communication:
-        return (
-            f"{shape.blocking_name or 'communication'} outside of the gradients, because the program waits on the "
-            f"spot for {shape.blocking_count:.3g} of them a step; drop them, do them less often, or start them "
-            "asynchronously"
-        )
-    many_small = shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES
-    if many_small:
-        return (
-            f"gradients, because they travel in {shape.collectives:.0f} collectives of "
-            f"{format_bytes(shape.mean_bytes)} on average and each pays the network's latency; try larger buckets "
-            "(headway optimize)"
-        )
-    share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0
-    late = 0.5 if share >= 0.9 else 0.8
-    if share >= 0.5 and shape.largest_ready >= late:
-        of_them = "all" if shape.buckets == 1 else f"{percent(share)} of them"
-        one = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
-        when = (
-            "starts only when backward ends"
-            if shape.largest_ready >= 0.95
-            else f"starts only when {percent(shape.largest_ready)} of backward is done"
-        )
-        return f"gradients, because {one} and {when}; try smaller buckets (headway optimize)"
-    if shape.buckets and shape.first_ready >= 0.6:
-        return (
-            f"gradients, because the first bucket starts only when {percent(shape.first_ready)} of backward is done; "
-            "try smaller buckets (headway optimize)"
-        )
-    if shape.backward_ms and shape.busy_ms > shape.backward_ms:
-        return (
-            f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it and backward, which could "
-            f"hide that, takes only {milliseconds(shape.backward_ms)}; send less (larger batches, accumulation, lower "
-            "precision) or hide it under forward as well (headway optimize)"
-        )
-    return "gradients, which start too late to hide under backward; try other buckets (headway optimize)"
 
 
 def _nothing(mean: Breakdown, step_ms: float, world_size: int) -> str:
