@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -30,21 +31,32 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def read_text(path: Path, error: type[UserError], what: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
     """Read a text file of at most ``limit_bytes``; raises ``error`` where that cannot be done."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise error(f"{what} {path} is not a file", got="a device or a pipe", expected="a regular file")
-        size_bytes = status.st_size
-        if size_bytes > limit_bytes:
-            raise error(
-                f"{what} {path} is too large", got=f"{size_bytes} bytes", expected=f"at most {limit_bytes}"
-            )
-        return path.read_text(encoding="utf-8")
+        with open_regular(path, error, what) as file:
+            data = file.read(limit_bytes + 1)
+            if len(data) > limit_bytes:
+                got = f"{max(len(data), os.fstat(file.fileno()).st_size)} bytes"
+                raise error(f"{what} {path} is too large", got=got, expected=f"at most {limit_bytes}")
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except FileNotFoundError:
         raise error(f"{what} not found", got=path, expected="a file that exists") from None
     except UnicodeDecodeError:
         raise error(f"{what} is not text", got=path, expected="UTF-8") from None
     except OSError as failure:
         raise error(f"{what} {path} cannot be read", got=failure.strerror) from None
+
+
+def open_regular(path: Path, error: type[UserError], what: str) -> IO[bytes]:
+    """Open a file to read, without waiting; raises ``error`` where it is a device or a pipe, OSError as ``open``."""
+    file: IO[bytes] = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115 - Path.open takes no opener
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise error(f"{what} {path} is not a file", got="a device or a pipe", expected="a regular file")
+    return file
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    """Opening a pipe would wait for who writes into it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_text(path: Path, text: str, error: type[UserError] = UserError) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 from headway import files
 from headway.errors import TraceError
 from headway.model import ModelSpec
-from headway.trace.events import TEXT_COLUMNS, Event, Events
+from headway.trace.events import TEXT_COLUMNS, Event, Events, Kind
 from headway.trace.format import Manifest, RankInfo, Trace
+from headway.trace.rank_columns import Allowance, RankColumns
 from headway.version import __version__
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MODEL = "model.json"
-MAX_EVENTS_A_RANK = 50_000_000
 _Description = TypeVar("_Description", RankInfo, ModelSpec)
 LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 fit
 
@@ -93,11 +93,11 @@ def assemble(folder: Path) -> Manifest:
     model: ModelSpec | None = None
     steps: set[int] | None = None
     for path in sorted(folder.glob("rank-*.parquet")):
-        table = _read_parquet(path)
-        info, rank_model = _described(path, table)
-        infos.append(info)
-        model = model or rank_model
-        own = _to_events(path, table).whole_steps
+        with RankColumns(path, Allowance()) as file:
+            infos.append(_metadata(file, "rank", RankInfo))
+            model = model or _metadata(file, "model", ModelSpec)
+            columns = file.read(("kind", "step"))
+        own = set(np.unique(columns["step"][columns["kind"] == Kind.STEP]).tolist())
         steps = own if steps is None else steps & own
     if model is None or not infos:
         raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet a rank")
@@ -143,11 +143,16 @@ def load_trace(path: str | Path) -> Trace:
         raise TraceError("the trace holds no rank", got=folder, fix="Record again.")
     if not manifest.steps:
         raise TraceError("the trace holds no whole step", got=folder, fix="Record more steps.")
-    events = {info.rank: _read_events(folder / rank_file(info.rank), info.rank) for info in manifest.ranks}
+    allowance = Allowance()
+    events = {
+        info.rank: _read_events(folder / rank_file(info.rank), info.rank, allowance)
+        for info in manifest.ranks
+    }
     for info in manifest.ranks:
         _check_steps(folder / rank_file(info.rank), manifest, events[info.rank])
     servers = {
-        info.rank: _read_events(folder / server_file(info.rank), info.rank) for info in manifest.servers
+        info.rank: _read_events(folder / server_file(info.rank), info.rank, allowance)
+        for info in manifest.servers
     }
     return Trace(folder, manifest, model, events, servers)
 
@@ -165,15 +170,18 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _read_events(path: Path, rank: int) -> Events:
-    table = _read_parquet(path)
-    info = _metadata(path, table, "rank", RankInfo)
+def _read_events(path: Path, rank: int, allowance: Allowance) -> Events:
+    with RankColumns(path, allowance) as file:
+        info = _metadata(file, "rank", RankInfo)
+        columns = file.read(Event._fields)
     if info.rank != rank:
         raise TraceError(
             f"{path.name} is another rank's", got=f"rank {info.rank}", expected=f"rank {rank}",
             fix="Copy the file again, or record again.",
         )  # fmt: skip
-    return _to_events(path, table)
+    events = Events(**columns)
+    _check_times(path, events)
+    return events
 
 
 def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:
@@ -198,62 +206,21 @@ def _json(path: Path) -> Any:
         ) from None
 
 
-def _read_parquet(path: Path) -> pa.Table:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows = pq.read_metadata(path).num_rows
-        if rows > MAX_EVENTS_A_RANK:
-            raise TraceError(
-                f"{path} is too large", got=f"{rows} events", expected=f"at most {MAX_EVENTS_A_RANK}"
-            )
-        return pq.read_table(path)
-    except (pa.ArrowException, OSError, ValueError) as failure:
-        if isinstance(failure, TraceError):
-            raise
-        raise TraceError(
-            f"{path.name} is damaged or truncated",
-            got=path,
-            expected="a Parquet file",
-            fix="Copy it or record again.",
-        ) from None
-
-
-def _described(path: Path, table: pa.Table) -> tuple[RankInfo, ModelSpec]:
-    return _metadata(path, table, "rank", RankInfo), _metadata(path, table, "model", ModelSpec)
-
-
-def _metadata(path: Path, table: pa.Table, key: str, kind: type[_Description]) -> _Description:
+def _metadata(file: RankColumns, key: str, kind: type[_Description]) -> _Description:
     """What the file says of itself under ``key``."""
+    name = file.path.name
     try:
-        document = json.loads((table.schema.metadata or {})[key.encode()])
+        document = json.loads(file.metadata[key.encode()])
     except (KeyError, ValueError, RecursionError):
         raise TraceError(
-            f"{path.name} is foreign", got=path, expected="a file headway record wrote"
+            f"{name} is foreign", got=file.path, expected="a file headway record wrote"
         ) from None
-    return files.validate(document, kind, TraceError, path.name)
+    return files.validate(document, kind, TraceError, name)
 
 
-def _to_events(path: Path, table: pa.Table) -> Events:
-    missing = [name for name in Event._fields if name not in table.column_names]
-    if missing:
-        raise TraceError(
-            f"{path.name} is foreign", got=f"no column {missing[0]}", expected="headway's columns"
-        )
-    columns: dict[str, Any] = {}
-    for name in Event._fields:
-        column = table.column(name)
-        values = column.to_numpy()
-        wanted = "O" if name in TEXT_COLUMNS else "iu"
-        if column.null_count or (len(values) and values.dtype.kind not in wanted):
-            got = f"{column.null_count} empty values" if column.null_count else str(column.type)
-            expected = "texts" if name in TEXT_COLUMNS else "whole numbers"
-            raise TraceError(f"{path.name} is damaged: column {name}", got=got, expected=expected)
-        columns[name] = values.astype(object if name in TEXT_COLUMNS else np.int64)
-    events = Events(**columns)
+def _check_times(path: Path, events: Events) -> None:
     if not len(events):
-        return events
+        return
     if (events.duration_ns < 0).any():
         raise TraceError(f"{path.name} is damaged", got="a negative duration", fix="Record again.")
     times_ns = (events.start_ns, events.duration_ns, events.enqueue_ns)
@@ -264,4 +231,3 @@ def _to_events(path: Path, table: pa.Table) -> Events:
             got=f"{latest_ns} ns",
             expected=f"at most {LATEST_NS}",
         )
-    return events
