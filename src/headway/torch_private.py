@@ -286,10 +286,29 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of ``module`` itself run through torch.compile."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
-        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or is_compiled_copy(module)
+
+
+def is_compiled_copy(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is what torch.compile has made of another one: its own hooks run outside of compiled code."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of ``root`` whose own hooks run outside of compiled code."""
+    if is_compiled(root):
+        return [root] if is_compiled_copy(root) else []
+    found = {id(root): root}
+    for child in root.children():
+        found |= {id(module): module for module in eager_modules(child)}
+    return list(found.values())
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has made code of anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"] or utils.counters["stats"])
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:

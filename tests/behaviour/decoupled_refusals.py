@@ -84,19 +84,19 @@ def hook_registered_after_wrapping() -> None:
     loss(net).backward()
 
 
-@refused("compiled")
-def compiled() -> None:
-    wrapped(nn.Sequential(torch.compile(model())))  # type: ignore[call-overload]
+@refused("not compiled as a whole")
+def compiled_as_a_whole() -> None:
+    wrapped().compile()
 
 
-@refused("compiled")
+@refused("compiled in place")
 def compiled_in_place() -> None:
     inner = model()
     inner[0].compile()
     wrapped(inner)
 
 
-@refused("compiled")
+@refused("compiled after it was wrapped")
 def compiled_later() -> None:
     ours = wrapped()
     ours.module[2].compile()

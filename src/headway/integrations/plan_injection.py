@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ from headway.strategies.loading import driver
 from headway.strategies.parallelize import check
 
 _stock_init: Callable[..., None] = DistributedDataParallel.__init__
+_stock_compile: Callable[..., Any] = torch.compile
 _stock_signature = inspect.signature(_stock_init)
 _plan: Plan | None = None
 
@@ -47,6 +49,7 @@ def install(plan: Plan) -> None:
             fix="Call headway.parallelize in the script.",
         )  # fmt: skip
     _plan = plan
+    torch.compile = _compile
     DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = _planned_init  # type: ignore[method-assign]
 
@@ -55,8 +58,17 @@ def uninstall() -> None:
     """Leave ``DistributedDataParallel`` as stock again."""
     global _plan  # noqa: PLW0603 - as above
     _plan = None
+    torch.compile = _stock_compile
     DistributedDataParallel.__init__ = _stock_init  # type: ignore[method-assign]
     # __new__ stays: with no plan it does what object's does, and CPython does not undo its assignment cleanly.
+
+
+@functools.wraps(_stock_compile)
+def _compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    decoupled = _plan is not None and isinstance(_plan.strategy, DecoupledStrategy)
+    if decoupled and isinstance(model, driver(DecoupledStrategy(), "runtime").DecoupledDataParallel):
+        model.compile()  # says why not
+    return _stock_compile(model, *args, **kwargs)
 
 
 def _planned_new(cls: type[Any], *_args: Any, **_kwargs: Any) -> Any:

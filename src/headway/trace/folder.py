@@ -113,6 +113,7 @@ def assemble(folder: Path) -> Manifest:
         world_size=infos[0].world_size,
         steps=tuple(sorted(steps or ())),
         ranks=tuple(sorted(infos, key=lambda info: info.rank)),
+        notes=tuple(dict.fromkeys(note for info in infos for note in info.notes)),
     )
     _write_descriptions(folder, manifest, model)
     return manifest

@@ -35,7 +35,8 @@ class ClockFit(BaseModel):
 class RankInfo(BaseModel):
     """Where a rank ran, how its clock was aligned and which strategy was in force.
 
-    ``version`` is the framework's; ``source`` is the document that an imported rank was read from.
+    ``version`` is the framework's; ``source`` is the document that an imported rank was read from. ``notes`` say what
+    recording could not see there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +52,7 @@ class RankInfo(BaseModel):
     strategy: dict[str, dict[str, Any]] = {}
     buckets: tuple[tuple[str, ...], ...] = ()
     dropped_events: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class Manifest(BaseModel):

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import files
-from headway.errors import LaunchError, TraceError, UnsupportedError, UserError
+from headway.errors import LaunchError, TraceError, UserError
 from headway.strategies.data_parallel.channels import observer
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.trace.events import Kind, Stream
@@ -76,7 +77,7 @@ def _attach(recorder: Recorder) -> None:
     recorder.when_finished(lambda: observer.set_observer(None))
     _watch_constructions(DistributedDataParallel, recorder)
     _watch_constructions(DecoupledDataParallel, recorder)
-    _refuse_compiling(recorder)
+    _watch_compiling(recorder)
     _finish_before_the_group_goes(recorder)
     recorder.attach()
 
@@ -118,16 +119,22 @@ def _watch_constructions(wrapper: type, recorder: Recorder) -> None:
     _patch(recorder, (wrapper,), "__init__", construct)
 
 
-def _refuse_compiling(recorder: Recorder) -> None:
-    original = torch.compile
+def _watch_compiling(recorder: Recorder) -> None:
+    compile_code, compile_module = torch.compile, nn.Module.compile
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, DistributedDataParallel):
-            raise UnsupportedError("recording a compiled model would recompile it for every hook",
-                                   got="torch.compile", fix="Record without torch.compile.")  # fmt: skip
-        return original(model, *args, **kwargs)
+        if model is not None:
+            recorder.compiles(model)
+        result = compile_code(model, *args, **kwargs)
+        recorder.compiled(model, result)
+        return result
+
+    def compile_in_place(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        recorder.compiles(self)
+        compile_module(self, *args, **kwargs)
 
     _patch(recorder, (torch,), "compile", compile)
+    _patch(recorder, (nn.Module,), "compile", compile_in_place)
 
 
 @contextmanager

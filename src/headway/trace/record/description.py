@@ -34,7 +34,7 @@ def model_described(
         return ModelSpec(parameters=())
     return model_spec(root).model_copy(
         update={
-            "forward_order": tuple(watch.forward_order),
+            "forward_order": tuple(dict.fromkeys((*watch.unseen, *watch.forward_order))),
             "ready_order": _last_order(rows),
             "activation_bytes": watch.activation_bytes,
             "pass_memory": memory,

@@ -19,7 +19,8 @@ from headway.trace.record.modules import JobHook
 class MemoryWatch:
     """Watches the first forward of a step with its backward and update, once, where stock DDP keeps the gradients.
 
-    Watching slows that step, which is not recorded. Nothing is watched where the script has dispatch modes of its own.
+    Watching slows that step, which is not recorded. Nothing is watched where the script has dispatch modes of its own,
+    or compiles.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class MemoryWatch:
 
     def arm(self, model: nn.Module, root: nn.Module) -> None:
         """Have the next forward of ``model``, whose parameters live in ``root``, begin it."""
-        if type(model) is not DistributedDataParallel:
+        if type(model) is not DistributedDataParallel or self._is_compiled(root):
             return
         self._apart = not model.gradient_as_bucket_view
         self._trained = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
@@ -37,6 +38,11 @@ class MemoryWatch:
         self._hook(model.register_forward_hook, self._forward_done)
         for name, parameter in self._trained:
             self._hook(parameter.register_post_accumulate_grad_hook, partial(self._gradient_done, name))
+
+    @staticmethod
+    def _is_compiled(root: nn.Module) -> bool:
+        """Whether a dispatch mode would keep ``root`` from running compiled, for good."""
+        return torch_private.has_compiled() or any(map(torch_private.is_compiled, root.modules()))
 
     def update_begins(self) -> None:
         """The optimizer is about to update."""
@@ -63,7 +69,7 @@ class MemoryWatch:
                 self.end()
                 if self.found is not None:
                     self.found = self.found.model_copy(update={"gradients_accumulate": True})
-        elif ready and not torch_private.dispatch_modes():
+        elif ready and not torch_private.dispatch_modes() and not self._is_compiled(model):
             kept = self._apart and any(p.grad is not None for _, p in self._trained)
             self._watch = PassMemoryWatch(apart=self._apart, kept=kept)
             self._watch.begin(inputs)

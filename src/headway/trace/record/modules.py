@@ -24,14 +24,17 @@ Noted = tuple[str, str, int, int, int]  # kind, name, step, start and end
 
 
 class JobHook:
-    """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing."""
+    """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing.
+
+    In compiled code it does nothing either: else that would be compiled anew for all that a hook looks at.
+    """
 
     def __init__(self, observe: Callable[..., None] | None) -> None:
         self._observe = observe
 
     def __call__(self, *arguments: Any) -> None:
         """Observe, and change nothing."""
-        if self._observe is not None:
+        if self._observe is not None and not torch.compiler.is_compiling():
             self._observe(*arguments)
 
     def __deepcopy__(self, _memo: Any) -> JobHook:
@@ -55,8 +58,13 @@ class ModuleWatch:
         self.activation_bytes = 0
         self.compute_ends_ns: dict[int, int] = {}  # end of a backward pass -> end of its computation
         self.noted: list[Noted] = []
+        self.unseen: list[str] = []  # modules with parameters that no hook watches, as they run compiled
         self._now = now
         self._handles: list[Any] = []
+        self._of_passes: list[Any] = []
+        self._of_modules: list[Any] = []
+        self._owners: list[str] = []
+        self._passes_compiled = False
         self._pass_start_ns = 0
         self._backward: _Backward | None = None  # the one under way
         self._backwards: list[_Backward] = []
@@ -69,28 +77,51 @@ class ModuleWatch:
 
     def attach(self, model: nn.Module, root: nn.Module) -> None:
         """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
-        self._handles.append(model.register_forward_pre_hook(JobHook(self._enter_pass), prepend=True))
-        self._handles.append(model.register_forward_hook(JobHook(self._leave_pass)))
-        for name, module in root.named_modules():
-            owns = any(True for _ in module.parameters(recurse=False))
-            if owns or not any(True for _ in module.children()):
-                starts_ns: list[int] = []
-                enter = _Enter(self, self._now, name, starts_ns, owns=owns)
-                leave = _Leave(self, self._now, name, starts_ns)
-                self._handles.append(module.register_forward_pre_hook(enter))
-                self._handles.append(module.register_forward_hook(leave))
+        if not self._passes_compiled:
+            self.watch_passes(model)
+        self._watch_modules(root)
         for name, parameter in root.named_parameters():
             if parameter.requires_grad:
                 ready = _Ready(self, self._now, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
         self._watch_backward()
 
+    def watch_passes(self, model: nn.Module) -> None:
+        """Watch the forwards of ``model``: the wrapper, or what compiling has made of it."""
+        self._of_passes.append(model.register_forward_pre_hook(JobHook(self._enter_pass), prepend=True))
+        self._of_passes.append(model.register_forward_hook(JobHook(self._leave_pass)))
+
+    def _watch_modules(self, root: nn.Module) -> None:
+        if self.unseen:  # it was attached before
+            return
+        eager = {id(module) for module in torch_private.eager_modules(root)}
+        for name, module in root.named_modules():
+            owns = any(True for _ in module.parameters(recurse=False))
+            if owns:
+                self._owners.append(name)
+            if id(module) not in eager:
+                self.unseen += [name] if owns else []
+            elif owns or not any(True for _ in module.children()):
+                starts_ns: list[int] = []
+                enter = _Enter(self, self._now, name, starts_ns, owns=owns)
+                leave = _Leave(self, self._now, name, starts_ns)
+                self._of_modules.append(module.register_forward_pre_hook(enter))
+                self._of_modules.append(module.register_forward_hook(leave))
+
+    def leave_modules(self, *, passes: bool) -> None:
+        """Remove the hooks on modules, which will be compiled, and those on the wrapper where ``passes`` will be."""
+        self._counted()
+        self.unseen = self._owners
+        _remove(self._of_modules)
+        self._passes_compiled |= passes
+        if passes:
+            _remove(self._of_passes)
+
     def detach(self) -> None:
         """Remove every hook."""
         self._counted()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for handles in (self._handles, self._of_passes, self._of_modules):
+            _remove(handles)
         if self._original_backward is not None:
             torch.autograd.backward = self._original_backward
             self._original_backward = None
@@ -158,6 +189,12 @@ class ModuleWatch:
         return under_way
 
 
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
 class _Backward:
     """One backward pass: when each module's share of it began."""
 
@@ -192,6 +229,8 @@ class _Enter(JobHook):
 
     def __call__(self, *_arguments: Any) -> None:
         """Note when."""
+        if torch.compiler.is_compiling():
+            return
         now = self._now
         if now.phase == "enter":
             now.phase = "forward"
@@ -213,7 +252,7 @@ class _Leave(JobHook):
     def __call__(self, *arguments: Any) -> None:
         """Note when, and ask to be called as the module's backward begins."""
         now = self._now
-        if not now.recording:
+        if torch.compiler.is_compiling() or not now.recording:
             return
         end_ns = time.monotonic_ns()
         _module, inputs, output = arguments

@@ -28,6 +28,7 @@ from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.folder import write_rank
 from headway.trace.format import ClockFit, RankInfo
 from headway.trace.record.collectives import CollectiveTap
+from headway.trace.record.compiled import FORWARD_UNSEEN, MODULES_UNSEEN, unseen_uses
 from headway.trace.record.connections import ConnectionWatch
 from headway.trace.record.derive import (
     StrategySpan,
@@ -130,7 +131,7 @@ class Recorder:
     def watch(self, model: nn.Module, root: nn.Module) -> None:
         """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded.
 
-        Raises UnsupportedError for a model on a device unless kernels are recorded, and for a compiled one.
+        Raises UnsupportedError for a model on a device unless kernels are recorded.
         """
         if self.finished or model is self._model:
             return
@@ -140,12 +141,6 @@ class Recorder:
             )
             warnings.warn(message, HeadwayWarning, stacklevel=2)
             return
-        if any(torch_private.is_compiled(module) for module in root.modules()):
-            raise UnsupportedError(
-                "recording a compiled model would recompile it for every hook",
-                got="torch.compile",
-                fix="Record without torch.compile.",
-            )
         on_device = any(parameter.device.type != "cpu" for parameter in root.parameters())
         if on_device and self.options.detail != "kernels":
             raise UnsupportedError(
@@ -158,8 +153,25 @@ class Recorder:
         self._reads.model_is(root)
         if self.options.detail != "kernels":
             self._watch.attach(model, root)
-            self._watch.count_activations(root)
+            if not self._watch.unseen:
+                self._watch.count_activations(root)
             self._watch_memory(first=True)
+
+    def compiles(self, target: Any) -> None:
+        """Code is about to be compiled: leave no hook on modules that it may call. One inside would break it up."""
+        model = self._model
+        target = getattr(target, "__self__", target)  # of a method
+        if model is None or self.finished or isinstance(target, torch.optim.Optimizer):
+            return
+        if not isinstance(target, nn.Module) or any(module is model for module in target.modules()):
+            self._watch.leave_modules(passes=True)
+        elif any(module is target for module in model.modules()):
+            self._watch.leave_modules(passes=False)
+
+    def compiled(self, target: Any, result: Any) -> None:
+        """``target`` has been compiled to ``result``, which is called in its place."""
+        if target is self._model and isinstance(result, nn.Module) and not self.finished:
+            self._watch.watch_passes(result)
 
     def span(self, span: StrategySpan) -> None:
         """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
@@ -184,9 +196,11 @@ class Recorder:
 
     # Steps
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         now_ns = time.monotonic_ns()
         now = self._now
@@ -298,6 +312,7 @@ class Recorder:
         rank, world_size = dist_place()
         fit = self._clocks.end(rank, world_size)
         events = self._rows + self._watch.rows()
+        events += unseen_uses(events, self._watch.unseen)
         model = model_described(
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
@@ -319,8 +334,18 @@ class Recorder:
             clock=fit,
             strategy=strategy,
             buckets=buckets,
+            notes=self._notes(events),
         )
         write_rank(self.options.folder, info, model, recorded)
+
+    def _notes(self, rows: list[Event]) -> tuple[str, ...]:
+        """What a reader of the recording must know."""
+        notes = []
+        if self._watch.unseen:
+            notes.append(MODULES_UNSEEN)
+            if not any(row.kind == Kind.FORWARD_PASS for row in rows):
+                notes.append(FORWARD_UNSEEN)
+        return tuple(notes)
 
     def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
         """The rows on rank 0's clock, and what was profiled besides; of a device's time only the profile tells."""

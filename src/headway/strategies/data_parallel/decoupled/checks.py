@@ -28,8 +28,11 @@ def check_module(module: nn.Module, mine: Collection[Slot] = ()) -> None:
         where = name or type(child).__name__
         if isinstance(child, DistributedDataParallel):
             raise UnsupportedError("the model is already wrapped", got=where, fix="Wrap the bare module.")
-        if torch_private.is_compiled(child):
-            raise UnsupportedError("compiled modules are not supported", got=where, fix="Use stock DDP.")
+        if torch_private.is_compiled(child) and not torch_private.is_compiled_copy(child):
+            raise UnsupportedError(
+                "modules that are compiled in place are not supported", got=where,
+                fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
+            )  # fmt: skip
         if isinstance(child, torch.jit.ScriptModule):
             raise UnsupportedError("TorchScript modules are not supported", got=where, fix="Use stock DDP.")
     if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
@@ -125,14 +128,18 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def trainable_now(module: nn.Module) -> frozenset[int]:
-    """The identities of all parameters of ``module`` that require a gradient, checking for compiled modules."""
+def trainable_now(module: nn.Module, compiled: Collection[int]) -> frozenset[int]:
+    """The identities of all parameters of ``module`` that require a gradient.
+
+    Raises UnsupportedError for modules that were compiled since: ``compiled`` are the identities of earlier ones.
+    """
     found: set[int] = set()
     with torch_private.without_subclass_dispatch():
         for child in module.modules():
-            if torch_private.is_compiled(child):
+            if torch_private.is_compiled(child) and id(child) not in compiled:
                 raise UnsupportedError(
-                    "compiled modules are not supported", got=type(child).__name__, fix="Use stock DDP."
-                )
+                    "a module was compiled after it was wrapped", got=type(child).__name__,
+                    fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
+                )  # fmt: skip
             found.update(id(p) for p in child._parameters.values() if p is not None and p.requires_grad)
     return frozenset(found)

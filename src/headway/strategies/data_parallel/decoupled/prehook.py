@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
+from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.engine import Engine
 
@@ -18,7 +19,8 @@ class MaterialiseHook:
 
     It serves code that would not be noticed by ``DeferredParameter``, such as C++ extensions. Where gradients are not
     recorded it brings up to date everything, since there is nothing to overlap with and fused inference kernels look at
-    several modules' parameters at once.
+    several modules' parameters at once. So does a compiled module, whose code reads parameters without asking and is
+    made for ordinary ones.
     """
 
     def __init__(self, engine: Engine | None, module: nn.Module | None) -> None:
@@ -32,6 +34,14 @@ class MaterialiseHook:
             return
         engine.join_settling()
         if engine.idle:
+            return
+        if torch_private.is_compiled_copy(module):
+            if engine.running:
+                raise UnsupportedError(
+                    "a compiled module runs inside backward", got=type(module).__name__,
+                    expected="checkpoints inside of what is compiled", fix="Use stock DDP.",
+                )  # fmt: skip
+            engine.settle_all()
             return
         if not torch.is_grad_enabled() or torch_private.inside_transform():
             engine.settle_values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from headway import torch_private
-from headway.errors import CommunicationError, UnsupportedError, UserError
+from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
@@ -127,7 +128,13 @@ class DecoupledDataParallel(RefusingDataParallel):
             if self.forward_sync_buffers or forward_sync_buffers is not None:
                 replicas.broadcast(module.buffers(), group, self.join_device)
         self._start_engine()
-        if tune:
+        if tune and self._compiled:
+            warnings.warn(
+                "the schedule of a compiled model is not tuned while it trains: record it and run a plan",
+                HeadwayWarning,
+                stacklevel=2,
+            )
+        elif tune:
             from headway.strategies.data_parallel.decoupled.tuning.tuner import tune as tune_while_training
 
             tune_while_training(self)
@@ -141,7 +148,8 @@ class DecoupledDataParallel(RefusingDataParallel):
         )  # fmt: skip
         self._trainable = frozenset(id(parameter) for parameter in trainable.values())
         lifecycle.adopt(engine, self.process_group)
-        for owner in self.module.modules():
+        self._compiled = frozenset(id(m) for m in self.module.modules() if torch_private.is_compiled(m))
+        for owner in torch_private.eager_modules(self.module):
             handle = owner.register_forward_pre_hook(MaterialiseHook(engine, owner), prepend=True)
             engine.own_handles.append(handle)
         self.__dict__["_engine"] = engine
@@ -187,7 +195,7 @@ class DecoupledDataParallel(RefusingDataParallel):
                 refuse("CUDA graph capture")
             if not self._join_config.enable:
                 self.join_ends()  # one that was switched off has begun all the same
-            trainable = trainable_now(self.module)
+            trainable = trainable_now(self.module, self._compiled)
             # A critic that is frozen while others learn is as it was when it thaws.
             reducing = bool(trainable)
             if trainable and trainable != self._trainable:
@@ -238,6 +246,16 @@ class DecoupledDataParallel(RefusingDataParallel):
         self.engine.reschedule(trainable_parameters(self.module), schedule)
         self.schedule = schedule
 
+    def compile(self, *_args: Any, **_kwargs: Any) -> None:
+        """Refused: what is inside would not run compiled.
+
+        Raises UnsupportedError.
+        """
+        raise UnsupportedError(
+            "a decoupled model is not compiled as a whole", got="compile() of what wraps it",
+            fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
+        )  # fmt: skip
+
     def share_buffers(self, *, still_training: bool = True) -> None:
         """Give every rank the buffers of rank 0, or under ``join()`` of a rank that still trains, as stock DDP does."""
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
@@ -259,7 +277,7 @@ class DecoupledDataParallel(RefusingDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        left_behind = ("_engine", "process_group", "_trainable", "_wiring", "_tuner", "uneven")
+        left_behind = ("_engine", "process_group", "_trainable", "_compiled", "_wiring", "_tuner", "uneven")
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
