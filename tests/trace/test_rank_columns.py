@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from headway.errors import TraceError
 from headway.trace import rank_columns
 from headway.trace.events import TEXT_COLUMNS, Event
 from headway.trace.folder import assemble, load_trace, rank_file
+from headway.trace.page_sizes import unpacked_bytes
 from headway.trace.rank_columns import Allowance, RankColumns
 
 BATCH_ROWS, BATCHES = 500_000, 6
@@ -91,17 +94,47 @@ def test_what_a_trace_comes_to_is_counted_over_its_files(
         load_trace(folder)
 
 
-def test_a_file_that_says_that_its_pages_unpack_to_much_is_not_unpacked(
+def test_pages_that_unpack_to_much_are_not_unpacked_whatever_the_footer_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_columns, "most_bytes", lambda stored_bytes: 2**20)
+    monkeypatch.setattr(rank_columns, "most_bytes", lambda stored_bytes: 3 * 2**19)
     path = folder / rank_file(1)
-    table = pq.read_table(path)
+    table = pq.read_table(path).slice(0, 1)
     texts = pa.array(["x" * 2_000_000], type=pa.large_string())
     place = table.column_names.index("name")
-    pq.write_table(table.slice(0, 1).set_column(place, "name", texts), path, compression="zstd")
-    with pytest.raises(TraceError, match=r"at least 2\d{6} bytes; expected at most 1048576"):
+    pq.write_table(table.set_column(place, "name", texts), path, compression="zstd", use_dictionary=False)
+    stated_bytes = pq.read_metadata(path).row_group(0).column(place).total_uncompressed_size
+    path.write_bytes(path.read_bytes().replace(_thrift(stated_bytes), _thrift(2**20)))
+    assert pq.read_metadata(path).row_group(0).column(place).total_uncompressed_size == 2**20
+    with pytest.raises(TraceError, match=r"at least 2\d{6} bytes; expected at most 1572864"):
         RankColumns(path, Allowance()).read(["name"])
+
+
+def _thrift(number: int) -> bytes:
+    """A positive integer as the footer has it."""
+    left, parts = 2 * number, []
+    while left:
+        parts.append(left & 127 | (128 if left > 127 else 0))
+        left >>= 7
+    return bytes(parts)
+
+
+@pytest.mark.parametrize("name", Event._fields)
+def test_what_pages_unpack_to_is_what_the_footer_of_an_honest_file_says(folder: Path, name: str) -> None:
+    path = folder / rank_file(0)
+    place = Event._fields.index(name)
+    column = pq.read_metadata(path).row_group(0).column(place)
+    with path.open("rb") as file:
+        unpacked = unpacked_bytes(file, column)
+    # The footer counts headers, too.
+    assert 0 < unpacked < column.total_uncompressed_size < unpacked + 1000
+
+
+@pytest.mark.parametrize("header", [b"\x19" * 100_000, b"\x19\xf1" + b"\xff" * 8, b"\x15\x00", b"\x1b"])
+def test_damaged_pages_are_refused(header: bytes) -> None:
+    chunk = SimpleNamespace(data_page_offset=0, has_dictionary_page=False, total_compressed_size=200_000)
+    with pytest.raises(ValueError, match=r"header|size|number"):
+        unpacked_bytes(io.BytesIO(header), chunk)
 
 
 def test_assembling_reads_the_columns_that_tell_steps_and_no_other(

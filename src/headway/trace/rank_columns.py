@@ -13,6 +13,7 @@ import numpy as np
 from headway import files
 from headway.errors import TraceError
 from headway.trace.events import TEXT_COLUMNS
+from headway.trace.page_sizes import unpacked_bytes
 from headway.trace.readers.unpacking import most_bytes
 
 MAX_RANK_BYTES = 2 * 2**30
@@ -80,19 +81,22 @@ class RankColumns:
             self._check_type(name)
         pieces: dict[str, list[Any]] = {name: [] for name in names}
         with self._told_on_one_line():
-            self._allowance.check(self._stated_bytes(names), self.path)
+            self._check_pages(names)
             for batch in self._parquet.iter_batches(_BATCH_ROWS, columns=list(names)):
                 for name in names:
                     self._admit(name, batch.column(name))
                     pieces[name].append(batch.column(name))
             return {name: _joined(name, pieces.pop(name)) for name in names}
 
-    def _stated_bytes(self, names: Sequence[str]) -> int:
-        """What the file says that columns come to before they are decoded: a page of one is unpacked in one piece."""
+    def _check_pages(self, names: Sequence[str]) -> None:
+        """Refuse columns whose pages come to too much before they are decoded: each is unpacked in one piece."""
         found = self._parquet.metadata
-        groups = (found.row_group(number) for number in range(found.num_row_groups))
-        columns = (group.column(number) for group in groups for number in range(group.num_columns))
-        return sum(each.total_uncompressed_size for each in columns if each.path_in_schema in names)
+        total_bytes = 0
+        for group in map(found.row_group, range(found.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                if column.path_in_schema in names:
+                    total_bytes += unpacked_bytes(self._file, column)
+                    self._allowance.check(total_bytes, self.path)
 
     def _check_type(self, name: str) -> None:
         import pyarrow.types as kinds
