@@ -1,0 +1,1 @@
+"""Jobs as people write and start them, recorded, planned and run over two lab hosts."""
