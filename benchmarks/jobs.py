@@ -3,8 +3,8 @@
     python benchmarks/jobs.py [--quick] [--only CASE] [--json FILE]
 
 Every case is a script of `strangers/` that knows nothing of Headway, started as its author starts it on two nodes.
-It is recorded, diagnosed, optimized without a probe, and run under the best plan and the best decoupled one, in turn with
-the job as it is. Jobs really compute. A case takes one to two minutes, and is kept as soon as it is done.
+It is recorded, diagnosed, optimized without a probe, and run under the best plan and the best decoupled one, in turn
+with the job as it is. Jobs really compute. A case takes one to two minutes, and is kept as soon as it is done.
 """
 
 from __future__ import annotations
