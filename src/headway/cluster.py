@@ -25,7 +25,12 @@ MAX_WORLD_SIZE = 100_000
 # Costs beside those of collectives that a cluster may hold.
 DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
 STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
-HOST_COSTS = (DEFERRED_UPDATE, STEP_CALL)
+# What the decoupled runtime costs the main thread beside stock DDP: each parameter in a forward, a backward and a step,
+# and copying one MiB of parameters out of buckets.
+RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP = "runtime_forward", "runtime_backward", "runtime_step"
+COPY_MIB = "copy_mib"
+RUNTIME_COSTS = (RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP, COPY_MIB)
+HOST_COSTS = (DEFERRED_UPDATE, STEP_CALL, *RUNTIME_COSTS)
 
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to a quarter of an hour

@@ -5,7 +5,15 @@ import itertools
 import pytest
 from tests.models import layered_model
 
-from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.cluster import (
+    COPY_MIB,
+    RUNTIME_BACKWARD,
+    RUNTIME_FORWARD,
+    RUNTIME_STEP,
+    AlgorithmCost,
+    Cluster,
+    Host,
+)
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
@@ -110,6 +118,43 @@ def test_the_main_thread_pays_the_call_of_step_and_no_update_where_parameters_ar
     assert lengths == {0, 7000}
     waited = [s for s in own if s.step == 2 and s.wait_name == "parameters"]
     assert [s.bucket for s in waited] == list(graph.schedule.gather_order)
+
+
+def test_the_runtime_s_own_work_on_the_main_thread_counts() -> None:
+    costs = {
+        name: AlgorithmCost(overhead_us=us)
+        for name, us in (
+            (RUNTIME_FORWARD, 1.0),
+            (RUNTIME_BACKWARD, 2.0),
+            (RUNTIME_STEP, 3.0),
+            (COPY_MIB, 2**20 / 1000),
+        )
+    }
+    items = [*FORWARD, *BACKWARD, *STEP]
+    for gather in ("parameters", "gradients"):
+        strategy = PARAMETERS.model_copy(update={"gather": gather})
+        graph, schedule = played(items, strategy, MODEL, **costs)
+        own = [s for s in graph.stretches if s.rank == 0 and s.step == 1]
+        lengths = {
+            part: [
+                int(schedule.end_ns[s.operation] - schedule.start_ns[s.operation])
+                for s in own
+                if s.part == part
+            ]
+            for part in (Part.BACKWARD, Part.OPTIMIZER)
+        }
+        # Each of two buckets is settled under forward; four parameters are stepped.
+        sizes = [sum(graph.schedule.buckets[i].size_bytes for i in unit) for unit in graph.schedule.units]
+        parameters = [
+            len(graph.schedule.buckets[i].parameters) for unit in graph.schedule.units for i in unit
+        ]
+        copies = [size if gather == "parameters" else 0 for size in sizes]
+        updates = [0 if gather == "parameters" else round(1000 * size / sum(sizes)) for size in sizes]
+        settled = [
+            1000 * n + copied + update for n, copied, update in zip(parameters, copies, updates, strict=True)
+        ]
+        assert sorted(lengths[Part.OPTIMIZER]) == sorted([*settled, 4 * 3000])
+        assert sum(lengths[Part.BACKWARD]) == 4 * 2000
 
 
 def test_a_second_backward_without_a_step_reduces_again_and_gathers_no_parameters() -> None:

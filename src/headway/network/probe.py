@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.cluster import DEFERRED_UPDATE, AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
 from headway.network.beside import beside_communication
 from headway.network.collective_costs import CANDIDATES, with_costs
 
@@ -91,8 +91,19 @@ def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool =
     slowdown, update_s = beside_communication(
         beside.prepared(BESIDE_BYTES, second), beside.ideal_s(cluster, BESIDE_BYTES)
     )
-    costs = {**cluster.algorithms, DEFERRED_UPDATE: AlgorithmCost(overhead_us=update_s * 1e6)}
+    progress("what decoupled training costs beside its communication")
+    own_us = {DEFERRED_UPDATE: update_s * 1e6, **_runtime_costs_us()}
+    costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in own_us.items()}}
     return cluster.model_copy(update={"algorithms": costs, "compute_slowdown": slowdown})
+
+
+def _runtime_costs_us() -> dict[str, float]:
+    """What the decoupled runtime costs the main thread, in the mean over ranks."""
+    from headway.strategies.data_parallel.decoupled.own_cost import own_cost
+
+    mean = torch.tensor(own_cost(), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return dict(zip(RUNTIME_COSTS, (mean / dist.get_world_size()).tolist(), strict=True))
 
 
 def _places() -> Places:

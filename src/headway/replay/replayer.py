@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headway import files
-from headway.cluster import Cluster
+from headway.cluster import RUNTIME_COSTS, Cluster
 from headway.collectives.links import Links
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
@@ -296,4 +296,6 @@ def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
     """
     library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
     costs = {**host_costs(trace), **cluster.algorithms}
+    if "decoupled" in trace.manifest.ranks[0].strategy:  # the recorded computation holds them
+        costs = {name: cost for name, cost in costs.items() if name not in RUNTIME_COSTS}
     return cluster.model_copy(update={"algorithms": costs, "library": library})

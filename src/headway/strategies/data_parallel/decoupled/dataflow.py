@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from headway.cluster import DEFERRED_UPDATE, STEP_CALL
+from headway.cluster import (
+    COPY_MIB,
+    DEFERRED_UPDATE,
+    RUNTIME_BACKWARD,
+    RUNTIME_FORWARD,
+    RUNTIME_STEP,
+    STEP_CALL,
+)
 from headway.collectives.algorithms import NCCL
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.timeline import Item, Part
@@ -44,8 +51,13 @@ class Dataflow:
         self._asking: dict[int, set[int]] = defaultdict(set)  # rank -> units that wait for that exchange
         self._due: dict[int, set[int]] = defaultdict(set)  # rank -> units the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
-        self._update_overhead_ns = graph.cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
-        self._step_call_ns = round(graph.cluster.cost_of(STEP_CALL).overhead_us * 1e3)
+        self._taken: dict[int, int] = defaultdict(int)  # rank -> gradients taken since its latest launch
+        self._update_overhead_ns = self._cost_ns(DEFERRED_UPDATE)
+        self._step_call_ns = round(self._cost_ns(STEP_CALL))
+        self._step_ns = round(self._cost_ns(RUNTIME_STEP) * len(graph.model.parameters))
+
+    def _cost_ns(self, name: str) -> float:
+        return self._graph.cluster.cost_of(name).overhead_us * 1e3
 
     def use(self, walk: Walk, module: str) -> None:
         """Forward needs a module: wait for its units' gathers, and bring their parameters up to date.
@@ -69,9 +81,19 @@ class Dataflow:
         update_ns = 0
         if unit in self._due[walk.rank]:
             self._due[walk.rank].remove(unit)
+            update_ns = self._settling_ns(buckets)
             if self._schedule.gather == "gradients":
-                update_ns = self._share_ns(walk.rank, buckets)
+                update_ns += self._share_ns(walk.rank, buckets)
         self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=buckets[0])
+
+    def _settling_ns(self, buckets: Sequence[int]) -> int:
+        """What it takes to bring the parameters of a unit up to date, besides their update."""
+        settled = [self._schedule.buckets[index] for index in buckets]
+        names = {name for bucket in settled for name in bucket.parameters}
+        taken_ns = self._cost_ns(RUNTIME_FORWARD) * len(names)
+        if self._schedule.gather == "parameters":
+            taken_ns += self._cost_ns(COPY_MIB) * sum(bucket.size_bytes for bucket in settled) / 2**20
+        return round(taken_ns)
 
     def _share_ns(self, rank: int, buckets: Sequence[int], ranks: int = 1) -> int:
         """What one update of these buckets takes where ``ranks`` share it."""
@@ -88,7 +110,12 @@ class Dataflow:
             self._settle_all(walk)
             self._brought.discard(walk.rank)
             self._settled[walk.rank].clear()
-        for index in filling.ready(parameter):
+        self._taken[walk.rank] += 1
+        full = filling.ready(parameter)
+        if full and (taking_ns := self._cost_ns(RUNTIME_BACKWARD)):
+            self._graph.compute(walk, Part.BACKWARD, round(taking_ns * self._taken[walk.rank]))
+            self._taken[walk.rank] = 0
+        for index in full:
             number = self._jobs.of_bucket(walk, "reduce_scatter", index, self._passes[walk.rank])
             self._reduced[walk.rank][index] = self._latest[walk.rank][index] = number
             for gathered in self._schedule.gathers_behind(index):
@@ -206,10 +233,11 @@ class Dataflow:
         if self._schedule.gather == "gradients":
             settled = self._settled.pop(walk.rank, set())
             now = [index for unit in settled for index in self._units[unit]]
-            self._graph.compute(walk, Part.OPTIMIZER, round(self._update_ns[walk.rank] * self._share(now)))
+            update_ns = round(self._update_ns[walk.rank] * self._share(now))
+            self._graph.compute(walk, Part.OPTIMIZER, update_ns + self._step_ns)
             self._due[walk.rank] = {self._unit_of[index] for index in self._gathers[walk.rank]}
             return
-        self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns)
+        self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns + self._step_ns)
         reduced = self._reduced[walk.rank]
         uses = [self._uses[walk.rank]] if walk.rank in self._uses else []
         for index in self._schedule.gather_order:
