@@ -78,6 +78,11 @@ def when_work_completes(boxed: Any, callback: Callable[[], None]) -> None:
     dist.Work.unbox(boxed).get_future().then(lambda _: callback())
 
 
+def wait_for_work(boxed: Any) -> None:
+    """Return when a boxed work is done."""
+    dist.Work.unbox(boxed).wait()
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, as torch takes them apart."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -287,6 +292,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or is_compiled_copy(module)
+
+
+def sharded_by_fully_shard() -> type | None:
+    """The class of modules that ``fully_shard`` was called on, where it has been in this process."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded: type | None = getattr(fsdp, "FSDPModule", None)
+    return sharded if sharded is not None and sharded.__subclasses__() else None
 
 
 def is_compiled_copy(module: torch.nn.Module) -> bool:

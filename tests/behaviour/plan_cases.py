@@ -85,7 +85,7 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "sums": train(wrapped, optimizer, rank),
         "names": list(wrapped.state_dict()),
         "buckets": [bucket.parameters for bucket in wrapped.schedule.buckets],
-        "other model": _refusal(lambda: Imported(nn.Linear(2, 2))),
+        "other model": _other_model_alone(path),
         "subclass": _refusal(lambda: Subclass(model())),
     }
     plan_injection.install(plan(DistributedDataParallelStrategy(bucket_cap_mb=2), world_size))
@@ -105,6 +105,39 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     assert stock.bucket_bytes_cap == 2**20
     results["stock sums"] = train(stock, torch.optim.SGD(stock.parameters(), lr=0.1, momentum=0.9), rank)
     return results
+
+
+def _other_model_alone(plan: Path) -> str:
+    """A job that wraps none but another model is refused when that is first called."""
+    plan_injection.install(Plan.load(plan))
+    other = Imported(nn.Linear(2, 2))
+    return _refusal(lambda: other(torch.ones(1, 2)))
+
+
+def two_models(rank: int, world_size: int) -> dict[str, list[float]]:
+    """A generator that follows a plan, and a critic that is not the plan's; their sums, planned and not."""
+    found = {}
+    for name in ("stock", "planned"):
+        if name == "planned":
+            plan_injection.install(plan(decoupled(), world_size))
+        torch.manual_seed(1)
+        critic: Any = Imported(nn.Linear(2, 1).double())
+        generator: Any = Imported(model())
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (critic, generator)]
+        for step in range(4):
+            noise = torch.full((2, 4), float(rank + step + 1), dtype=torch.float64)
+            for _ in range(2):
+                optimizers[0].zero_grad()
+                critic(generator(noise).detach()).square().mean().backward()
+                optimizers[0].step()
+            optimizers[1].zero_grad()
+            critic(generator(noise)).mean().backward()
+            optimizers[1].step()
+        found[name] = [p.sum().item() for each in (critic, generator) for p in each.parameters()]
+    assert isinstance(generator, DecoupledDataParallel)
+    assert type(critic) is Imported
+    plan_injection.uninstall()
+    return found
 
 
 class Subclass(Imported):

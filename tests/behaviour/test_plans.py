@@ -41,6 +41,16 @@ def test_an_unmodified_script_follows_the_plan(tmp_path: Path) -> None:
     assert "subclass" in result["subclass"]
 
 
+@pytest.mark.processes
+def test_a_model_that_is_not_the_plans_stays_stock() -> None:
+    first, second = workers.launch(2, "tests.behaviour.plan_cases:two_models")
+    for worker in (first, second):
+        assert worker.status == 0, worker.output
+        assert worker.result["planned"] == pytest.approx(worker.result["stock"], rel=1e-12)
+    assert "Linear (24 B) stays with stock" in first.output
+    assert "stays with stock" not in second.output
+
+
 def test_no_process_group() -> None:
     model = nn.Linear(2, 2)
     plan = Plan(strategy=DecoupledStrategy(), world_size=2, model=PlannedModel.of(model_spec(model)))

@@ -67,7 +67,8 @@ def _of_mean_step(
     steps: tuple[int, ...],
 ) -> list[Finding]:
     """What the parts of the mean step say, and what of it are stalls in single steps."""
-    shape = communication_shape(times, rows, trace.events)
+    sharded = any(info.fully_sharded for info in trace.manifest.ranks)
+    shape = communication_shape(times, rows, trace.events, sharded=sharded)
     late_ms = np.mean([time.per_step(time.straggling) for time in times.values()], axis=0) / NS_A_MS
     own_ms = np.stack([time.own_ms for time in times.values()])
     usual = partial(

@@ -43,6 +43,12 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
             f"{format_bytes(shape.mean_bytes)} on average a step; what was computed meanwhile is not recorded, so why "
             "nothing hides it cannot be said"
         )
+    if shape.sharded:
+        return (
+            f"the all-gathers and reduce-scatters of a fully sharded model, {shape.collectives:.3g} of "
+            f"{format_bytes(shape.mean_bytes)} on average a step, which the computation of its layers does not "
+            "hide; prefetch more, shard larger groups, or keep parameters gathered (reshard_after_forward=False)"
+        )
     if shape.blocking_ms > MOST * mean.exposed_communication:
         others = " and others" if shape.blocking_kinds > 1 else ""
         return (

@@ -32,10 +32,11 @@ class CommunicationShape:
     blocking_name: str  # of those the one that is waited for longest
     blocking_kinds: int  # how many names they have
     blocking_count: float  # a step
+    sharded: bool = False  # parameters are gathered and gradients scattered a layer at a time, by fully_shard
 
 
 def communication_shape(
-    times: dict[int, RankTime], rows: Communications, events: dict[int, Events]
+    times: dict[int, RankTime], rows: Communications, events: dict[int, Events], *, sharded: bool = False
 ) -> CommunicationShape:
     """Measure how the steps communicate."""
     steps = sum(len(time.step_start_ns) for time in times.values())
@@ -69,6 +70,7 @@ def communication_shape(
         blocking_name=max(of_name, key=lambda name: of_name[name], default=""),
         blocking_kinds=len(of_name),
         blocking_count=blocking_count,
+        sharded=sharded,
     )
 
 

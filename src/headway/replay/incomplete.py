@@ -30,7 +30,20 @@ Key = tuple[str, str, int]  # of a collective, on all its ranks: name, group, se
 
 
 def check_takes_plans(trace: Trace) -> None:
-    """Raise TraceError unless ``trace`` names the parameters that plans decide about, and shows what hides them."""
+    """Raise TraceError unless ``trace`` names all that plans decide about, and shows what hides it."""
+    info = trace.manifest.ranks[0]
+    if info.fully_sharded:
+        raise TraceError(
+            "no plan is made for a model that is sharded with fully_shard (FSDP2)",
+            got="parameters gathered and gradients scattered a layer at a time",
+            expected="a job that constructs DistributedDataParallel",
+        )
+    if info.other_models:
+        raise TraceError(
+            "no plan is made for a job that trains several wrapped models",
+            got=f"besides the recorded one {', '.join(info.other_models)}",
+            fix="Record a job that trains one of them.",
+        )
     if not trace.model.parameters:
         raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=ADVICE)
     for rank, events in sorted(trace.events.items()):

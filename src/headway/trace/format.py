@@ -36,7 +36,8 @@ class RankInfo(BaseModel):
     """Where a rank ran, how its clock was aligned and which strategy was in force.
 
     ``version`` is the framework's; ``source`` is the document that an imported rank was read from. ``notes`` say what
-    recording could not see there.
+    recording could not see there; ``other_models`` were wrapped besides the one that is recorded; where the job uses
+    ``fully_shard``, it is ``fully_sharded``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +54,8 @@ class RankInfo(BaseModel):
     buckets: tuple[tuple[str, ...], ...] = ()
     dropped_events: int = 0
     notes: tuple[str, ...] = ()
+    other_models: tuple[str, ...] = ()
+    fully_sharded: bool = False
 
 
 class Manifest(BaseModel):

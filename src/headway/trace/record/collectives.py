@@ -7,7 +7,6 @@ operation changes: neither arithmetic nor group nor order.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -135,11 +134,15 @@ class CollectiveTap:
             )  # fmt: skip
             result = original(*args)
             work = result[1] if isinstance(result, tuple) else result
-            # A backend whose works have no future cannot be timed; the job must not notice.
-            with contextlib.suppress(RuntimeError):
+            try:
                 torch_private.when_work_completes(work, lambda: setattr(seen, "end_ns", time.monotonic_ns()))
-                self.observed.append(seen)
-                self._works.append((seen, work))
+            except RuntimeError:  # this backend's work has no future
+                if asynchronous:
+                    return result  # and cannot be timed; the job must not notice
+                torch_private.wait_for_work(work)  # as who asked does next
+                seen.end_ns = time.monotonic_ns()
+            self.observed.append(seen)
+            self._works.append((seen, work))
             return result
 
         return observe

@@ -65,6 +65,7 @@ class ModuleWatch:
         self._of_modules: list[Any] = []
         self._owners: list[str] = []
         self._passes_compiled = False
+        self._first_phase = "enter"
         self._pass_start_ns = 0
         self._backward: _Backward | None = None  # the one under way
         self._backwards: list[_Backward] = []
@@ -84,10 +85,11 @@ class ModuleWatch:
             if parameter.requires_grad:
                 ready = _Ready(self, self._now, name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
-        self._watch_backward()
+        self.watch_backward()
 
-    def watch_passes(self, model: nn.Module) -> None:
-        """Watch the forwards of ``model``: the wrapper, or what compiling has made of it."""
+    def watch_passes(self, model: nn.Module, phase: str = "enter") -> None:
+        """Watch the forwards of ``model``: the wrapper, or what compiling has made of it; they begin with ``phase``."""
+        self._first_phase = phase
         self._of_passes.append(model.register_forward_pre_hook(JobHook(self._enter_pass), prepend=True))
         self._of_passes.append(model.register_forward_hook(JobHook(self._leave_pass)))
 
@@ -142,7 +144,7 @@ class ModuleWatch:
     # Forward
 
     def _enter_pass(self, _module: nn.Module, _inputs: Any) -> None:
-        self._now.phase = "enter"
+        self._now.phase = self._first_phase
         self._pass_start_ns = time.monotonic_ns()
 
     def _counted(self) -> None:
@@ -159,7 +161,8 @@ class ModuleWatch:
 
     # Backward
 
-    def _watch_backward(self) -> None:
+    def watch_backward(self) -> None:
+        """Watch the backwards of this process."""
         original = self._original_backward = torch.autograd.backward
         now = self._now
 

@@ -45,8 +45,10 @@ from headway.trace.record.now import Now
 from headway.trace.record.pauses import PauseWatch
 from headway.trace.record.profiled import Detail, ProfiledSteps
 from headway.trace.record.reads import ReadWatch
+from headway.trace.record.shapes import SHARDED, several_models, sharded_root
 from headway.trace.record.step_clock import StepClock
 from headway.trace.record.updates import UpdateWatch
+from headway.units import format_bytes
 
 MAX_ROWS = 5_000_000
 
@@ -88,6 +90,8 @@ class Recorder:
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
+        self._others: list[str] = []  # models that were wrapped and are not recorded
+        self._sharded = False  # by fully_shard, without a wrapper
         self._undo: list[Callable[[], None]] = []
         self._number = next(_recordings)
         self._clocks = ClockComparison(self._number)
@@ -129,17 +133,13 @@ class Recorder:
         self._undo.append(undo)
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
-        """Observe ``model``, whose parameters live in ``root``. The first model wrapped is the one recorded.
+        """Observe ``model``, whose parameters live in ``root``. Of several the one with the most gradients is recorded.
 
         Raises UnsupportedError for a model on a device unless kernels are recorded.
         """
         if self.finished or model is self._model:
             return
-        if self._model is not None:
-            message = (
-                "more than one model was wrapped; modules and gradients of the first one only are recorded"
-            )
-            warnings.warn(message, HeadwayWarning, stacklevel=2)
+        if self._root is not None and not self._gives_way(self._root, root):
             return
         on_device = any(parameter.device.type != "cpu" for parameter in root.parameters())
         if on_device and self.options.detail != "kernels":
@@ -156,6 +156,24 @@ class Recorder:
             if not self._watch.unseen:
                 self._watch.count_activations(root)
             self._watch_memory(first=True)
+
+    def _gives_way(self, recorded: nn.Module, root: nn.Module) -> bool:
+        """Whether the model recorded so far gives way to ``root``; the other one is noted."""
+        larger = _gradient_bytes(root) > _gradient_bytes(recorded) and self._now.step == 0
+        kept, other = (root, recorded) if larger else (recorded, root)
+        self._others.append(f"{type(other).__name__} ({format_bytes(_gradient_bytes(other))})")
+        message = (
+            f"more than one model was wrapped; {type(kept).__name__} is recorded by modules and gradients, "
+            f"{type(other).__name__} by what it communicates"
+        )
+        warnings.warn(message, HeadwayWarning, stacklevel=3)
+        if self._now.step == 0:
+            self._step_clock.another_is(other)
+        if larger:
+            self._memory.end()
+            self._watch.detach()
+            self._watch = ModuleWatch(self._now)
+        return larger
 
     def compiles(self, target: Any) -> None:
         """Code is about to be compiled: leave no hook on modules that it may call. One inside would break it up."""
@@ -215,6 +233,8 @@ class Recorder:
         self._memory.end()
         self._tap.release_finished()
         now.step += 1
+        if now.step == 1 and self._model is None:
+            self._look_for_sharded()
         self._watch_memory(first=False)
         self._boundary_ns = now_ns
         full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
@@ -225,6 +245,14 @@ class Recorder:
                 self._profiled.begin()
         if now.step >= self.options.last_step or full:
             self.finish()
+
+    def _look_for_sharded(self) -> None:
+        """The first step has ended and no model was wrapped: see what ``fully_shard`` has made, if anything."""
+        root = sharded_root()
+        self._sharded = root is not None
+        if root is not None and self.options.detail != "kernels":
+            self._watch.watch_passes(root, phase="forward")
+            self._watch.watch_backward()
 
     def _watch_memory(self, *, first: bool) -> None:
         """Watch the last pass before those recorded, or the ``first`` where the second is that: DDP makes buckets anew.
@@ -335,12 +363,18 @@ class Recorder:
             strategy=strategy,
             buckets=buckets,
             notes=self._notes(events),
+            other_models=tuple(self._others),
+            fully_sharded=self._sharded,
         )
         write_rank(self.options.folder, info, model, recorded)
 
     def _notes(self, rows: list[Event]) -> tuple[str, ...]:
         """What a reader of the recording must know."""
         notes = []
+        if self._others:
+            notes.append(several_models(self._others))
+        if self._sharded:
+            notes.append(SHARDED)
         if self._watch.unseen:
             notes.append(MODULES_UNSEEN)
             if not any(row.kind == Kind.FORWARD_PASS for row in rows):
@@ -365,6 +399,10 @@ class Recorder:
             "model": self._model is not None,
         }
         files.write_text(self.options.folder / f"status-{rank:05d}.json", json.dumps(status))
+
+
+def _gradient_bytes(root: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
 
 
 def dist_place() -> tuple[int, int]:

@@ -7,13 +7,22 @@ import weakref
 import torch
 from torch import nn
 
+LONGEST_WAIT = 100  # optimizer steps until every wrapped model has been stepped
+
 
 class StepClock:
-    """Picks the optimizer whose steps are counted: the first one seen that holds the model's parameters."""
+    """Picks the optimizer whose steps are counted: the first one seen that holds the model's parameters.
+
+    Where several models were wrapped a step is one iteration of the loop that trains them all: nothing is counted until
+    each has been stepped, and then the optimizer that had to step the least is, or among equals the recorded model's.
+    """
 
     def __init__(self) -> None:
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._parameter_ids: frozenset[int] = frozenset()
+        self._others: list[frozenset[int]] = []
+        self._calls: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._chosen = False  # among optimizers of several models
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -22,15 +31,23 @@ class StepClock:
 
     def model_is(self, root: nn.Module) -> None:
         """Count the steps of an optimizer of this model."""
-        self._parameter_ids = frozenset(id(parameter) for parameter in root.parameters())
+        self._parameter_ids = _ids(root)
+
+    def another_is(self, root: nn.Module) -> None:
+        """This model is trained as well."""
+        self._others.append(_ids(root))
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step of ``optimizer`` is one of the job."""
+        if self._others and not self._chosen:
+            return self._choose(optimizer)
         current = self.optimizer
         if current is optimizer:
             return True
-        replaceable = current is None or (self._parameter_ids and not self._holds(current))
-        if replaceable and (not self._parameter_ids or self._holds(optimizer)):
+        replaceable = current is None or (
+            self._parameter_ids and not self._chosen and not _holds(current, self._parameter_ids)
+        )
+        if replaceable and (not self._parameter_ids or _holds(optimizer, self._parameter_ids)):
             self._optimizer = weakref.ref(optimizer)
             return True
         return False
@@ -39,5 +56,22 @@ class StepClock:
         """Let go of the optimizer."""
         self._optimizer = None
 
-    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self._parameter_ids for group in optimizer.param_groups for p in group["params"])
+    def _choose(self, optimizer: torch.optim.Optimizer) -> bool:
+        models = [self._parameter_ids, *self._others]
+        if any(_holds(optimizer, ids) for ids in models):
+            self._calls[optimizer] = self._calls.get(optimizer, 0) + 1
+        waiting = any(all(not _holds(each, ids) for each in self._calls) for ids in models)
+        if not self._calls or (waiting and sum(self._calls.values()) < LONGEST_WAIT):
+            return False
+        self._chosen = True
+        chosen = min(self._calls, key=lambda each: (self._calls[each], not _holds(each, self._parameter_ids)))
+        self._optimizer = weakref.ref(chosen)
+        return chosen is optimizer
+
+
+def _ids(root: nn.Module) -> frozenset[int]:
+    return frozenset(id(parameter) for parameter in root.parameters())
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameter_ids: frozenset[int]) -> bool:
+    return any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
