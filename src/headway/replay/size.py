@@ -9,7 +9,7 @@ from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
 from headway.collectives.selection import native
 from headway.errors import UserError
-from headway.graph.timeline import Point, Timeline
+from headway.graph.timeline import Part, Point, Timeline
 from headway.scheduling.buckets import BucketSchedule
 
 MAX_OPERATIONS = 60_000_000
@@ -42,7 +42,9 @@ def operations_of(ranks: Sequence[Sequence[Timeline]], cluster: Cluster, schedul
         launched = 0
         for item in (item for timeline in timelines for item in timeline.items):
             items += 1
-            launched += pieces * (item.kind == Point.BACKWARD_END) + (item.kind == Point.BLOCKING)
+            launched += pieces * (item.kind == Point.BACKWARD_END) + (
+                item.kind in (Point.BLOCKING, Part.READ)
+            )
         collectives = max(collectives, launched)
     return items + collectives * len(ranks) * (4 * world_size + 4)
 
