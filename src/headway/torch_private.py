@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+_stores = cast(Any, dist)  # its stores are public, and missing from its annotations
+
 
 def ddp_bucket_assignment(
     shapes: Sequence[tuple[tuple[int, ...], str]], limits_bytes: list[int]
@@ -101,6 +103,17 @@ def data_loader_iterator() -> type:
 def default_store() -> Any:
     """The key-value store of the default process group."""
     return _get_default_store()
+
+
+def kept_in_a_file() -> bool:
+    """Whether the default group met in a file: its store's operations never end where the file's folder is gone."""
+    return dist.is_initialized() and isinstance(_without_prefixes(_get_default_store()), _stores.FileStore)
+
+
+def _without_prefixes(store: Any) -> Any:
+    while isinstance(store, _stores.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def ddp_buckets(ddp: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:

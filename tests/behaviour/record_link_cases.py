@@ -27,7 +27,8 @@ from headway.collectives.algorithms import RING, sent_bytes
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.trace.record import meeting, pauses
+from headway.trace.record import pauses
+from headway.trace.record import recorder as recording
 from headway.trace.record.recorder import Recorder, RecordOptions
 
 SHORT_S = 3.0  # what waits for others last here
@@ -117,8 +118,7 @@ def peers_in_a_subgroup(rank: int, world_size: int) -> list[int]:
 
 def recorded_alone(folder: str, between: Callable[[Recorder], None], **options: Any) -> dict[str, Any]:
     """Record steps without any communication; ``between`` comes before the last one, of which the time comes back."""
-    meeting.LINKS_TIMEOUT = timedelta(seconds=SHORT_S)
-    meeting.LAST_ROUNDS_TIMEOUT_S = SHORT_S
+    recording.PATIENCE_S = SHORT_S
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +10,17 @@ import pytest
 
 from headway.errors import LaunchError
 from headway.integrations.launch import (
-    ERRORS_VARIABLE,
     PLAN_VARIABLE,
     RECORD_VARIABLE,
+    Ended,
     injected_environment,
     run_command,
 )
+from headway.integrations.reports import REPORTS_VARIABLE
+
+
+def ended(folder: Path, code: str) -> Ended:
+    return run_command([sys.executable, "-c", code], os.environ, folder)
 
 
 def test_the_injection_stands_first_on_the_path_once_and_keeps_the_rest() -> None:
@@ -37,29 +43,43 @@ def test_another_sitecustomize_keeps_working(tmp_path: Path) -> None:
     assert done.stdout.split("\n")[:2] == ["the other one", "the script"]
 
 
-def test_processes_that_are_no_ranks_are_left_alone() -> None:
-    environment = injected_environment({k: v for k, v in os.environ.items() if k != "RANK"}, record="{}")
-    code = "import sys; sys.exit('headway' in sys.modules or 'wrapt' in sys.modules)"
+def test_processes_that_import_no_torch_are_left_alone(tmp_path: Path) -> None:
+    environment = injected_environment({**os.environ, REPORTS_VARIABLE: str(tmp_path)}, record="{}")
+    code = "import json, sys; sys.exit('headway' in sys.modules or 'wrapt' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
     )
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_exit_status_of_the_command_is_returned() -> None:
-    assert run_command([sys.executable, "-c", "import sys; sys.exit(7)"], os.environ) == 7
-    assert run_command([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
+def test_a_python_without_headway_says_so_where_it_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("print('trained')")
+    (tmp_path / "wrapt.py").write_text("raise ImportError('not here')")
+    environment = injected_environment({**os.environ, "PYTHONPATH": str(tmp_path)}, record="{}")
+    done = run_command([sys.executable, "-c", "import torch"], environment, tmp_path)
+    assert done.status == 0
+    assert [report.blind for report in done.reports] == [f"{sys.executable} cannot import headway (not here)"]
 
 
-def test_what_a_rank_left_as_its_error_is_raised() -> None:
+def test_the_exit_status_of_the_command_is_returned(tmp_path: Path) -> None:
+    assert ended(tmp_path, "import sys; sys.exit(7)").exit_status == 7
+    assert ended(tmp_path, "import os; os.kill(os.getpid(), 9)").exit_status == 137
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_what_a_rank_left_as_its_error_is_raised_however_the_command_ends(
+    status: int, tmp_path: Path
+) -> None:
+    left = json.dumps({"pid": 1, "rank": 1, "refused": "the plan is for\nanother model"})
     code = f"""
 import os, pathlib, sys
-pathlib.Path(os.environ['{ERRORS_VARIABLE}'], 'rank-00001').write_text('the plan is for another model')
-sys.exit(1)
+pathlib.Path(os.environ['{REPORTS_VARIABLE}'], 'process-1-a.json').write_text({left!r})
+sys.exit({status})
 """
     with pytest.raises(LaunchError, match="the plan is for another model"):
-        run_command([sys.executable, "-c", code], os.environ)
+        ended(tmp_path, code)
 
 
-def test_a_command_that_is_not_there_is_refused() -> None:
+def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot start"):
-        run_command(["no-such-command"], os.environ)
+        run_command(["no-such-command"], os.environ, tmp_path)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from headway import files
 from headway.cli import output as output_of
 from headway.cli.command import trailing_command
-from headway.errors import LaunchError, TraceError, UserError
-from headway.integrations.launch import injected_environment, run_command
+from headway.errors import LaunchError, TraceError, UserError, one_line
+from headway.integrations.launch import Ended, injected_environment, run_command
+from headway.integrations.reports import Report
+
+if TYPE_CHECKING:
+    from headway.trace.record.place import Recording
 
 FIRST_STEP, LAST_STEP = 5, 25
+OUTCOME_WITHIN_S = 120.0  # of the command's end, in which another launcher assembles
+REPORTS = "reports"  # in the staging folder, which ranks on other hosts see where they see it
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -66,61 +79,135 @@ def record(
     command = trailing_command(ctx)
     first_step, last_step = parse_steps(steps)
     files.check_absent(output, TraceError)
-    # Started once a rank (as the lab does), every rank records into the same place and rank 0 assembles.
-    rank = os.environ.get("RANK")
-    staging = output.absolute().parent / f".{output.name}.recording"
-    if rank in (None, "0"):
-        files.remove_folder(staging)
+    with _staging(output.absolute()) as staging:
+        options = files.dump_json(
+            {
+                "folder": str(staging),
+                "output": str(output.absolute()),
+                "first_step": first_step,
+                "last_step": last_step,
+                "clock_server": not no_clock_server,
+                "detail": detail,
+            }
+        )
+        silence = _Silence()
+        ended = run_command(
+            command, injected_environment(os.environ, record=options), staging / REPORTS, silence.look
+        )
+        written = _finish(staging, output, ended)
+    if written:
+        _announce(output, as_json)
+    if ended.interrupted_by or not written:
+        ctx.exit(ended.exit_status)
+    if ended.status != 0:
+        raise LaunchError(
+            f"the command failed with status {ended.status} after its recorded steps; {output} was written"
+        )
+
+
+@contextmanager
+def _staging(output: Path) -> Iterator[Path]:
+    """A folder beside ``output`` for this launcher alone; what launchers that crashed on this host left is removed."""
+    stem = f".{output.name}.recording.{socket.gethostname()}."
+    for left in output.parent.glob(f"{glob.escape(stem)}*"):
+        pid = left.name.removeprefix(stem).partition(".")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            files.remove_folder(left)
+    staging = output.parent / f"{stem}{os.getpid()}.{os.urandom(3).hex()}"
     try:
-        staging.mkdir(parents=True, exist_ok=True)
+        (staging / REPORTS).mkdir(parents=True)
     except OSError as failure:
         raise TraceError(
             f"{output} cannot be written", got=failure.strerror, fix="Check its folder."
         ) from None
-    options = files.dump_json(
-        {
-            "folder": str(staging),
-            "first_step": first_step,
-            "last_step": last_step,
-            "clock_server": not no_clock_server,
-            "detail": detail,
-        }
-    )
     try:
-        status = run_command(command, injected_environment(os.environ, record=options))
-    except BaseException:
+        yield staging
+    finally:
         files.remove_folder(staging)
-        raise
-    if rank not in (None, "0"):
-        ctx.exit(status)
-    _finish(staging, output, status)
-    _announce(output, as_json)
-    if status != 0:
-        raise LaunchError(
-            f"the command failed with status {status} after its recorded steps; {output} was written"
+
+
+class _Silence:
+    """Says once, while the command runs, that nothing is recorded and why."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def look(self, reports: tuple[Report, ...]) -> None:
+        if self._said or any(report.rank >= 0 for report in reports):
+            return
+        why = next((f"{report.blind}; install it there" for report in reports if report.blind), "") or next(
+            (
+                f"process {report.pid} trains without a process group; start it with torchrun, and have it call "
+                "init_process_group"
+                for report in reports
+                if report.alone
+            ),
+            "",
         )
+        if why:
+            self._said = True
+            print(f"headway: nothing is being recorded: {why}", file=sys.stderr, flush=True)
 
 
-def _finish(staging: Path, output: Path, status: int) -> None:
+def _finish(staging: Path, output: Path, ended: Ended) -> bool:
+    """Assemble the trace where this launcher has rank 0, or say where it is; returns whether it is written here.
+
+    Raises LaunchError where nothing was recorded, unless Headway was told to end: then one line says so.
+    """
     from headway.trace.record.finish import finish_recording
+    from headway.trace.record.place import elsewhere
 
-    world_size = os.environ.get("WORLD_SIZE") if os.environ.get("RANK") else None
+    status = ended.exit_status
+    found = elsewhere(staging)
+    if found is not None:
+        print(f"headway: {_outcome(*found)}", file=sys.stderr)
+        return False
     try:
-        finish_recording(staging, output, int(world_size) if world_size else None, wait_s=0 if status else 60)
-    except LaunchError:
+        finish_recording(staging, output, None, wait_s=_patience_s(ended), incomplete=True)
+    except LaunchError as nothing:
+        if ended.interrupted_by:
+            print("headway: interrupted before anything was recorded", file=sys.stderr)
+            return False
         if status == 0:
-            raise
+            raise nothing from None
         raise LaunchError(
             f"the command failed with status {status} before anything was recorded",
             expected="a job that trains",
             fix="Its own messages are above.",
         ) from None
+    return True
+
+
+def _patience_s(ended: Ended) -> float:
+    """How long to wait for rank files when the command has ended: ranks of other launchers may still write theirs."""
+    if ended.exit_status == 0:
+        return 60
+    ranks = [report for report in ended.reports if report.rank >= 0]
+    return 10 if any(report.world_size > len(ranks) for report in ranks) else 0
+
+
+def _outcome(recording: Recording, shared: bool) -> str:
+    """What became of a recording that rank 0's launcher, which is another one, assembles."""
+    output = one_line(str(recording.output))
+    host = one_line(recording.host)
+    if not shared:
+        return f"this host's ranks were sent over the job's store to rank 0's on {host}, whose launcher writes {output}"
+    deadline = time.monotonic() + OUTCOME_WITHIN_S
+    while (assembling := recording.folder.parent.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if assembling:
+        return f"rank 0's launcher on {host} has not written {output} yet"
+    if recording.output is not None and (recording.output / "manifest.json").is_file():
+        return f"rank 0's launcher on {host} wrote {output}"
+    return f"rank 0's launcher on {host} wrote no trace; its own messages say why"
 
 
 def _announce(output: Path, as_json: bool) -> None:
     from headway.trace.folder import load_trace
 
     trace = load_trace(output)
+    for note in trace.manifest.notes:
+        print(f"headway: {note}", file=sys.stderr)
     size_bytes = sum(path.stat().st_size for path in output.iterdir())
     count = sum(len(events) for events in trace.events.values())
     cells = trace.world_size * len(trace.steps)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from headway.cli.command import trailing_command
-from headway.integrations.launch import injected_environment, run_command
+from headway.errors import LaunchError, PlanError
+from headway.integrations.launch import Ended, injected_environment, run_command
+
+if TYPE_CHECKING:
+    from headway.plan import Plan
+
+# These start processes on other hosts, which see the plan's folder and not this host's temporary one.
+_SPREAD = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "flux", "ssh", "pdsh", "dsh")
 
 
 @click.command()
@@ -18,10 +28,56 @@ def run(ctx: click.Context, plan_path: Path) -> None:
     """Run the command after -- under a plan: headway run --plan plan.yaml -- torchrun ... train.py.
 
     The script goes on constructing DistributedDataParallel; what it gets is what the plan says. A plan that does
-    not fit the job ends every rank with one line. The exit status is the command's.
+    not fit the job, and a job that does not follow it, end with one line and exit status 2; otherwise the exit status
+    is the command's.
     """
+    from headway.integrations.followable import check_followable
     from headway.plan import Plan
 
     command = trailing_command(ctx)
-    Plan.load(plan_path)
-    ctx.exit(run_command(command, injected_environment(os.environ, plan=str(plan_path.absolute()))))
+    plan = Plan.load(plan_path)
+    check_followable(plan)
+    _check_world_size(plan, command)
+    environment = injected_environment(os.environ, plan=str(plan_path.absolute()))
+    beside = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None
+    if beside is not None and not os.access(beside, os.W_OK):
+        beside = None
+    with tempfile.TemporaryDirectory(prefix=".headway-run-", dir=beside) as reports:
+        ended = run_command(command, environment, Path(reports))
+    if ended.exit_status == 0:
+        _check_applied(ended)
+    ctx.exit(ended.exit_status)
+
+
+def _check_world_size(plan: Plan, command: Sequence[str]) -> None:
+    from headway.integrations.torchrun import stated_world_size
+
+    world_size = stated_world_size(command, os.environ)
+    if world_size not in (None, plan.world_size):
+        raise PlanError(
+            "the plan is for another world size",
+            got=f"a command that starts {world_size} ranks",
+            expected=f"{plan.world_size}",
+            fix="Record this job and run headway optimize on that trace.",
+        )
+
+
+def _check_applied(ended: Ended) -> None:
+    """Raise LaunchError where the command ended well and no process of it followed the plan."""
+    if any(report.applied for report in ended.reports):
+        return
+    ranks = [report for report in ended.reports if report.rank >= 0]
+    blind = [report.blind for report in ended.reports if report.blind]
+    if ranks:
+        got = f"{len(ranks)} ranks that never constructed DistributedDataParallel"
+    elif blind:
+        got = f"a Python that cannot follow it: {blind[0]}"
+    elif ended.reports:
+        got = "a command none of whose processes initialised a process group"
+    else:
+        got = "a command none of whose Pythons imported torch under Headway"
+    raise LaunchError(
+        "the plan was not applied", got=got,
+        expected="ranks that call init_process_group and construct DistributedDataParallel",
+        fix="Start it as it trains, for example with torchrun; python -I and -E keep Headway out.",
+    )  # fmt: skip

@@ -1,4 +1,8 @@
-"""Inside a rank of somebody's command: put the recorder and the plan in place once torch is imported."""
+"""Inside a process of somebody's command: wait until it is a rank, then put the recorder and the plan in place.
+
+A process is a rank from when its default process group is initialised, with the rank that torch then says. What it is,
+and what it refuses, it tells its launcher (``reports``).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, UserError
-from headway.integrations.launch import ERRORS_VARIABLE, PLAN_VARIABLE, RECORD_VARIABLE
+from headway.integrations import reports
+from headway.integrations.launch import PLAN_VARIABLE, RECORD_VARIABLE
+
+STEPS_ALONE = 3  # of an optimizer without a process group, after which a process is said to train alone
+REFUSED_KEY = "headway/refused"  # in the job's store, for the launchers of other hosts
 
 
 def on_torch_import(_torch: Any) -> None:
@@ -20,24 +27,84 @@ def on_torch_import(_torch: Any) -> None:
 
     if not dist.is_available():
         return
+    from headway.strategies.data_parallel import reads
+
+    reads.install()  # before scripts import what it replaces by name
+    reports.say()
     _end_cleanly_on_own_errors()
     _let_gloo_finish_before_groups_go()
+    forget = _notice_training_alone()
+    _call_when_a_rank(functools.partial(_put_in_place, set(), forget))
+
+
+def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
+    """Make this process, which has just become a rank, record or follow the plan; once a process."""
+    import torch.distributed as dist
+
+    if os.getpid() in done:
+        return
+    done.add(os.getpid())
+    not_alone()
+    reports.say(rank=dist.get_rank(), world_size=dist.get_world_size(), alone=False)
     plan_path = os.environ.get(PLAN_VARIABLE)
     record_options = os.environ.get(RECORD_VARIABLE)
-    if plan_path or record_options:
-        from headway.strategies.data_parallel import reads
+    try:
+        if plan_path:
+            from headway.integrations.planned import follow
 
-        reads.install()  # before scripts import what it replaces by name
-    if plan_path:
-        from headway.integrations.plan_injection import install
-        from headway.plan import Plan
+            follow(plan_path)
+        if record_options:
+            from headway.integrations.recorded import begin
 
-        install(Plan.load(plan_path))
-    if record_options:
-        from headway.trace.record.attach import record_from_first_group
-        from headway.trace.record.recorder import RecordOptions
+            begin(record_options)
+    except UserError as error:
+        leave_refusal(error)
+        raise error.with_traceback(None) from None
 
-        record_from_first_group(RecordOptions.model_validate_json(record_options))
+
+def _call_when_a_rank(became: Callable[[], None]) -> None:
+    """Call ``became`` after every initialisation of the default group, wherever torch's own modules call it from."""
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if dist.is_initialized():
+            became()
+        return result
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed") and vars(module).get("init_process_group") is original:
+            module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+
+def _notice_training_alone() -> Callable[[], None]:
+    """Tell the launcher when an optimizer steps several times without a process group; returns what ends that."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    steps = 0
+
+    def stepped(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == STEPS_ALONE:
+            reports.say(alone=True)
+
+    handle = register_optimizer_step_post_hook(stepped)  # torch permits no removal from within a hook
+    return handle.remove
+
+
+def leave_refusal(error: UserError) -> bool:
+    """Leave one of Headway's own errors for the launchers of this job; returns whether this host's will show it."""
+    from headway import torch_private
+
+    with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
+        if not torch_private.kept_in_a_file():
+            torch_private.default_store().set(REFUSED_KEY, str(error))
+    first = reports.said("refused") or str(error)  # what comes of it later is not the cause
+    return reports.say(refused=first)
 
 
 def _let_gloo_finish_before_groups_go() -> None:
@@ -49,7 +116,8 @@ def _let_gloo_finish_before_groups_go() -> None:
 
     @functools.wraps(original)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        torch_private.let_gloo_finish()
+        if dist.is_initialized():
+            torch_private.let_gloo_finish()
         return original(*args, **kwargs)
 
     dist.destroy_process_group = destroy_process_group
@@ -57,19 +125,53 @@ def _let_gloo_finish_before_groups_go() -> None:
 
 
 def _end_cleanly_on_own_errors() -> None:
-    """Show Headway's own errors as one line instead of a traceback of its insides, and leave them for the launcher."""
+    """Leave Headway's own errors to the launcher, which shows them as its last line, instead of a traceback here.
+
+    A script's own excepthook, or one that it puts in place of this, is heeded; what it hides is found at the exit.
+    """
+    import atexit
+
     before: Callable[..., Any] = sys.excepthook
 
     @functools.wraps(before)
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        own = _own_error(error)
+        left = own is not None and leave_refusal(own)
+        if own is None:
+            _look_for_a_peers_refusal()
         if not isinstance(error, HeadwayError):
             before(kind, error, trace)
-            return
-        rank = os.environ.get("RANK", "0")
-        print(f"headway: rank {rank}: {error}", file=sys.stderr, flush=True)
-        folder = os.environ.get(ERRORS_VARIABLE)
-        if folder and isinstance(error, UserError):
-            with contextlib.suppress(OSError):
-                (Path(folder) / f"rank-{rank.zfill(5)}").write_text(str(error), encoding="utf-8")
+        elif not left:
+            rank = reports.said("rank")
+            where = "" if rank is None else f"rank {rank}: "
+            print(f"headway: {where}{error}", file=sys.stderr, flush=True)
+
+    def at_exit() -> None:
+        own = _own_error(getattr(sys, "last_value", None))
+        if own is not None and not reports.said("refused"):
+            leave_refusal(own)
 
     sys.excepthook = show
+    atexit.register(at_exit)
+
+
+def _own_error(error: BaseException | None) -> UserError | None:
+    """The refusal of Headway's own that ``error`` is or was raised from; None where there is none."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, UserError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def _look_for_a_peers_refusal() -> None:
+    """Where another rank refused, this one fails for want of it: its launcher should say the reason."""
+    from headway import torch_private
+
+    with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
+        if os.environ.get(PLAN_VARIABLE) and not torch_private.kept_in_a_file():
+            store = torch_private.default_store()
+            if store.check([REFUSED_KEY]):
+                reports.say(refused=store.get(REFUSED_KEY).decode(errors="replace"))

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from headway.errors import LaunchError
+from headway.integrations.reports import REPORTS_VARIABLE, Report, first_refusal, read_reports
 
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
-ERRORS_VARIABLE = "HEADWAY_ERRORS"  # a folder in which ranks leave Headway's own errors
+POLL_S = 0.5
+SENT_TO_ALL_WITHIN_S = 2.0  # by when some process has heeded a signal that was sent to all of them
+INSIST_AFTER_S = 12.0
+LAST_WORDS_S = 20.0  # for ranks of a command that has ended to write their recordings
+END_AFTER_REFUSAL_S = 30.0  # for a command to end by itself where a rank refused
+KILL_AFTER_S = 35.0  # torchrun takes 30 s to end workers that do not want to
 
 _INJECT = Path(__file__).parent / "inject"
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended: its exit status (128 + N for signal N), the signal Headway was sent, and what was said."""
+
+    status: int
+    interrupted_by: int
+    reports: tuple[Report, ...]
+
+    @property
+    def exit_status(self) -> int:
+        """What Headway should exit with for it."""
+        return 128 + self.interrupted_by if self.interrupted_by else self.status
 
 
 def injected_environment(
@@ -35,22 +59,19 @@ def injected_environment(
     return environment
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``command``, hand on SIGINT and SIGTERM, and return its exit status (128 + N for signal N).
+def run_command(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    reports: Path,
+    on_reports: Callable[[tuple[Report, ...]], None] = lambda _: None,
+) -> Ended:
+    """Run ``command``, hand on SIGINT and SIGTERM, and wait until its ranks on this host have said their last.
 
-    Raises LaunchError where it cannot be started, and the first of Headway's own errors that a rank ended with.
+    ``reports`` is an empty folder for what processes say of themselves; ``on_reports`` gets it whenever that changes.
+    Raises LaunchError where the command cannot be started, and the first of Headway's own errors that a rank left.
     """
-    with tempfile.TemporaryDirectory(prefix="headway-") as errors:
-        status = _wait_for(command, {**environment, ERRORS_VARIABLE: errors})
-        said = sorted(Path(errors).iterdir())
-        if status != 0 and said:
-            raise LaunchError(said[0].read_text(encoding="utf-8")[:2000])
-    return status
-
-
-def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
-        process = subprocess.Popen(command, env=dict(environment))
+        process = subprocess.Popen(command, env={**environment, REPORTS_VARIABLE: str(reports)})
     except OSError as failure:
         raise LaunchError(
             f"cannot start {command[0]}",
@@ -58,14 +79,125 @@ def _wait_for(command: Sequence[str], environment: Mapping[str, str]) -> int:
             expected="a command on PATH",
             fix="Check its spelling.",
         ) from None
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    running = _Running(process, reports, on_reports)
+    before = {number: signal.signal(number, running.forward) for number in _FORWARDED}
     try:
-        status = process.wait()
+        status = running.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 128 - status if status < 0 else status
+    said = read_reports(reports)
+    if refusal := first_refusal(said):
+        raise LaunchError(refusal)
+    return Ended(128 - status if status < 0 else status, running.interrupted_by, said)
+
+
+class _Running:
+    """A command that runs, and what its processes have said so far."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        on_reports: Callable[[tuple[Report, ...]], None],
+    ) -> None:
+        self._process = process
+        self._folder = folder
+        self._on_reports = on_reports
+        self._seen_ns = 0
+        self._reports: tuple[Report, ...] = ()
+        self._end_at_s = float("inf")
+        self._ending = signal.SIGTERM
+        self._descendants: tuple[int, ...] = ()
+        self._forward_at_s = self._insist_at_s = float("inf")
+        self.interrupted_by = 0
+
+    def forward(self, number: int, _frame: FrameType | None) -> None:
+        """Hand a signal on, a first one not at once: a terminal, or a scheduler, sends it to every process itself.
+
+        torchrun leaves its ranks behind where a second signal finds it ending them.
+        """
+        if self.interrupted_by:
+            self._process.send_signal(number)
+            self._forward_at_s = float("inf")
+            return
+        self.interrupted_by = number
+        self._descendants = _descendants(self._process.pid)
+        self._forward_at_s = time.monotonic() + SENT_TO_ALL_WITHIN_S
+        self._insist_at_s = time.monotonic() + INSIST_AFTER_S
+
+    def _hand_on(self) -> None:
+        """Send the signal on where no process of the command has ended since, or that was all."""
+        now_s = time.monotonic()
+        if now_s < self._forward_at_s:
+            return
+        if now_s >= self._insist_at_s or all(map(_is_alive, self._descendants)):
+            self._process.send_signal(self.interrupted_by)
+            self._forward_at_s = float("inf")
+
+    def wait(self) -> int:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(POLL_S)
+                self._wait_for_last_words()
+                return status
+            self._look()
+            self._hand_on()
+            if time.monotonic() >= self._end_at_s:
+                self._process.send_signal(self._ending)
+                self._ending = signal.SIGKILL
+                self._end_at_s = time.monotonic() + KILL_AFTER_S
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError):
+            changed_ns = self._folder.stat().st_mtime_ns
+            if changed_ns == self._seen_ns:
+                return
+            self._seen_ns = changed_ns
+            self._reports = read_reports(self._folder)
+            self._on_reports(self._reports)
+            if first_refusal(self._reports):
+                self._end_at_s = min(self._end_at_s, time.monotonic() + END_AFTER_REFUSAL_S)
+
+    def _wait_for_last_words(self) -> None:
+        """Ranks may outlive their launcher for a while: torchrun's do when it is told to end twice."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline:
+            self._look()
+            here = socket.gethostname()
+            if not any(
+                report.records and not report.done and report.host == here and _is_alive(report.pid)
+                for report in self._reports
+            ):
+                return
+            time.sleep(0.1)
+
+
+def _descendants(pid: int) -> tuple[int, ...]:
+    """The processes that ``pid`` has started, itself included, and those that they have."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if entry.name.isdecimal() and (parent := _stat(int(entry.name))[1:2]):
+            children.setdefault(int(parent[0]), []).append(int(entry.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return tuple(found)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _stat(pid)[:1] not in (["Z"], ["X"])
+
+
+def _stat(pid: int) -> list[str]:
+    """The state of a process, its parent and so on; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from headway.errors import PlanError, UnsupportedError
+from headway.integrations.followable import check_followable
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
@@ -51,13 +52,7 @@ def install(plan: Plan) -> None:
     """
     global _plan, _followed, _step_hook  # noqa: PLW0603 - the class that is changed is the process's too
     driver(plan.strategy, "runtime")  # what cannot be imported should say so now
-    if not isinstance(
-        plan.strategy, DistributedDataParallelStrategy | DecoupledStrategy | ParameterServerStrategy
-    ):
-        raise UnsupportedError(
-            "an unmodified script cannot follow this plan's strategy", got=plan.strategy.name,
-            fix="Call headway.parallelize in the script.",
-        )  # fmt: skip
+    check_followable(plan)
     _plan, _followed = plan, False
     torch.compile = _compile
     if _step_hook is None:

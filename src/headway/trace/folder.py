@@ -81,13 +81,18 @@ def _arrow(name: str, values: Any) -> pa.Array:
 
 def _write_descriptions(folder: Path, manifest: Manifest, model: ModelSpec) -> None:
     files.write_text(folder / MODEL, model.model_dump_json(indent=1), TraceError)
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write, or replace, what a trace says of itself."""
     files.write_text(folder / MANIFEST, manifest.model_dump_json(indent=1), TraceError)
 
 
-def assemble(folder: Path) -> Manifest:
+def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
     """Turn a folder of rank files into a trace: write ``manifest.json``, which is returned, and ``model.json``.
 
-    Raises TraceError where a rank's file is missing or damaged: nobody could load the trace.
+    Raises TraceError where a rank's file is damaged, or missing unless ``missing_ok``: then the notes say which.
     """
     infos: list[RankInfo] = []
     model: ModelSpec | None = None
@@ -102,18 +107,22 @@ def assemble(folder: Path) -> Manifest:
     if model is None or not infos:
         raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet a rank")
     missing = sorted(set(range(infos[0].world_size)) - {info.rank for info in infos})
-    if missing:
+    names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+    if missing and not missing_ok:
         raise TraceError(
-            f"rank {', '.join(map(str, missing[:8]))} wrote no file",
+            f"rank {names} wrote no file",
             got=f"{len(infos)} rank files",
             expected=f"{infos[0].world_size}, one a rank",
             fix="See why it ended early, and record again.",
         )
+    absent = (
+        (f"{len(missing)} of {infos[0].world_size} ranks wrote no file: rank {names}",) if missing else ()
+    )
     manifest = Manifest(
         world_size=infos[0].world_size,
         steps=tuple(sorted(steps or ())),
         ranks=tuple(sorted(infos, key=lambda info: info.rank)),
-        notes=tuple(dict.fromkeys(note for info in infos for note in info.notes)),
+        notes=(*absent, *dict.fromkeys(note for info in infos for note in info.notes)),
     )
     _write_descriptions(folder, manifest, model)
     return manifest

@@ -61,9 +61,10 @@ class RankInfo(BaseModel):
 class Manifest(BaseModel):
     """What a trace holds.
 
-    ``steps`` are the recorded steps' numbers in the job. An imported trace may lack ranks. ``servers`` are a parameter
+    ``steps`` are the recorded steps' numbers in the job. A trace may lack ranks. ``servers`` are a parameter
     server's processes, counted from 0. ``groups`` names the ranks of process groups, where they are known. ``notes``
-    say what the importer could not know.
+    say what the importer could not know, or which ranks left nothing. ``run`` is torchrun's name of the job or one of
+    the recording's own, ``attempt`` how often torchrun had started the ranks again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,6 +78,8 @@ class Manifest(BaseModel):
     servers: tuple[RankInfo, ...] = ()
     groups: dict[str, tuple[int, ...]] = {}
     notes: tuple[str, ...] = ()
+    run: str = ""
+    attempt: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

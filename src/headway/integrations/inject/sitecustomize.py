@@ -1,7 +1,7 @@
 """Found first on PYTHONPATH by every Python that a recorded or planned command starts.
 
-It waits for ``import torch`` in processes that are ranks, and leaves all others alone. A ``sitecustomize`` that
-stood on the path before keeps working: it is run too.
+It waits for ``import torch`` and does nothing in processes without one. A ``sitecustomize`` that stood on the path
+before keeps working: it is run too.
 """
 
 import os
@@ -19,22 +19,41 @@ def _run_the_next_sitecustomize() -> None:
         spec.loader.exec_module(module_from_spec(spec))
 
 
-def _activate_when_torch_arrives() -> None:
-    wanted = "HEADWAY_RECORD" in os.environ or "HEADWAY_PLAN" in os.environ
-    if not wanted or "RANK" not in os.environ:
-        return
-    try:
-        import wrapt
+class _WhenTorchIsImported:
+    """Asked first for every module; at ``torch`` it makes way for the hook that runs after its import."""
 
-        from headway.integrations import activate
-    except ImportError as failure:
-        print(
-            f"headway: {sys.executable} cannot import headway ({failure}); install it there",
-            file=sys.stderr,
-        )
-        return
-    wrapt.register_post_import_hook(activate.on_torch_import, "torch")
+    @staticmethod
+    def find_spec(name: str, _path: object = None, _target: object = None) -> object:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(_WhenTorchIsImported)  # type: ignore[arg-type]
+        try:
+            import wrapt
+
+            from headway.integrations import activate
+        except Exception as failure:  # an old Python may not even parse it
+            _say_why_not(failure)
+            return None
+        from importlib.util import find_spec
+
+        wrapt.register_post_import_hook(activate.on_torch_import, "torch")
+        return find_spec(name)  # with the hook in place by now
+
+
+def _say_why_not(failure: Exception) -> None:
+    """Leave a report as ``headway.integrations.reports`` would, which cannot be imported here."""
+    import json
+
+    blind = f"{sys.executable} cannot import headway ({failure})"
+    path = os.path.join(os.environ.get("HEADWAY_REPORTS", ""), f"process-{os.getpid()}-blind")
+    try:
+        with open(f"{path}.writing", "w") as file:
+            json.dump({"pid": os.getpid(), "blind": blind}, file)
+        os.rename(f"{path}.writing", f"{path}.json")
+    except OSError:
+        sys.stderr.write(f"headway: {blind}\n")
 
 
 _run_the_next_sitecustomize()
-_activate_when_torch_arrives()
+if "HEADWAY_RECORD" in os.environ or "HEADWAY_PLAN" in os.environ:
+    sys.meta_path.insert(0, _WhenTorchIsImported)  # type: ignore[arg-type]

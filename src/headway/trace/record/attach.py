@@ -53,22 +53,10 @@ class _RuntimeObserver(observer.Observer):
         )
 
 
-def record_from_first_group(options: RecordOptions) -> Recorder:
-    """Record this process from the moment its script initialises the default process group."""
+def record_this_rank(options: RecordOptions) -> Recorder:
+    """Record this process from now on; its default process group stands."""
     recorder = Recorder(options)
-    original = dist.init_process_group
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not recorder.finished and dist.is_initialized() and dist.init_process_group is init_process_group:
-            dist.init_process_group = original
-            dist.distributed_c10d.init_process_group = original
-            _attach(recorder)
-        return result
-
-    dist.init_process_group = init_process_group
-    dist.distributed_c10d.init_process_group = init_process_group
+    _attach(recorder)
     return recorder
 
 

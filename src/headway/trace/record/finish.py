@@ -4,49 +4,110 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from headway import files
 from headway.errors import LaunchError, TraceError, UserError
 from headway.trace.clocks import aligned, fit_clocks, meetings_of
 from headway.trace.events import Events
-from headway.trace.folder import assemble, load_trace, write_trace
+from headway.trace.folder import assemble, load_trace, write_manifest, write_trace
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import UNKNOWN_NS
+from headway.trace.record.place import ATTEMPT, Recording, described
 
 WAIT_FOR_RANKS_S = 60.0
 
 
-def finish_recording(
-    staging: Path, out: Path, world_size: int | None, *, wait_s: float = WAIT_FOR_RANKS_S
-) -> None:
-    """Assemble ``staging`` into a trace at ``out``.
+@dataclass(frozen=True)
+class _Attempt:
+    """What the ranks of one attempt have left in its folder so far."""
 
-    ``world_size`` of None takes it from the files. Waits up to ``wait_s`` for ranks that run elsewhere.
+    folder: Path
+    description: Recording | None
+    recorded: tuple[Path, ...]
+    idle: tuple[dict[str, object], ...]
+    world_size: int | None
+
+    @property
+    def everybody_is_heard(self) -> bool:
+        return self.world_size is not None and len(self.recorded) + len(self.idle) >= self.world_size
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Which of several to take: a whole recording before others, then the newest."""
+        started_s = self.description.started_s if self.description else 0.0
+        return self.world_size is not None and len(self.recorded) >= self.world_size, started_s
+
+
+def finish_recording(
+    staging: Path,
+    out: Path,
+    world_size: int | None,
+    *,
+    wait_s: float = WAIT_FOR_RANKS_S,
+    incomplete: bool = False,
+) -> None:
+    """Assemble ``staging`` into a trace at ``out``: of several attempts that it holds the newest whole one.
+
+    ``world_size`` of None takes it from the files. Waits up to ``wait_s`` for ranks that run elsewhere; where some
+    never wrote, ``incomplete`` has the others kept and the trace say so.
     Raises LaunchError where the job gave nothing to record; ``staging`` is removed in every case.
     """
     try:
-        deadline = time.monotonic() + wait_s
-        while True:
-            if not staging.is_dir():
-                raise TraceError("the recording vanished while it was made", got=staging, fix="Record again.")
-            recorded, idle = _present(staging)
-            expected = world_size or _stated_world_size(staging)
-            if expected is not None and len(recorded) + len(idle) >= expected:
-                break
-            if expected is None or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+        attempts = _awaited(staging, world_size, wait_s)
+        recorded = [attempt for attempt in attempts if attempt.recorded]
         if not recorded:
-            raise _why_nothing(idle)
-        manifest = assemble(staging)
+            raise _why_nothing(attempts[-1].idle)
+        chosen = max(recorded, key=lambda attempt: attempt.rank)
+        _remove_all_but_ranks(chosen.folder)
+        manifest = assemble(chosen.folder, missing_ok=incomplete)
+        if not manifest.steps:
+            raise _why_nothing(({"steps": "no"},))
+        if chosen.description is not None:
+            named = {"run": chosen.description.run, "attempt": chosen.description.attempt}
+            write_manifest(chosen.folder, manifest.model_copy(update=named))
         if any(info.clock.uncertainty_ns >= UNKNOWN_NS for info in manifest.ranks):
-            _compare_clocks(staging)
-        staging.replace(out)
+            _compare_clocks(chosen.folder)
+        chosen.folder.replace(out)
     except OSError as failure:
         raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
     finally:
         files.remove_folder(staging)
+
+
+def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Attempt]:
+    """The attempts in ``staging``, the newest last, once everybody of the newest is heard or ``wait_s`` is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        if not staging.is_dir():
+            raise TraceError("the recording vanished while it was made", got=staging, fix="Record again.")
+        folders = [each for each in staging.glob(f"{ATTEMPT}*") if each.is_dir()] or [staging]
+        attempts = sorted((_attempt(each, world_size) for each in folders), key=lambda each: each.rank[1])
+        newest = attempts[-1]
+        if newest.everybody_is_heard or newest.world_size is None or time.monotonic() > deadline:
+            return attempts
+        time.sleep(0.1)
+
+
+def _attempt(folder: Path, world_size: int | None) -> _Attempt:
+    description = described(folder)
+    recorded = tuple(sorted(folder.glob("rank-*.parquet")))
+    idle = tuple(_status(path) for path in sorted(folder.glob("status-*.json")))
+    expected = world_size or (description.world_size if description else _stated_world_size(recorded, idle))
+    return _Attempt(folder, description, recorded, idle, expected)
+
+
+def _status(path: Path) -> dict[str, object]:
+    status = json.loads(files.read_text(path, TraceError, "status", 65_536))
+    return status if isinstance(status, dict) else {}
+
+
+def _remove_all_but_ranks(folder: Path) -> None:
+    for path in folder.iterdir():
+        if not (path.name.startswith("rank-") and path.suffix == ".parquet"):
+            files.remove_folder(path) if path.is_dir() else path.unlink()
 
 
 def _compare_clocks(folder: Path) -> None:
@@ -89,16 +150,10 @@ def _brought_on(events: dict[int, Events], fits: dict[int, ClockFit]) -> dict[in
     return {rank: aligned(rows, fits[rank]) if rank in fits else rows for rank, rows in events.items()}
 
 
-def _present(staging: Path) -> tuple[list[Path], list[dict[str, object]]]:
-    recorded = sorted(staging.glob("rank-*.parquet"))
-    idle = [json.loads(path.read_text()) for path in sorted(staging.glob("status-*.json"))]
-    return recorded, idle
-
-
-def _stated_world_size(staging: Path) -> int | None:
-    for path in staging.glob("status-*.json"):
-        return int(json.loads(path.read_text())["world_size"])
-    for path in staging.glob("rank-*.parquet"):
+def _stated_world_size(recorded: Sequence[Path], idle: Sequence[dict[str, object]]) -> int | None:
+    for status in idle:
+        return int(str(status["world_size"]))
+    for path in recorded:
         import pyarrow.parquet as pq
 
         metadata = pq.read_schema(path).metadata or {}
@@ -106,13 +161,13 @@ def _stated_world_size(staging: Path) -> int | None:
     return None
 
 
-def _why_nothing(idle: list[dict[str, object]]) -> LaunchError:
+def _why_nothing(idle: Sequence[dict[str, object]]) -> LaunchError:
     if not idle:
         return LaunchError(
             "nothing was recorded",
             got="a command none of whose ranks initialised a process group",
-            expected="torchrun, or one process a rank with RANK set, that calls init_process_group",
-            fix="Check that the command starts ranks and that their Python can import headway.",
+            expected="torchrun, or another launcher, of ranks that call init_process_group",
+            fix="Check that the command starts ranks whose Python can import headway, and is not told -I or -E.",
         )
     steps = idle[0]["steps"]
     return LaunchError(

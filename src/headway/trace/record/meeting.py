@@ -17,8 +17,6 @@ from headway.trace.record.connections import ConnectionWatch, Endpoint, peers_of
 
 CLOCK_KEY = "headway/clock"
 LINKS_KEY = "headway/links"
-LINKS_TIMEOUT = timedelta(seconds=20)
-LAST_ROUNDS_TIMEOUT_S = 20.0
 
 
 class ClockComparison:
@@ -57,11 +55,11 @@ class ClockComparison:
                 return clock.ClockServer(address, self._secret, ranks)
         return clock.ClockServer(interface.EVERY_ADDRESS, self._secret, ranks)
 
-    def end(self, rank: int, world_size: int) -> ClockFit:
-        """Make the last round trips; how this rank's clock is brought onto rank 0's."""
+    def end(self, rank: int, world_size: int, patience_s: float) -> ClockFit:
+        """Make the last round trips, which rank 0 waits for; how this rank's clock is brought onto rank 0's."""
         if rank == 0:
             if self._server is not None:
-                self._server.wait_for_last_rounds(world_size - 1, LAST_ROUNDS_TIMEOUT_S)
+                self._server.wait_for_last_rounds(world_size - 1, patience_s)
             return ClockFit()
         if self._address is None:
             return clock.fit_clock((), ())
@@ -89,7 +87,7 @@ def publish_connections(number: int, connections: ConnectionWatch) -> None:
 
 
 def connection_peers(
-    number: int, connections: ConnectionWatch, rank: int, world_size: int
+    number: int, connections: ConnectionWatch, rank: int, world_size: int, patience_s: float
 ) -> dict[tuple[Endpoint, Endpoint], int]:
     """Which rank is at the other end of each connection; nothing where others do not say in time."""
     if world_size == 1 or not dist.is_initialized():
@@ -97,7 +95,7 @@ def connection_peers(
     store = torch_private.default_store()
     keys = [_links_key(number, other) for other in range(world_size)]
     try:
-        store.wait(keys, LINKS_TIMEOUT)
+        store.wait(keys, timedelta(seconds=patience_s))
         published = {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank}
     except RuntimeError:  # a rank that is gone publishes nothing
         return {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import sys
@@ -51,6 +53,8 @@ from headway.trace.record.updates import UpdateWatch
 from headway.units import format_bytes
 
 MAX_ROWS = 5_000_000
+PATIENCE_S = 20.0  # with other ranks when a recording ends
+PATIENCE_WHEN_FAILED_S = 3.0  # where the job failed or was told to end
 
 _recordings = itertools.count()  # the same on every rank, for recordings begin on all of them
 
@@ -61,6 +65,7 @@ class RecordOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path
+    output: Path | None = None  # where the trace will be, for those who are told
     first_step: int = Field(default=5, ge=1)
     last_step: int = Field(default=25, ge=2)
     clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
@@ -77,6 +82,8 @@ class Recorder:
     def __init__(self, options: RecordOptions) -> None:
         self.options = options
         self.finished = False
+        self.writing = False
+        self.in_order = True  # whether it ended because the job did, rather than failed
         self._now = Now()
         self._rows: list[Event] = []
         self._spans: list[StrategySpan] = []
@@ -93,6 +100,9 @@ class Recorder:
         self._others: list[str] = []  # models that were wrapped and are not recorded
         self._sharded = False  # by fully_shard, without a wrapper
         self._undo: list[Callable[[], None]] = []
+        self._written: list[Callable[[], object]] = []
+        self._place = (0, 1)  # rank and world size, which nobody can ask for once the group is gone
+        self._process = os.getpid()
         self._number = next(_recordings)
         self._clocks = ClockComparison(self._number)
         self._step_clock = StepClock()
@@ -109,13 +119,19 @@ class Recorder:
 
     def attach(self) -> None:
         """Start observing this rank. Needs the default process group."""
+        self._place = dist.get_rank(), dist.get_world_size()
+        self._process = os.getpid()
         if self.options.clock_server:
             self._clocks.begin()
         if self.options.detail != "modules":
             place = (self.options.folder, dist.get_rank(), self.options.first_step)
             self._profiled = ProfiledSteps(self.options.detail, *place)
         self.resume()
-        atexit.register(self.finish)
+        atexit.register(self._finish_at_exit)
+        if (
+            multiprocessing.parent_process() is not None
+        ):  # its children may end without Python's exit handlers
+            multiprocessing.util.Finalize(None, self._finish_at_exit, exitpriority=0)
 
     def resume(self) -> None:
         """Lay every hook, for the first time or again after ``detach``."""
@@ -131,6 +147,10 @@ class Recorder:
     def when_finished(self, undo: Callable[[], None]) -> None:
         """Have ``undo`` called when the recording is over."""
         self._undo.append(undo)
+
+    def when_written(self, told: Callable[[], object]) -> None:
+        """Have ``told`` called, in the order of these calls, when this rank's file, or its status, is written."""
+        self._written.append(told)
 
     def watch(self, model: nn.Module, root: nn.Module) -> None:
         """Observe ``model``, whose parameters live in ``root``. Of several the one with the most gradients is recorded.
@@ -292,36 +312,52 @@ class Recorder:
             torch_private.data_loader_iterator().__next__ = self._original_next  # type: ignore[attr-defined]
             self._original_next = None
 
-    def finish(self) -> None:
-        """Stop, compare clocks once more and write this rank's file, or its status where no step was whole."""
-        if self.finished:
+    def finish(self, patience_s: float | None = None) -> None:
+        """Stop, compare clocks once more and write this rank's file, or its status where no step was whole.
+
+        Waits up to ``patience_s``, or ``PATIENCE_S`` where that is None, for each thing that other ranks have to say.
+        A rank's forked child writes nothing.
+        """
+        if self.finished or os.getpid() != self._process:
             return
-        self._stop()
+        self.writing = True
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        self.in_order = patience_s >= PATIENCE_S
+        self._stop(self._may_use_store())
         try:
             if any(row.kind == Kind.STEP for row in self._rows):
-                self._write()
+                self._write(patience_s)
             else:
                 self._write_status()
         except Exception as failure:  # training must not end because its recording does
-            print(
-                f"headway: rank {dist_place()[0]} could not write its recording: {failure}", file=sys.stderr
-            )
+            print(f"headway: rank {self._place[0]} could not write its recording: {failure}", file=sys.stderr)
         self._forget()
+        while self._written:
+            self._written.pop(0)()
+        self.writing = False
+
+    def _finish_at_exit(self) -> None:
+        failed = getattr(sys, "last_value", None) is not None  # then others may be gone too
+        self.finish(PATIENCE_WHEN_FAILED_S if failed else None)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.writing and time.monotonic() < deadline:  # in another thread, which ends with this one
+            time.sleep(0.05)
 
     def give_up(self) -> None:
         """Stop and write nothing: the script failed, and nobody waits for this rank's file."""
         if not self.finished:
-            self._stop()
+            self._stop(True)
             self._forget()
 
-    def _stop(self) -> None:
+    def _stop(self, may_use_store: bool) -> None:
         self.finished = True
         self._now.recording = False
-        publish_connections(self._number, self._connections)
+        if may_use_store:
+            publish_connections(self._number, self._connections)
         if self._profiled is not None:
             self._profiled.end()
         self.detach()
-        atexit.unregister(self.finish)
+        atexit.unregister(self._finish_at_exit)
         while self._undo:
             self._undo.pop()()
 
@@ -336,16 +372,18 @@ class Recorder:
         self._connections.close()
         self._clocks.close()
 
-    def _write(self) -> None:
-        rank, world_size = dist_place()
-        fit = self._clocks.end(rank, world_size)
+    def _write(self, patience_s: float) -> None:
+        rank, world_size = self._place
+        fit = self._clocks.end(rank, world_size, patience_s)
         events = self._rows + self._watch.rows()
         events += unseen_uses(events, self._watch.unseen)
         model = model_described(
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
-        peers = connection_peers(self._number, self._connections, rank, world_size)
+        peers = {}
+        if self._may_use_store():
+            peers = connection_peers(self._number, self._connections, rank, world_size, patience_s)
         events += link_rows(self._connections.uses, peers)
         events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
         last = self.options.last_step
@@ -391,7 +429,7 @@ class Recorder:
         return aligned(Events.concatenated(parts), fit)
 
     def _write_status(self) -> None:
-        rank, world_size = dist_place()
+        rank, world_size = self._place
         status = {
             "rank": rank,
             "world_size": world_size,
@@ -400,13 +438,10 @@ class Recorder:
         }
         files.write_text(self.options.folder / f"status-{rank:05d}.json", json.dumps(status))
 
+    def _may_use_store(self) -> bool:
+        """Where a job fails, the file that its ranks met in may go at any time."""
+        return self.in_order or not torch_private.kept_in_a_file()
+
 
 def _gradient_bytes(root: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
-
-
-def dist_place() -> tuple[int, int]:
-    """This process's rank and world size, from torch or, after its group is gone, from the environment."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

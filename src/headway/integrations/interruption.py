@@ -1,0 +1,131 @@
+"""SIGINT and SIGTERM in a rank: what must be saved is saved first, then happens what would have happened.
+
+Python calls handlers in the main thread between two of its own instructions, and that thread may be inside a collective
+that never ends because other ranks are gone. A thread of our own hears of the signal all the same, and saves where the
+main one cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Protocol
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+MAIN_THREAD_WITHIN_S = 1.0
+PATIENCE_S = 3.0  # with other ranks, which are told to end too
+
+
+def call_first(recorder: Savable) -> None:
+    """Finish ``recorder`` on SIGINT or SIGTERM, before the handlers that stand now, until it is written.
+
+    Does nothing outside of the main thread, and for signals that are ignored or handled outside of Python.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    interruption = _Interruption(recorder)
+    interruption.attach()
+    recorder.when_written(interruption.detach)
+
+
+class Savable(Protocol):
+    """What has something to write before its process ends."""
+
+    writing: bool
+
+    def finish(self, patience_s: float) -> None:
+        """Write it, once; waits up to ``patience_s`` for others."""
+
+    def when_written(self, told: Callable[[], object]) -> None:
+        """Have ``told`` called afterwards."""
+
+
+class _Interruption:
+    def __init__(self, recorder: Savable) -> None:
+        self._recorder: Savable | None = recorder
+        self._owner = os.getpid()
+        self._heeding = False
+        self._postponed: list[int] = []
+        self._over = threading.Event()
+        self._before: dict[int, Any] = {}
+        self._reader, self._writer = os.pipe()
+
+    def attach(self) -> None:
+        for number in NUMBERS:
+            before = signal.getsignal(number)
+            if callable(before) or before is signal.SIG_DFL:
+                self._before[number] = before
+                signal.signal(number, self._handle)
+        os.set_blocking(self._writer, False)
+        listened = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if listened != -1:  # somebody's event loop listens; it wakes the main thread itself
+            signal.set_wakeup_fd(listened)
+        # Else a child's signals would be taken for this rank's.
+        os.register_at_fork(after_in_child=self._leave_to_before)
+        threading.Thread(target=self._listen, name="headway-signals", daemon=True).start()
+
+    def detach(self) -> None:
+        """Leave signals to whom they were before, and hand on those that came while the recording was written."""
+        self._over.set()
+        self._recorder = None
+        if threading.current_thread() is threading.main_thread() and not self._heeding:
+            self._leave_to_before()
+        for number in () if self._heeding else self._postponed:
+            os.kill(os.getpid(), number)
+        with contextlib.suppress(OSError):
+            os.write(self._writer, bytes(1))
+
+    def _leave_to_before(self) -> None:
+        with contextlib.suppress(ValueError):  # in a thread
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, before)
+            listened = signal.set_wakeup_fd(-1)
+            if listened not in (-1, self._writer):
+                signal.set_wakeup_fd(listened)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        recorder = self._recorder
+        if recorder is not None and recorder.writing:
+            self._postponed.append(number)
+            return
+        if recorder is not None:
+            self._heeding = True
+            with _children_may_die():
+                recorder.finish(PATIENCE_S)
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _listen(self) -> None:
+        while not self._over.is_set():
+            (number,) = os.read(self._reader, 1)
+            if number not in self._before or self._over.wait(MAIN_THREAD_WITHIN_S):
+                continue
+            recorder = self._recorder
+            if recorder is not None and not recorder.writing:
+                recorder.finish(PATIENCE_S)
+            if self._over.wait(PATIENCE_S) and self._before[number] is signal.SIG_DFL:
+                # The signal would have ended the process at once, whatever its main thread waits for.
+                os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def _children_may_die() -> Iterator[None]:
+    """The signal often goes to a data loader's workers too, and torch raises in this thread when one is gone."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if before is None:
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -1,0 +1,73 @@
+"""A rank under a plan: whether it constructed what the plan says before it steps, and what becomes of refusals."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from headway.errors import LaunchError, UserError
+from headway.integrations import plan_injection, reports
+from headway.integrations.activate import leave_refusal
+from headway.plan import Plan
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.loading import driver
+
+
+def follow(plan_path: str) -> None:
+    """Have this rank follow the plan, or refuse to step an optimizer without it.
+
+    Raises PlanError where the plan cannot be read and UnsupportedError where a script cannot follow it.
+    """
+    plan = Plan.load(plan_path)
+    plan_injection.install(plan)
+    _leave_refusals_of(DistributedDataParallel, "__new__")
+    _leave_refusals_of(DistributedDataParallel, "__init__")
+    if isinstance(plan.strategy, DecoupledStrategy):
+        _leave_refusals_of(driver(plan.strategy, "runtime").DecoupledDataParallel, "__init__")
+    if dist.get_world_size() > 1:
+        _refuse_to_step_without()
+
+
+def _leave_refusals_of(wrapper: type, name: str) -> None:
+    """Tell the launcher of refusals where they are raised: a script may catch them, or have its own excepthook."""
+    original: Callable[..., Any] = getattr(wrapper, name)
+
+    @functools.wraps(original)
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(*args, **kwargs)
+        except UserError as error:
+            leave_refusal(error)
+            raise error.with_traceback(None) from None  # of Headway's insides the script's log needs nothing
+        if name == "__init__":
+            reports.say(applied=True)
+        return result
+
+    setattr(wrapper, name, construct)
+
+
+def _refuse_to_step_without() -> None:
+    owner = os.getpid()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if reports.said("applied") or os.getpid() != owner:
+            return
+        error = LaunchError(
+            "the plan was not applied",
+            got=f"an optimizer's step on rank {dist.get_rank() if dist.is_initialized() else '?'} "
+            "before any DistributedDataParallel was constructed",
+            expected="a script that wraps its model in DistributedDataParallel",
+            fix="Run it without the plan, or call headway.parallelize in it.",
+        )
+        leave_refusal(error)
+        raise error
+
+    register_optimizer_step_pre_hook(before_step)

@@ -1,0 +1,43 @@
+"""A rank under ``headway record``: where its file goes, when its launcher learns of it, and what ends it early."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.integrations import interruption, reports
+from headway.trace.record import collecting
+from headway.trace.record.attach import record_this_rank
+from headway.trace.record.place import Place, agree_on_place
+from headway.trace.record.recorder import PATIENCE_WHEN_FAILED_S, Recorder, RecordOptions
+
+PATIENCE_S = 60.0  # with one piece of a file
+
+
+def begin(options_json: str) -> None:
+    """Record this rank, whose default process group stands, under ``RecordOptions`` given as JSON."""
+    options = RecordOptions.model_validate_json(options_json)
+    place = agree_on_place(options.folder, options.output)
+    reports.say(records=True)
+    recorder = record_this_rank(options.model_copy(update={"folder": place.folder}))
+    recorder.when_written(functools.partial(_bring_together, recorder, place, dist.get_rank()))
+    recorder.when_written(functools.partial(reports.say, done=True))
+    interruption.call_first(recorder)
+
+
+def _bring_together(recorder: Recorder, place: Place, rank: int) -> None:
+    """Send this rank's file to rank 0 where that does not see it, or on rank 0 receive what is sent."""
+    if not dist.is_initialized() or torch_private.kept_in_a_file():
+        return
+    patience_s = PATIENCE_S if recorder.in_order else PATIENCE_WHEN_FAILED_S
+    token = place.recording.token
+    try:
+        if rank == 0:
+            collecting.receive(token, place.folder, patience_s)
+        elif not place.shared:
+            collecting.send(token, rank, place.folder, patience_s)
+    except Exception as failure:  # training must not end because its recording does
+        print(f"headway: rank {rank}'s recording could not be brought to rank 0: {failure}", file=sys.stderr)

@@ -1,0 +1,110 @@
+"""What the processes of a command tell their launcher: one small file a process, renamed into place.
+
+A process that imports torch leaves a file in the folder of ``REPORTS_VARIABLE`` and replaces it as it becomes a rank,
+applies the plan or refuses. The launcher reads them while the command runs. The writing half is plain Python, for it
+runs in other people's processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headway.errors import one_line
+
+REPORTS_VARIABLE = "HEADWAY_REPORTS"
+PREFIX = "process-"
+MAX_REPORTS = 20_000
+MAX_REPORT_BYTES = 16_384
+MAX_SAID = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one process said of itself; ``rank`` is -1 until its default process group was initialised.
+
+    ``refused`` is an error of Headway's own, ``blind`` says why this Python cannot import Headway, ``alone`` that it
+    trains without a process group, ``records`` that it began to record and ``done`` that its recording is written.
+    """
+
+    host: str = ""
+    pid: int = 0
+    rank: int = -1
+    world_size: int = 0
+    applied: bool = False
+    alone: bool = False
+    records: bool = False
+    done: bool = False
+    refused: str = ""
+    blind: str = ""
+
+
+_said: dict[str, Any] = {}
+
+
+def say(**news: Any) -> bool:
+    """Change this process's report by ``news``, fields of ``Report``. Returns whether a launcher can read it."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    if _said.get("pid") != os.getpid():  # a forked child is a process of its own
+        _said.clear()
+        _said.update(pid=os.getpid(), host=socket.gethostname(), name=os.urandom(4).hex())
+    _said.update(news)
+    if not folder:
+        return False
+    path = Path(folder) / f"{PREFIX}{_said['pid']}-{_said['name']}.json"
+    beside = path.with_suffix(".writing")
+    with contextlib.suppress(OSError):
+        beside.write_text(
+            json.dumps({key: value for key, value in _said.items() if key != "name"}), encoding="utf-8"
+        )
+        beside.replace(path)
+        return True
+    return False
+
+
+def said(field: str) -> Any:
+    """What this process last said under ``field``, or None."""
+    return _said.get(field) if _said.get("pid") == os.getpid() else None
+
+
+def read_reports(folder: Path) -> tuple[Report, ...]:
+    """Every readable report in ``folder``, ranks first and in order; what is damaged or too large is passed over."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.startswith(PREFIX))
+    except OSError:
+        return ()
+    found = [
+        report for name in names[:MAX_REPORTS] if name.endswith(".json") and (report := _read(folder / name))
+    ]
+    return tuple(sorted(found, key=lambda report: (report.rank < 0, report.rank, report.host, report.pid)))
+
+
+def first_refusal(reports: Iterable[Report]) -> str:
+    """The first of Headway's own errors that a process ended with, or ""."""
+    return next((report.refused for report in reports if report.refused), "")
+
+
+def _read(path: Path) -> Report | None:
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_REPORT_BYTES:
+            return None
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    given: dict[str, Any] = {}
+    for field in fields(Report):
+        value = document.get(field.name, field.default)
+        if type(value) is not type(field.default):
+            return None
+        given[field.name] = one_line(value, MAX_SAID) if isinstance(value, str) else value
+    return Report(**given)

@@ -1,0 +1,96 @@
+"""Jobs as people start them, with torchrun and without: recorded, or said not to be; under a plan, or refused."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commands import SCRIPTS, headway, last_line, torchrun
+from torch import nn
+
+from headway.plan import Plan, PlannedModel
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.trace.folder import load_trace
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+SCRIPT = (sys.executable, SCRIPTS / "train_launched.py")
+PATIENCE_S = 240
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan for a model that no script here has."""
+    made_for = PlannedModel.of(model_spec(nn.Linear(2, 2)))
+    path = tmp_path / "plan.yaml"
+    Plan(strategy=DistributedDataParallelStrategy(), world_size=2, model=made_for).save(path)
+    return path
+
+
+def started(how: str, folder: Path) -> tuple[object, ...]:
+    """The command that starts a job of two ranks in one of the ways that know no RANK from the start."""
+    if how != "slurm":
+        return (*SCRIPT, how)
+    tasks = " & ".join(
+        f"SLURM_PROCID={rank} SLURM_NTASKS=2 MEETING=file://{folder}/meeting {shlex.join(map(str, SCRIPT))} slurm"
+        for rank in range(2)
+    )
+    return ("bash", "-c", f"{tasks} & wait")
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork", "slurm", "lightning"])
+def test_ranks_are_recorded_however_they_are_started(how: str, tmp_path: Path) -> None:
+    done = headway(
+        "record", "-o", tmp_path / "trace", "--steps", "3:8", "--", *started(how, tmp_path), timeout_s=PATIENCE_S
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "headway:" not in done.stderr
+    trace = load_trace(tmp_path / "trace")
+    assert trace.world_size == len(trace.events) == 2
+    assert trace.steps == tuple(range(3, 8))
+    assert all(info.clock.uncertainty_ns < 1e9 for info in trace.manifest.ranks)
+    assert trace.manifest.run
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_training_without_a_process_group_is_said_at_once_and_goes_on(tmp_path: Path) -> None:
+    done = headway(
+        "record", "-o", tmp_path / "trace", "--", *SCRIPT, "alone", "--steps", 9, timeout_s=PATIENCE_S
+    )
+    assert done.stdout.count("stepped") == 9
+    assert done.returncode == 2
+    first, last = (line for line in done.stderr.splitlines() if line.startswith("headway: "))
+    assert "nothing is being recorded: process" in first
+    assert "without a process group" in first
+    assert "nothing was recorded" in last
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["caught", "hooked", "spawned", "unwrapped", "alone"])
+def test_a_plan_that_is_not_followed_is_refused_last_of_all(way: str, plan: Path) -> None:
+    job: tuple[object, ...] = {
+        "caught": (*torchrun("train_launched.py", "plain", "--catches"),),
+        "hooked": (*torchrun("train_launched.py", "plain", "--excepthook"),),
+        "spawned": (*SCRIPT, "spawn"),
+        "unwrapped": (*torchrun("train_launched.py", "plain", "--unwrapped"),),
+        "alone": (*SCRIPT, "alone", "--steps", 3),
+    }[way]
+    done = headway("run", "--plan", plan, "--", *job, timeout_s=PATIENCE_S)
+    assert done.returncode == 2, done.stderr
+    said = {"unwrapped": "before any DistributedDataParallel", "alone": "none of whose processes"}
+    assert said.get(way, "the plan is for another model") in last_line(done.stderr)
+    assert last_line(done.stderr).startswith("headway: ")
+    assert way == "alone" or "stepped" not in done.stdout
+    # No traceback goes deeper into Headway than the call that refused.
+    assert "plan_injection.py" not in done.stderr
+
+
+def test_what_is_known_before_is_refused_before_anything_starts(plan: Path) -> None:
+    for command in (torchrun("train_launched.py", "plain", workers=3), ("true",)):
+        done = headway("run", "--plan", plan, "--", *command)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert ("3 ranks" if len(command) > 1 else "was not applied") in line

@@ -1,0 +1,46 @@
+"""What processes say of themselves is foreign text, which the launcher reads or passes over."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from headway.integrations import reports
+from headway.integrations.reports import MAX_REPORT_BYTES, REPORTS_VARIABLE, read_reports
+
+
+def test_a_process_replaces_its_own_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(reports, "_said", {})
+    assert reports.say(rank=1, world_size=2)
+    assert reports.say(refused="no\x1b[2J\nmore")
+    (report,) = read_reports(tmp_path)
+    assert (report.pid, report.rank, report.world_size) == (os.getpid(), 1, 2)
+    assert report.refused == "no [2J more"
+    assert reports.said("rank") == 1
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert reports.said("rank") is None, "a forked child is a process of its own"
+
+
+def test_without_a_folder_nobody_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_said", {})
+    monkeypatch.delenv(REPORTS_VARIABLE, raising=False)
+    assert not reports.say(rank=0)
+    monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path / "gone"))
+    assert not reports.say(rank=0)
+    assert read_reports(tmp_path / "gone") == ()
+
+
+def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    for number, text in enumerate(
+        ["", "[]", "{", '{"rank": "one"}', '{"rank": true}', '"x"' * MAX_REPORT_BYTES, "[" * 9000]
+    ):
+        (tmp_path / f"process-{number}.json").write_text(text)
+    (tmp_path / "process-a.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "process-b.json")
+    (tmp_path / "process-c.json").write_text(json.dumps({"rank": 1, "pid": 3, "more": 1}))
+    (tmp_path / "process-d.json").write_text(json.dumps({"rank": 0}))
+    assert [(report.rank, report.pid) for report in read_reports(tmp_path)] == [(0, 0), (1, 3)]
