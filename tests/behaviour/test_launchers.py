@@ -93,4 +93,4 @@ def test_what_is_known_before_is_refused_before_anything_starts(plan: Path) -> N
         done = headway("run", "--plan", plan, "--", *command)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
-        assert ("3 ranks" if len(command) > 1 else "was not applied") in line
+        assert ("got 3 workers" if len(command) > 1 else "was not applied") in line

@@ -56,7 +56,7 @@ def _check_world_size(plan: Plan, command: Sequence[str]) -> None:
     if world_size not in (None, plan.world_size):
         raise PlanError(
             "the plan is for another world size",
-            got=f"a command that starts {world_size} ranks",
+            got=f"{world_size} workers",
             expected=f"{plan.world_size}",
             fix="Record this job and run headway optimize on that trace.",
         )
