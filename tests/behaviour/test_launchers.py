@@ -85,7 +85,7 @@ def test_a_plan_that_is_not_followed_is_refused_last_of_all(way: str, plan: Path
     assert last_line(done.stderr).startswith("headway: ")
     assert way == "alone" or "stepped" not in done.stdout
     # No traceback goes deeper into Headway than the call that refused.
-    assert "plan_injection.py" not in done.stderr
+    assert "headway/plan.py" not in done.stderr
 
 
 def test_what_is_known_before_is_refused_before_anything_starts(plan: Path) -> None:

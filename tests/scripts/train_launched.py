@@ -37,7 +37,8 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, (batch,) in enumerate(data(arguments.steps)):
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        with contextlib.suppress(ValueError) if arguments.catches else contextlib.nullcontext():
+            model(batch).square().mean().backward()
         with contextlib.suppress(ValueError) if arguments.catches else contextlib.nullcontext():
             optimizer.step()
             print(f"stepped {number}", flush=True)

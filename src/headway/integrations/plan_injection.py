@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from headway.errors import PlanError, UnsupportedError
+from headway.errors import PlanError, UnsupportedError, UserError
 from headway.integrations.followable import check_followable
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
@@ -38,27 +38,39 @@ _stock_compile: Callable[..., Any] = torch.compile
 _stock_signature = inspect.signature(_stock_init)
 _plan: Plan | None = None
 _followed = False  # whether a model has been wrapped as the plan says
+
+
+def _on_refusal(_error: UserError) -> object:
+    return None
+
+
 _step_hook: RemovableHandle | None = None
 
 
-def install(plan: Plan) -> None:
+def install(plan: Plan, on_refusal: Callable[[UserError], object] = lambda _error: None) -> None:
     """From now on ``DistributedDataParallel(model, ...)`` of the plan's model follows ``plan`` in this process.
 
     The call raises PlanError where the number of workers is not the plan's. Other models stay stock, and rank 0 says
     so. Where no model has followed the plan when one of them is first called, that raises PlanError; so does the first
-    step of an optimizer whose model is sharded with ``fully_shard``.
+    step of an optimizer whose model is sharded with ``fully_shard``. ``on_refusal`` is called with what these two
+    raise, for a script may catch it.
 
     Raises UnsupportedError for a strategy that can only be had with ``headway.parallelize``.
     """
-    global _plan, _followed, _step_hook  # noqa: PLW0603 - the class that is changed is the process's too
+    global _plan, _followed, _on_refusal, _step_hook  # noqa: PLW0603 - the class that is changed is the process's too
     driver(plan.strategy, "runtime")  # what cannot be imported should say so now
     check_followable(plan)
-    _plan, _followed = plan, False
+    _plan, _followed, _on_refusal = plan, False, on_refusal
     torch.compile = _compile
     if _step_hook is None:
         _step_hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)
     DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = _planned_init  # type: ignore[method-assign]
+
+
+def followed() -> bool:
+    """Whether a model has been wrapped as the installed plan says."""
+    return _followed
 
 
 def uninstall() -> None:
@@ -112,7 +124,11 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
     def first_call(_wrapped: nn.Module, _inputs: Any) -> None:
         handle.remove()
         if not _followed:
-            check(plan, module)
+            try:
+                check(plan, module)
+            except UserError as error:
+                _on_refusal(error)
+                raise error.with_traceback(None) from None
         if dist.get_rank() == 0:
             which = f"{type(module).__name__} ({format_bytes(model_spec(module).size_bytes)})"
             print(
@@ -125,10 +141,12 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
 
 def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     if not _followed and sharded_by_fully_shard():
-        raise PlanError(
+        error = PlanError(
             "a plan cannot be followed", got="a model that is sharded with fully_shard (FSDP2)",
             expected="a job that constructs DistributedDataParallel", fix="Run it without the plan.",
         )  # fmt: skip
+        _on_refusal(error)
+        raise error
 
 
 def _schedule(plan: Plan, module: nn.Module, process_group: Any) -> BucketSchedule:

@@ -26,7 +26,7 @@ def follow(plan_path: str) -> None:
     Raises PlanError where the plan cannot be read and UnsupportedError where a script cannot follow it.
     """
     plan = Plan.load(plan_path)
-    plan_injection.install(plan)
+    plan_injection.install(plan, leave_refusal)
     _leave_refusals_of(DistributedDataParallel, "__new__")
     _leave_refusals_of(DistributedDataParallel, "__init__")
     if isinstance(plan.strategy, DecoupledStrategy):
@@ -46,7 +46,7 @@ def _leave_refusals_of(wrapper: type, name: str) -> None:
         except UserError as error:
             leave_refusal(error)
             raise error.with_traceback(None) from None  # of Headway's insides the script's log needs nothing
-        if name == "__init__":
+        if plan_injection.followed() and not reports.said("applied"):
             reports.say(applied=True)
         return result
 
@@ -63,7 +63,7 @@ def _refuse_to_step_without() -> None:
         error = LaunchError(
             "the plan was not applied",
             got=f"an optimizer's step on rank {dist.get_rank() if dist.is_initialized() else '?'} "
-            "before any DistributedDataParallel was constructed",
+            "before any DistributedDataParallel of the plan's model was constructed",
             expected="a script that wraps its model in DistributedDataParallel",
             fix="Run it without the plan, or call headway.parallelize in it.",
         )
