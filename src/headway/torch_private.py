@@ -320,6 +320,11 @@ def is_compiled_copy(module: torch.nn.Module) -> bool:
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
+def compiled_from(module: Any) -> Any:
+    """The module that torch.compile has made ``module`` of; ``module`` itself where it has not."""
+    return module._orig_mod if is_compiled_copy(module) else module
+
+
 def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of ``root`` whose own hooks run outside of compiled code."""
     if is_compiled(root):

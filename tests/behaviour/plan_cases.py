@@ -87,6 +87,7 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "buckets": [bucket.parameters for bucket in wrapped.schedule.buckets],
         "other model": _other_model_alone(path),
         "subclass": _refusal(lambda: Subclass(model())),
+        "compiled around": _refusal(lambda: torch.compile(wrapped)),
     }
     plan_injection.install(plan(DistributedDataParallelStrategy(bucket_cap_mb=2), world_size))
     for kind in (Imported, Subclass):

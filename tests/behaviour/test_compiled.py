@@ -40,7 +40,7 @@ def test_they_are_recorded_as_they_run_alone(tmp_path: Path) -> None:
 
 def test_they_train_alike_when_decoupled() -> None:
     for result in workers.run(2, f"{CASES}:decoupled", timeout_s=300, group_timeout_s=200):
-        for case in ("before, False", "before, True", "in part, False", "in part, True"):
+        for case in ("before, False", "before, True", "in part, False"):
             stock, ours = result[f"{case}, stock"], result[f"{case}, ours"]
             assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6), case
             assert ours["compiled"] == stock["compiled"], case

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headway import files
+from headway import files, torch_private
 from headway.errors import LaunchError, TraceError, UserError
 from headway.strategies.data_parallel.channels import observer
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
@@ -148,7 +148,11 @@ def record(
     recorder = Recorder(RecordOptions(folder=staging, first_step=first_step, last_step=last_step))
     _attach(recorder)
     if model is not None:
-        recorder.watch(model, model.module)
+        wrapped = torch_private.compiled_from(model)
+        recorder.watch(wrapped, wrapped.module)
+        if wrapped is not model:
+            recorder.compiles(wrapped)
+            recorder.compiled(wrapped, model)
     first = dist.get_rank() == 0
     try:
         yield recorder
