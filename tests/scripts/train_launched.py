@@ -1,7 +1,7 @@
 """The same small training, started as people start it without torchrun: ``train_launched.py HOW [--steps N] [...]``.
 
 HOW is ``spawn`` or ``fork`` (torch.multiprocessing, ranks given in code), ``slurm`` (one process of srun),
-``lightning`` (its own launcher), ``alone`` (no process group), ``elastic`` (the first attempt fails) or ``plain``.
+``lightning`` (its own launcher), ``alone`` (no process group) or ``plain``. With ``--dies-at`` rank 1 ends its host.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -43,8 +44,8 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.step()
             print(f"stepped {number}", flush=True)
         time.sleep(arguments.pause_s)
-        if arguments.how == "elastic" and number == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            time.sleep(2)
+        if number == arguments.dies_at and dist.get_rank() == 1:
+            os.kill(os.getppid(), signal.SIGKILL)  # torchrun, as when the host goes
             os._exit(3)
 
 
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--dies-at", type=int)
     parser.add_argument("--unwrapped", action="store_true")
     parser.add_argument("--catches", action="store_true")
     parser.add_argument("--excepthook", action="store_true")

@@ -38,16 +38,11 @@ _stock_compile: Callable[..., Any] = torch.compile
 _stock_signature = inspect.signature(_stock_init)
 _plan: Plan | None = None
 _followed = False  # whether a model has been wrapped as the plan says
-
-
-def _on_refusal(_error: UserError) -> object:
-    return None
-
-
+_on_refusal: Callable[[UserError], object] | None = None
 _step_hook: RemovableHandle | None = None
 
 
-def install(plan: Plan, on_refusal: Callable[[UserError], object] = lambda _error: None) -> None:
+def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None) -> None:
     """From now on ``DistributedDataParallel(model, ...)`` of the plan's model follows ``plan`` in this process.
 
     The call raises PlanError where the number of workers is not the plan's. Other models stay stock, and rank 0 says
@@ -66,6 +61,11 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] = lambda _erro
         _step_hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)
     DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = _planned_init  # type: ignore[method-assign]
+
+
+def _tell(error: UserError) -> None:
+    if _on_refusal is not None:
+        _on_refusal(error)
 
 
 def followed() -> bool:
@@ -127,7 +127,7 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
             try:
                 check(plan, module)
             except UserError as error:
-                _on_refusal(error)
+                _tell(error)
                 raise error.with_traceback(None) from None
         if dist.get_rank() == 0:
             which = f"{type(module).__name__} ({format_bytes(model_spec(module).size_bytes)})"
@@ -145,7 +145,7 @@ def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs
             "a plan cannot be followed", got="a model that is sharded with fully_shard (FSDP2)",
             expected="a job that constructs DistributedDataParallel", fix="Run it without the plan.",
         )  # fmt: skip
-        _on_refusal(error)
+        _tell(error)
         raise error
 
 

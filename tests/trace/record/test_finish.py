@@ -15,6 +15,7 @@ from headway.trace.format import ClockFit, RankInfo, Trace
 from headway.trace.record import finish
 from headway.trace.record.clock import UNKNOWN_NS
 from headway.trace.record.finish import finish_recording
+from headway.trace.record.place import ATTEMPT, DESCRIPTION, Recording
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -141,3 +142,35 @@ def test_without_the_solver_the_recording_is_kept_and_says_so(
     trace = finished(tmp_path / "staging")
     assert [info.clock for info in trace.manifest.ranks][1:] == [UNKNOWN] * 3
     assert "no scipy" in trace.manifest.notes[-1]
+
+
+def attempt(staging: Path, name: str, started_s: float, ranks: int) -> None:
+    """An attempt of a job of 4 ranks, of which the first few wrote their files."""
+    folder = staging / f"{ATTEMPT}{name}"
+    recorded(folder, ["a"] * 4, [0] * 4, [ClockFit()] * 4)
+    for rank in range(ranks, 4):
+        (folder / f"rank-{rank:05d}.parquet").unlink()
+    said = Recording(token=name, run="job 7", attempt=int(started_s), world_size=4, host="a", folder=folder,
+                     started_s=started_s)  # fmt: skip
+    (folder / DESCRIPTION).write_text(said.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "present"),
+    [((2, 4), 1, 4), ((4, 1), 0, 4), ((1, 3), 1, 3)],
+    ids=["new", "old", "parts"],
+)
+def test_attempts_of_a_job_are_told_apart(
+    ranks: tuple[int, int], chosen: int, present: int, tmp_path: Path
+) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    for number, count in enumerate(ranks):
+        attempt(staging, f"t{number}", float(number), count)
+    finish_recording(staging, tmp_path / "trace", None, wait_s=0, incomplete=True)
+    trace = load_trace(tmp_path / "trace")
+    assert (trace.manifest.run, trace.manifest.attempt) == ("job 7", chosen)
+    assert sorted(trace.events) == list(range(present))
+    assert trace.manifest.notes == (("1 of 4 ranks wrote no file: rank 3",) if present == 3 else ())
+    assert {path.suffix for path in trace.path.iterdir()} == {".json", ".parquet"}
+    assert not (trace.path / DESCRIPTION).exists()

@@ -1,0 +1,98 @@
+"""Two launchers of one job, as on two hosts, each under its own ``headway record``: one trace."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commands import SCRIPTS
+
+from headway.diagnose.diagnosis import diagnose
+from headway.trace.folder import load_trace
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+HOSTS = ("first", "second")
+PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")
+LIMIT_S = 200
+
+
+def launchers(outs: list[Path], *job: object, private: Path | None = None) -> list[subprocess.Popen[str]]:
+    """Start the job on both "hosts", the second one with an empty file system of its own on ``private``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for number, (name, out) in enumerate(zip(HOSTS, outs, strict=True)):
+        # As Kubernetes tells torchrun, and so nothing on the command line.
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "HEADWAY_HOST": name, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
+        }  # fmt: skip
+        record = (sys.executable, "-m", "headway", "record", "-o", out, "--steps", "3:8", "--")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", SCRIPTS / "train_launched.py", "plain")
+        command = [str(word) for word in (*record, *torchrun, *job)]
+        if private is not None and number == 1:
+            inside = (
+                f"mount -t tmpfs none {shlex.quote(str(private))}; mkdir -p {shlex.quote(str(out.parent))}"
+            )
+            command = [*PRIVATE, "sh", "-c", f"{inside}; exec {shlex.join(command)}"]
+        started.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
+        )
+    return started
+
+
+def test_a_shared_folder_gets_one_trace(tmp_path: Path) -> None:
+    first, second = launchers([tmp_path / "trace"] * 2)
+    (printed, said), (_, others) = first.communicate(timeout=LIMIT_S), second.communicate(timeout=LIMIT_S)
+    assert (first.returncode, second.returncode) == (0, 0), said + others
+    assert "Recorded 5 steps of 2 ranks" in printed
+    assert f"headway: rank 0's launcher on first wrote {tmp_path / 'trace'}" in others
+    trace = load_trace(tmp_path / "trace")
+    assert trace.hosts == dict(enumerate(HOSTS))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+def test_without_a_shared_folder_ranks_send_their_files(tmp_path: Path) -> None:
+    permitted = subprocess.run(
+        [*PRIVATE, "mount", "-t", "tmpfs", "none", str(tmp_path)],
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    if permitted.returncode:
+        pytest.skip("no file systems of one's own here")
+    out = tmp_path / "local" / "trace"
+    first, second = launchers([out, out], private=tmp_path)
+    (printed, said), (_, others) = first.communicate(timeout=LIMIT_S), second.communicate(timeout=LIMIT_S)
+    assert (first.returncode, second.returncode) == (0, 0), said + others
+    assert "Recorded 5 steps of 2 ranks" in printed
+    assert "sent over the job's store to rank 0's on first" in others
+    assert load_trace(out).hosts == dict(enumerate(HOSTS))
+
+
+def test_a_host_that_dies_leaves_the_others_in_the_trace(tmp_path: Path) -> None:
+    first, second = launchers([tmp_path / "trace"] * 2, "--steps", 100_000, "--pause-s", 0.02, "--dies-at", 6)
+    _, said = first.communicate(timeout=LIMIT_S)
+    os.killpg(second.pid, signal.SIGKILL)
+    second.communicate(timeout=LIMIT_S)
+    assert first.returncode == 2, said
+    assert "after its recorded steps" in said.splitlines()[-1]
+    trace = load_trace(tmp_path / "trace")
+    assert trace.missing_ranks == (1,)
+    assert "rank 1" in trace.manifest.notes[0]
+    assert diagnose(trace).verdict
