@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,18 @@ def test_every_rank_records_and_rank_0_assembles(tmp_path: Path) -> None:
     trace = load_trace(tmp_path / "trace")
     assert trace.hosts == {0: "host0", 1: "host1"}
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+def test_hosts_that_each_start_torchrun_record_one_trace(tmp_path: Path) -> None:
+    record = (sys.executable, "-m", "headway", "record", "-o", tmp_path / "trace", "--steps", "3:8", "--")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1)
+    job = shlex.join(map(str, (*record, *torchrun)))
+    place = f"--node-rank $RANK --master-addr $MASTER_ADDR --master-port 29533 {SCRIPTS / 'train_small.py'}"
+    done = headway("lab", "run", "--hosts", 2, "--", "sh", "-c", f"{job} {place}")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] Recorded 5 steps of 2 ranks" in done.stdout
+    assert "[rank 1] headway: rank 0's launcher on host0 wrote" in done.stderr
+    assert load_trace(tmp_path / "trace").hosts == {0: "host0", 1: "host1"}
 
 
 def test_clocks_of_one_machine_are_found_to_agree(tmp_path: Path) -> None:

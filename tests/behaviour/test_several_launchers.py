@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 from tests.commands import SCRIPTS
+from torch import nn
 
 from headway.diagnose.diagnosis import diagnose
+from headway.plan import Plan, PlannedModel
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -23,8 +27,13 @@ PRIVATE = ("unshare", "--user", "--map-root-user", "--mount")
 LIMIT_S = 200
 
 
-def launchers(outs: list[Path], *job: object, private: Path | None = None) -> list[subprocess.Popen[str]]:
-    """Start the job on both "hosts", the second one with an empty file system of its own on ``private``."""
+def launchers(
+    outs: list[Path], *job: object, private: Path | None = None, plans: list[Path] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start the job on both "hosts", the second one with an empty file system of its own on ``private``.
+
+    It is recorded into ``outs``, or run under ``plans``.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -35,7 +44,8 @@ def launchers(outs: list[Path], *job: object, private: Path | None = None) -> li
             **os.environ, "OMP_NUM_THREADS": "1", "HEADWAY_HOST": name, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
             "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
         }  # fmt: skip
-        record = (sys.executable, "-m", "headway", "record", "-o", out, "--steps", "3:8", "--")
+        how = ("record", "-o", out, "--steps", "3:8") if plans is None else ("run", "--plan", plans[number])
+        record = (sys.executable, "-m", "headway", *how, "--")
         torchrun = (sys.executable, "-m", "torch.distributed.run", SCRIPTS / "train_launched.py", "plain")
         command = [str(word) for word in (*record, *torchrun, *job)]
         if private is not None and number == 1:
@@ -96,3 +106,16 @@ def test_a_host_that_dies_leaves_the_others_in_the_trace(tmp_path: Path) -> None
     assert trace.missing_ranks == (1,)
     assert "rank 1" in trace.manifest.notes[0]
     assert diagnose(trace).verdict
+
+
+def test_a_refusal_on_one_host_is_the_last_line_on_both(tmp_path: Path) -> None:
+    models = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), nn.Linear(2, 2)
+    plans = [tmp_path / "fits.yaml", tmp_path / "other.yaml"]
+    for model, path in zip(models, plans, strict=True):
+        made_for = PlannedModel.of(model_spec(model))
+        Plan(strategy=DistributedDataParallelStrategy(), world_size=2, model=made_for).save(path)
+    for launcher in launchers([tmp_path] * 2, plans=plans):
+        printed, said = launcher.communicate(timeout=LIMIT_S)
+        assert launcher.returncode == 2, said
+        assert said.splitlines()[-1].startswith("headway: the plan is for another model")
+        assert "stepped" not in printed
