@@ -67,7 +67,7 @@ def _expected_ms(row: Row, bases: dict[str, Row]) -> float:
 
 def _error(row: Row, bases: dict[str, Row]) -> float:
     """What was expected against what was measured, as a share."""
-    return _expected_ms(row, bases) / row["time_ms"] - 1
+    return float(_expected_ms(row, bases) / row["time_ms"]) - 1
 
 
 def _width(row: Row, bases: dict[str, Row], share: float) -> float:
@@ -82,7 +82,7 @@ def _width(row: Row, bases: dict[str, Row], share: float) -> float:
         reproduction_error=abs(base["error"]),
         model_share=share,
     )
-    return width_ms / row["time_ms"]
+    return float(width_ms / row["time_ms"])
 
 
 def _shares(rows: Iterable[Row], bases: dict[str, Row]) -> dict[str, float]:
