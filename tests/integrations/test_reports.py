@@ -21,8 +21,18 @@ def test_a_process_replaces_its_own_report(tmp_path: Path, monkeypatch: pytest.M
     assert (report.pid, report.rank, report.world_size) == (os.getpid(), 1, 2)
     assert report.refused == "no [2J more"
     assert reports.said("rank") == 1
+    reports.withdraw()
+    assert read_reports(tmp_path) == (report,), "it has something to say"
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert reports.said("rank") is None, "a forked child is a process of its own"
+
+
+def test_a_report_that_says_nothing_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(reports, "_said", {})
+    assert reports.say()
+    reports.withdraw()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_folder_nobody_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

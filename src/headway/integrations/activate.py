@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -150,6 +151,8 @@ def _end_cleanly_on_own_errors() -> None:
         own = _own_error(getattr(sys, "last_value", None))
         if own is not None and not reports.said("refused"):
             leave_refusal(own)
+        if multiprocessing.parent_process() is not None:  # data loaders start many that never are ranks
+            reports.withdraw()
 
     sys.excepthook = show
     atexit.register(at_exit)

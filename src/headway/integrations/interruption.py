@@ -47,7 +47,6 @@ class Savable(Protocol):
 class _Interruption:
     def __init__(self, recorder: Savable) -> None:
         self._recorder: Savable | None = recorder
-        self._owner = os.getpid()
         self._heeding = False
         self._postponed: list[int] = []
         self._over = threading.Event()

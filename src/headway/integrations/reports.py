@@ -58,7 +58,7 @@ def say(**news: Any) -> bool:
     _said.update(news)
     if not folder:
         return False
-    path = Path(folder) / f"{PREFIX}{_said['pid']}-{_said['name']}.json"
+    path = _path(folder)
     beside = path.with_suffix(".writing")
     with contextlib.suppress(OSError):
         beside.write_text(
@@ -67,6 +67,18 @@ def say(**news: Any) -> bool:
         beside.replace(path)
         return True
     return False
+
+
+def withdraw() -> None:
+    """Remove this process's report where it says no more than that the process is there."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    if folder and _said.get("pid") == os.getpid() and set(_said) == {"pid", "host", "name"}:
+        with contextlib.suppress(OSError):
+            _path(folder).unlink()
+
+
+def _path(folder: str) -> Path:
+    return Path(folder) / f"{PREFIX}{_said['pid']}-{_said['name']}.json"
 
 
 def said(field: str) -> Any:
