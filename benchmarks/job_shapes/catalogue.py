@@ -13,7 +13,7 @@ class Shape:
     """One job. ``itself``: the script starts its own ranks, or is one.
 
     ``{node}``, ``{master}`` and ``{port}`` are filled in. ``refused`` says that no plan is expected for it, only a line
-    that says why.
+    that says why. On the CPU ``notebook_launcher`` starts workers on one host alone, and so over no shaped link.
     """
 
     name: str
@@ -21,6 +21,7 @@ class Shape:
     arguments: tuple[str, ...] = ()
     launcher: Launcher = "torchrun"
     variables: dict[str, str] = field(default_factory=dict)
+    hosts: int = 2
     refused: bool = False
     tolerance: float = (
         2e-3  # of losses, relative: sums of two ranks are exact, bf16 and compiled code are not
@@ -62,8 +63,9 @@ SHAPES = (
     Shape("accelerate", "accelerated.py"),
     Shape("accelerate-accumulate", "accelerated.py", ("--accumulate", "2")),
     Shape(
-        "notebook-launcher", "accelerated.py",
-        ("--notebook", "--nodes", "2", "--node-rank", "{node}", "--master", "{master}", "--port", "{port}"), "itself",
+        "notebook-launcher", "accelerated.py", ("--notebook", "--port", "{port}"), "itself",
+        {"GLOO_SOCKET_IFNAME": "lo"},
+        hosts=1,
     ),
     Shape("gan", "several.py", ("gan",)),
     Shape("distillation", "several.py", ("distil",)),

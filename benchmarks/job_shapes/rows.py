@@ -17,7 +17,7 @@ STEPS = 30
 
 def rows_of(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Record the shape, plan it, and run the plans and the unplanned job in turn, ``rounds`` times."""
-    base = run(shape.name, STEPS, folder, record="base")
+    base = run(shape.name, STEPS, folder, hosts=shape.hosts, record="base")
     case: dict[str, Any] = {"case": shape.name}
     if base.trace is None:
         return [{**case, "method": "record", "outcome": f"not recorded: {base.last_line[:200]}"}]
@@ -45,7 +45,7 @@ def _measured(
         order = list(times) if number % 2 else list(reversed(times))
         for name in order:
             path = None if name == "unplanned" else folder / f"{name}.yaml"
-            ended = run(shape.name, STEPS, folder, plan=path, record=f"{name}-{number}")
+            ended = run(shape.name, STEPS, folder, hosts=shape.hosts, plan=path, record=f"{name}-{number}")
             if ended.trace is not None:
                 times[name].append(step_ms(ended.trace))
             if name not in ends or ended.status != 0:

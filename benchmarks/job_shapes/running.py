@@ -38,7 +38,9 @@ class Ran:
         return (own or [line for line in self.said if line.strip()] or [""])[-1]
 
 
-def run(name: str, steps: int, folder: Path, *, plan: Path | None = None, record: str = "") -> Ran:
+def run(
+    name: str, steps: int, folder: Path, *, hosts: int = 2, plan: Path | None = None, record: str = ""
+) -> Ran:
     """Run a shape; ``record`` names a folder in ``folder`` for its trace."""
     headway = [sys.executable, "-m", "headway"]
     before: list[str] = []
@@ -48,7 +50,7 @@ def run(name: str, steps: int, folder: Path, *, plan: Path | None = None, record
         before += [*headway, "record", "-o", str(folder / record), "--steps", f"6:{steps - 1}", "--"]
     lines: list[str] = []
     status = launch.run(
-        parse_spec({"hosts": 2, "rate": RATE}),
+        parse_spec({"hosts": hosts, "rate": RATE}),
         [sys.executable, str(START), name, str(steps), *before],
         env={**os.environ, "OMP_NUM_THREADS": "1", "SNAPSHOT": str(folder / "snapshot.pt")},
         timeout_s=TIMEOUT_S,

@@ -10,9 +10,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=24)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--notebook", action="store_true")
-parser.add_argument("--nodes", type=int, default=1)
-parser.add_argument("--node-rank", type=int, default=0)
-parser.add_argument("--master", default="127.0.0.1")
 parser.add_argument("--port", default="29511")
 
 
@@ -42,9 +39,6 @@ def training_loop(steps, accumulate):
 if __name__ == "__main__":
     args = parser.parse_args()
     if args.notebook:
-        notebook_launcher(
-            training_loop, (args.steps, args.accumulate), num_processes=1 if args.nodes > 1 else 2,
-            master_addr=args.master, use_port=args.port, node_rank=args.node_rank, num_nodes=args.nodes,
-        )  # fmt: skip
+        notebook_launcher(training_loop, (args.steps, args.accumulate), num_processes=2, use_port=args.port)
     else:
         training_loop(args.steps, args.accumulate)

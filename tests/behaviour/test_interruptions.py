@@ -33,6 +33,11 @@ def to_headway(process: subprocess.Popen[str], number: int) -> None:
     process.send_signal(number)
 
 
+def _heed_ctrl_c() -> None:
+    """Tests may run where it is ignored, as shells have it for what they start in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(
     send: Callable[[subprocess.Popen[str], int], None], number: int, *command: object, at: str = "stepped 12"
 ) -> tuple[int, str]:
@@ -40,7 +45,7 @@ def interrupted(
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=_heed_ctrl_c,
     )  # fmt: skip
     try:
         assert process.stdout is not None

@@ -35,6 +35,18 @@ def test_a_report_that_says_nothing_is_withdrawn(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_launcher_within_another_leaves_both_informed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer, inner = tmp_path / "outer", tmp_path / "inner"
+    outer.mkdir()
+    inner.mkdir()
+    monkeypatch.setenv(REPORTS_VARIABLE, reports.heard_by({REPORTS_VARIABLE: str(outer)}, inner))
+    monkeypatch.setattr(reports, "_said", {})
+    assert reports.say(rank=0, applied=True)
+    assert [report.applied for report in (*read_reports(outer), *read_reports(inner))] == [True, True]
+
+
 def test_without_a_folder_nobody_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "_said", {})
     monkeypatch.delenv(REPORTS_VARIABLE, raising=False)

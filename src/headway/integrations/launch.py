@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from headway.errors import LaunchError
-from headway.integrations.reports import REPORTS_VARIABLE, Report, first_refusal, read_reports
+from headway.integrations.reports import REPORTS_VARIABLE, Report, first_refusal, heard_by, read_reports
 
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
@@ -71,7 +71,8 @@ def run_command(
     Raises LaunchError where the command cannot be started, and the first of Headway's own errors that a rank left.
     """
     try:
-        process = subprocess.Popen(command, env={**environment, REPORTS_VARIABLE: str(reports)})
+        told = {REPORTS_VARIABLE: heard_by(environment, reports)}
+        process = subprocess.Popen(command, env={**environment, **told})
     except OSError as failure:
         raise LaunchError(
             f"cannot start {command[0]}",
@@ -80,7 +81,9 @@ def run_command(
             fix="Check its spelling.",
         ) from None
     running = _Running(process, reports, on_reports)
-    before = {number: signal.signal(number, running.forward) for number in _FORWARDED}
+    # What a shell has ignored, for a command in the background, stays ignored.
+    heeded = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, running.forward) for number in heeded}
     try:
         status = running.wait()
     finally:

@@ -1,8 +1,8 @@
 """What the processes of a command tell their launcher: one small file a process, renamed into place.
 
-A process that imports torch leaves a file in the folder of ``REPORTS_VARIABLE`` and replaces it as it becomes a rank,
-applies the plan or refuses. The launcher reads them while the command runs. The writing half is plain Python, for it
-runs in other people's processes.
+A process that imports torch leaves a file in each folder of ``REPORTS_VARIABLE`` (its launcher's, and those of who
+started that one) and replaces it as it becomes a rank, applies the plan or refuses. Launchers read them while the
+command runs. The writing half is plain Python, for it runs in other people's processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,34 +51,38 @@ _said: dict[str, Any] = {}
 
 def say(**news: Any) -> bool:
     """Change this process's report by ``news``, fields of ``Report``. Returns whether a launcher can read it."""
-    folder = os.environ.get(REPORTS_VARIABLE)
     if _said.get("pid") != os.getpid():  # a forked child is a process of its own
         _said.clear()
         _said.update(pid=os.getpid(), host=socket.gethostname(), name=os.urandom(4).hex())
     _said.update(news)
-    if not folder:
-        return False
-    path = _path(folder)
-    beside = path.with_suffix(".writing")
-    with contextlib.suppress(OSError):
-        beside.write_text(
-            json.dumps({key: value for key, value in _said.items() if key != "name"}), encoding="utf-8"
-        )
-        beside.replace(path)
-        return True
-    return False
+    text = json.dumps({key: value for key, value in _said.items() if key != "name"})
+    readable = False
+    for path in _paths():
+        being_written = path.with_suffix(".writing")
+        with contextlib.suppress(OSError):
+            being_written.write_text(text, encoding="utf-8")
+            being_written.replace(path)
+            readable = True
+    return readable
 
 
 def withdraw() -> None:
     """Remove this process's report where it says no more than that the process is there."""
-    folder = os.environ.get(REPORTS_VARIABLE)
-    if folder and _said.get("pid") == os.getpid() and set(_said) == {"pid", "host", "name"}:
-        with contextlib.suppress(OSError):
-            _path(folder).unlink()
+    if _said.get("pid") == os.getpid() and set(_said) == {"pid", "host", "name"}:
+        for path in _paths():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
-def _path(folder: str) -> Path:
-    return Path(folder) / f"{PREFIX}{_said['pid']}-{_said['name']}.json"
+def _paths() -> list[Path]:
+    folders = os.environ.get(REPORTS_VARIABLE, "").split(os.pathsep)
+    return [Path(folder) / f"{PREFIX}{_said['pid']}-{_said['name']}.json" for folder in folders if folder]
+
+
+def heard_by(environment: Mapping[str, str], folder: Path) -> str:
+    """The value of ``REPORTS_VARIABLE`` with which a command started in ``environment`` reports to ``folder``, too."""
+    outer = environment.get(REPORTS_VARIABLE, "")
+    return f"{folder}{os.pathsep}{outer}" if outer else str(folder)
 
 
 def said(field: str) -> Any:

@@ -45,13 +45,14 @@ def _say_why_not(failure: Exception) -> None:
     import json
 
     blind = f"{sys.executable} cannot import headway ({failure})"
-    path = os.path.join(os.environ.get("HEADWAY_REPORTS", ""), f"process-{os.getpid()}-blind")
-    try:
-        with open(f"{path}.writing", "w") as file:
-            json.dump({"pid": os.getpid(), "blind": blind}, file)
-        os.rename(f"{path}.writing", f"{path}.json")
-    except OSError:
-        sys.stderr.write(f"headway: {blind}\n")
+    for folder in os.environ.get("HEADWAY_REPORTS", "").split(os.pathsep):
+        path = os.path.join(folder, f"process-{os.getpid()}-blind")
+        try:
+            with open(f"{path}.writing", "w") as file:
+                json.dump({"pid": os.getpid(), "blind": blind}, file)
+            os.rename(f"{path}.writing", f"{path}.json")
+        except OSError:
+            sys.stderr.write(f"headway: {blind}\n")
 
 
 _run_the_next_sitecustomize()
