@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +33,12 @@ def to_headway(process: subprocess.Popen[str], number: int) -> None:
     process.send_signal(number)
 
 
-def _heed_ctrl_c() -> None:
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heeded() -> Iterator[None]:
     """Tests may run where it is ignored, as shells have it for what they start in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(
@@ -45,7 +48,7 @@ def interrupted(
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=_heed_ctrl_c,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
         assert process.stdout is not None
