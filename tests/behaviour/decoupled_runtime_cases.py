@@ -406,3 +406,22 @@ def clipping_asks_no_peer(rank: int, world_size: int) -> dict[str, float]:
         "norm": float(norm),
         "clipped": float(clipped.norm()),
     }
+
+
+def a_slower_rank_looks_at_a_state_that_another_has_dropped(rank: int, world_size: int) -> list[float]:
+    """Rank 0 looks, drops its optimizer and goes on to the next backward before rank 1 looks."""
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=0.0004)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
+    step(wrapped, optimizer, rank)
+    store = torch_private.default_store()
+    if rank == 1:
+        store.wait(["gone on"])
+    state = optimizer.state_dict()["state"]
+    del optimizer
+    gc.collect()
+    following = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    if rank == 0:
+        store.set("gone on", "")
+    following.step()
+    return [state[index]["momentum_buffer"].sum().item() for index in sorted(state)]

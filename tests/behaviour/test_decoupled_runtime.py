@@ -136,3 +136,11 @@ def test_clipping_by_norm_fetches_no_gradient() -> None:
     assert (results[0]["clipping"], results[0]["looking"]) == (0, 1)
     assert results[0]["norm"] > 0.1
     assert results[0]["clipped"] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_dropped_optimizers_state_is_kept_until_no_rank_can_look() -> None:
+    first, second = workers.run(
+        2, f"{CASES}:a_slower_rank_looks_at_a_state_that_another_has_dropped", timeout_s=120
+    )
+    assert first == second
+    assert all(first)

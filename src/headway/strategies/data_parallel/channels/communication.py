@@ -65,6 +65,11 @@ class Job:
         if self.error is not None:
             raise type(self.error)(str(self.error)) from self.error.__cause__
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done, on the device too."""
+        return self.done.is_set() and (self.event is None or bool(self.event.query()))
+
     def let_go(self) -> None:
         """Let go of what the job worked on: channels remember their last one."""
         self.work = _nothing

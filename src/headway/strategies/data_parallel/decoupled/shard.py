@@ -107,6 +107,7 @@ class ShardedState:
             set()
         )  # whose state the optimizer holds whole, so that it may be changed there
         self.applied: Counter[int] = Counter()  # bucket: how many of them are done
+        self.gone = False  # the optimizer was dropped, and what is kept for it with it
 
     def copy_of(self, piece: Piece) -> State:
         """A copy of the state of ``piece`` to be updated."""

@@ -41,6 +41,7 @@ class ShardedStates:
         self._pieces = pieces
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._states: list[ShardedState] = []
+        self._noticed_dead: dict[int, int] = {}  # optimizer: how many reductions had been queued
 
     @property
     def size_bytes(self) -> int:
@@ -65,11 +66,23 @@ class ShardedStates:
             state.absorb(slot, self._pieces[slot], whole or {})
 
     def forget(self) -> None:
-        """Let go of earlier states that nobody can ask for any more."""
-        for known, state in zip(self._optimizers, self._states, strict=True):
-            if known() is None:  # its number stays: other ranks ask by it
+        """Let go of earlier states that nobody can ask for any more. Called as a backward begins."""
+        for number, (known, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
+            if known() is None and self._is_dead_everywhere(
+                number
+            ):  # its number stays: other ranks ask by it
                 state.of.clear()
+                state.gone = True
             state.forget()
+
+    def _is_dead_everywhere(self, number: int) -> bool:
+        """Whether no rank can ask any more for the state of an optimizer that is dead on this one.
+
+        A slower rank may be about to look at it still. It has not contributed to a reduction of a later backward then.
+        """
+        bucket = self._engine.buckets[0]
+        noticed = self._noticed_dead.setdefault(number, bucket.reductions)
+        return bucket.reductions > noticed and bucket.reduce is not None and bucket.reduce.is_over
 
     def replaced(self, optimizer: Optimizer) -> None:
         """Forget the shards: the script's new state is whole."""
@@ -152,6 +165,11 @@ class ShardedStates:
         number, asked = int(request["optimizer"]), request["asked"]
         self._engine.until(lambda: len(self._states) > number)
         state = self._states[number]
+        if state.gone:
+            raise UnsupportedError(
+                "an optimizer's state was looked at on one rank after others had dropped the optimizer and trained on",
+                fix="Look at the state on every rank, or keep the optimizer on every rank.",
+            )
         self._engine.until(lambda: all(state.applied[index] >= count for index, count in asked))
         found = state.after(dict(asked))
         if found is None:
