@@ -77,6 +77,6 @@ SHAPES = (
     Shape("lbfgs", "features.py", ("lbfgs",), tolerance=5e-2),
     Shape("moving-average", "features.py", ("ema",)),
     Shape("zero-redundancy", "features.py", ("zero",), refused=True),
-    Shape("bf16-hook", "features.py", ("bf16-hook",), refused=True),
+    Shape("fp16-hook", "features.py", ("fp16-hook",), refused=True),
     Shape("fsdp2", "fsdp2.py", refused=True),
 )  # fmt: skip

@@ -32,7 +32,8 @@ def training_loop(steps, accumulate):
             optimizer.zero_grad()
         if done == steps:
             break
-    accelerator.print(f"final loss {loss.item():.8f}", flush=True)
+    if accelerator.is_main_process:
+        print(f"final loss {loss.item():.8f}", flush=True)
     accelerator.end_training()
 
 

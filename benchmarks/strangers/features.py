@@ -58,10 +58,10 @@ options = {
     "small-buckets": {"bucket_cap_mb": 0.5},
 }
 model = DDP(models.get(what, GPT)(), **options.get(what, {}))
-if what == "bf16-hook":
+if what == "fp16-hook":
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 if what == "zero":
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
