@@ -49,6 +49,15 @@ def test_what_the_recorded_optimizers_permit(
     assert note.startswith(said)
 
 
+def test_what_the_decoupled_wrapper_refuses_is_not_offered() -> None:
+    trace = trace_of("AdamW")
+    infos = [
+        info.model_copy(update={"why_not_decoupled": "static_graph=True"}) for info in trace.manifest.ranks
+    ]
+    refusing = replace(trace, manifest=trace.manifest.model_copy(update={"ranks": tuple(infos)}))
+    assert deferrable_forms(refusing) == ((), "static_graph=True, so decoupled plans are left out")
+
+
 def test_a_plan_is_predicted_as_the_optimizers_have_it_run() -> None:
     replayer = Replayer(trace_of("Adafactor"), cluster_of(JOB))
     gradients, parameters = (

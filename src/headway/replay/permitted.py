@@ -1,4 +1,4 @@
-"""What the recorded optimizers permit: a plan that they do not is not run as it stands, nor predicted so."""
+"""What the recorded model and optimizers permit: a plan that they do not is not run as it stands, nor predicted so."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from headway.trace.format import Trace
 
 
 def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
-    """What decoupled strategies may gather under the recorded optimizers, and why they may not gather everything.
+    """What decoupled strategies may gather for the recorded job, and why they may not gather everything.
 
     An optimizer that looks at several elements at once needs whole gradients, and one that is not known to take its
     parameters one by one needs all of them before it steps: then nothing is left of forward to hide a gather under.
     """
+    refused = [info.why_not_decoupled for info in trace.manifest.ranks if info.why_not_decoupled]
+    if refused:
+        return (), f"{refused[0]}, so decoupled plans are left out"
     names = {row.name for events in trace.events.values() for row in events.of_kind(Kind.OPTIMIZER)}
     kinds = {name: kind_named(name) for name in sorted(names) if name}
     whole = [name for name, kind in kinds.items() if kind is UpdateKind.WHOLE]
@@ -40,9 +43,9 @@ def as_run(strategy: Strategy, forms: Sequence[Gather], why: str) -> Strategy:
         return strategy
     if not forms:
         raise UnsupportedError(
-            "the plan is not predicted for the recorded optimizers",
+            "the plan is not predicted for the recorded job",
             got=why,
-            expected="optimizers that take parameters one by one",
+            expected="a model and optimizers that the decoupled all-reduce takes",
             fix="Replay a plan of DDP.",
         )
     return strategy.model_copy(update={"gather": forms[0]})

@@ -116,7 +116,7 @@ class Replayer:
 
     @cached_property
     def permitted(self) -> tuple[Sequence[Gather], str]:
-        """What decoupled strategies may gather under the recorded optimizers, and why not everything."""
+        """What decoupled strategies may gather for the recorded job, and why not everything."""
         return deferrable_forms(self.trace)
 
     @cached_property
@@ -177,7 +177,7 @@ class Replayer:
         Ranks that do the same at the same moment are played once, unless ``fold`` is False.
 
         The first step is played once before, so that what a strategy carries over from step to step is under way.
-        Raises UnsupportedError for a strategy that the recorded optimizers do not permit.
+        Raises UnsupportedError for a strategy that the recorded job does not permit.
         """
         with times_in_range():
             return self._replay(strategy, what_if, fold=fold)

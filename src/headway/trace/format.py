@@ -37,7 +37,8 @@ class RankInfo(BaseModel):
 
     ``version`` is the framework's; ``source`` is the document that an imported rank was read from. ``notes`` say what
     recording could not see there; ``other_models`` were wrapped besides the one that is recorded; where the job uses
-    ``fully_shard``, it is ``fully_sharded``.
+    ``fully_shard``, it is ``fully_sharded``. ``why_not_decoupled`` says why the wrapper of the recorded model cannot be
+    the decoupled all-reduce; "" where it can.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +57,7 @@ class RankInfo(BaseModel):
     notes: tuple[str, ...] = ()
     other_models: tuple[str, ...] = ()
     fully_sharded: bool = False
+    why_not_decoupled: str = ""
 
 
 class Manifest(BaseModel):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from headway import torch_private
+from headway.errors import UserError
 from headway.model import ModelSpec, PassMemory
+from headway.strategies.data_parallel.decoupled.checks import check_module
 from headway.strategies.data_parallel.decoupled.policy import options_of
+from headway.strategies.data_parallel.decoupled.refused import refuse_options
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.runtime import strategy_of
@@ -60,6 +63,26 @@ def strategy_in_force(model: nn.Module | None) -> tuple[tuple[tuple[str, ...], .
     if planned is not None:
         return buckets, {planned.name: planned.model_dump(mode="json")}
     return buckets, {"ddp": {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(model)}}
+
+
+def why_not_decoupled(model: nn.Module | None, *, forward_unseen: bool) -> str:
+    """Why the decoupled all-reduce would refuse to take the place of a recorded model's wrapper; "" where it would not.
+
+    ``forward_unseen`` says that its forward ran inside code that was compiled around the wrapper.
+    """
+    if model is None or isinstance(model, DecoupledDataParallel):
+        return ""
+    if forward_unseen:
+        return "the model was compiled after it was wrapped"
+    try:
+        check_module(cast("nn.Module", model.module))
+        refuse_options(
+            static_graph=getattr(model, "static_graph", False),
+            mixed_precision=getattr(model, "mixed_precision", None),
+        )
+    except UserError as refusal:
+        return str(refusal).partition(". ")[0]
+    return ""
 
 
 def _finds_unused(model: nn.Module | None) -> bool:

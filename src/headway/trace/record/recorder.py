@@ -39,7 +39,7 @@ from headway.trace.record.derive import (
     transfer_rows,
     wait_rows,
 )
-from headway.trace.record.description import model_described, strategy_in_force
+from headway.trace.record.description import model_described, strategy_in_force, why_not_decoupled
 from headway.trace.record.meeting import ClockComparison, connection_peers, publish_connections
 from headway.trace.record.memory import MemoryWatch
 from headway.trace.record.modules import ModuleWatch
@@ -403,6 +403,7 @@ class Recorder:
             notes=self._notes(events),
             other_models=tuple(self._others),
             fully_sharded=self._sharded,
+            why_not_decoupled=why_not_decoupled(self._model, forward_unseen=self._forward_unseen(events)),
         )
         write_rank(self.options.folder, info, model, recorded)
 
@@ -415,9 +416,12 @@ class Recorder:
             notes.append(SHARDED)
         if self._watch.unseen:
             notes.append(MODULES_UNSEEN)
-            if not any(row.kind == Kind.FORWARD_PASS for row in rows):
+            if self._forward_unseen(rows):
                 notes.append(FORWARD_UNSEEN)
         return tuple(notes)
+
+    def _forward_unseen(self, rows: list[Event]) -> bool:
+        return bool(self._watch.unseen) and not any(row.kind == Kind.FORWARD_PASS for row in rows)
 
     def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
         """The rows on rank 0's clock, and what was profiled besides; of a device's time only the profile tells."""
