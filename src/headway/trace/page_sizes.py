@@ -28,7 +28,8 @@ def unpacked_bytes(file: IO[bytes], chunk: Any) -> int:
 def _pages(file: IO[bytes], chunk: Any) -> Iterator[tuple[int, int]]:
     place = chunk.data_page_offset
     if chunk.has_dictionary_page:
-        place = min(place, chunk.dictionary_page_offset)
+        # A column without values has no data page, and 0 for where that is.
+        place = min(place or chunk.dictionary_page_offset, chunk.dictionary_page_offset)
     end = place + chunk.total_compressed_size
     while place < end:
         file.seek(place)
