@@ -86,14 +86,9 @@ class OwnGroups:
         """All of them."""
         return (*self.host, *self.second, *self.native)
 
-    def forget(self) -> None:
-        """Let go of groups that somebody else has destroyed or will."""
-        self.host = self.second = self.native = ()
-
     def end(self) -> None:
         """Close the connections and give back threads and descriptors. To be called when no rank uses them any more."""
-        ended = self.all
-        self.forget()
+        ended, self.host, self.second, self.native = self.all, (), (), ()
         if time.monotonic() < self._made_s + JUST_MADE_S:
             torch_private.let_gloo_finish()  # what was exchanged when they were made
         for group in ended:
