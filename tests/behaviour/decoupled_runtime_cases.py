@@ -26,6 +26,7 @@ from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
 from headway.strategies.data_parallel.decoupled.messages import Limits
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.data_parallel.reads import install
 
 
 class Log:
@@ -384,7 +385,7 @@ def _pretend(listener: socket.socket) -> None:
         connection.sendall(bytes(64) + struct.pack("!QQ", len(said), 0) + said)
 
 
-def clipping_asks_no_peer(rank: int, world_size: int) -> dict[str, float]:
+def clipping_asks_no_peer(rank: int, world_size: int, how: str) -> dict[str, float]:
     """Clip by norm where parameters are gathered; count the questions between ranks, and what a look adds to them."""
     ours = DecoupledDataParallel(model(), bucket_cap_mb=1e-4)
     assert ours.engine is not None
@@ -396,16 +397,51 @@ def clipping_asks_no_peer(rank: int, world_size: int) -> dict[str, float]:
         return ask_all(request, limits)
 
     ours.engine.peers.ask_all = noted  # type: ignore[method-assign]
+    clip = _accelerates_clipping() if how == "Accelerate" else nn.utils.clip_grad_norm_
     ours(torch.full((2, 6), rank + 1.0, dtype=torch.float64)).sum().backward()
-    norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
+    norm = clip(ours.parameters(), 0.1)
     clipping = len(asked)
     clipped = torch.cat([p.grad.flatten() for p in ours.parameters() if p.grad is not None])
+    looking = len(asked)
+    alone = model()
+    for each in range(world_size):
+        (alone(torch.full((2, 6), each + 1.0, dtype=torch.float64)).sum() / world_size).backward()
     return {
         "clipping": clipping,
-        "looking": len(asked),
+        "looking": looking,
         "norm": float(norm),
-        "clipped": float(clipped.norm()),
+        "norm alone": float(nn.utils.clip_grad_norm_(alone.parameters(), 0.1)),
+        "apart": float((clipped - torch.cat([_gradient(p).flatten() for p in alone.parameters()])).norm()),
     }
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _accelerates_clipping() -> Any:
+    """The method of an ``Accelerator``; Accelerate is imported when reads are watched already."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).clip_grad_norm_
+
+
+def accelerate_clips_sharded_parameters(rank: int, world_size: int) -> dict[str, float]:
+    """Accelerate is told to clip a DTensor with a plain parameter, which stock torch refuses, and plain ones alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    clip = _accelerates_clipping()
+    install()  # Accelerate has been imported before
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.full((2 * world_size,), 2.0)
+    sharded = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    plain = nn.Parameter(torch.full((2,), 3.0))
+    sharded.grad = DTensor.from_local(torch.full((2,), 2.0), mesh, [Shard(0)])
+    plain.grad = torch.full((2,), 3.0)
+    mixed = clip((p for p in [sharded, plain]), 1.0)
+    return {"mixed": float(mixed), "plain": float(clip((p for p in [plain]), 1.0))}
 
 
 def a_slower_rank_looks_at_a_state_that_another_has_dropped(rank: int, world_size: int) -> list[float]:

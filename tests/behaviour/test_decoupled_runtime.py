@@ -130,12 +130,21 @@ def test_strangers_get_nothing_and_disturb_nobody() -> None:
         assert "UntrustedError" in result["refused"]
 
 
-def test_clipping_by_norm_fetches_no_gradient() -> None:
-    results = workers.run(2, f"{CASES}:clipping_asks_no_peer")
+@pytest.mark.parametrize("how", ["torch", "Accelerate"])
+def test_clipping_by_norm_fetches_no_gradient(how: str) -> None:
+    results = workers.run(2, f"{CASES}:clipping_asks_no_peer", how, timeout_s=120)
     assert results[0] == results[1]
     assert (results[0]["clipping"], results[0]["looking"]) == (0, 1)
+    assert results[0]["norm"] == pytest.approx(results[0]["norm alone"], rel=1e-12)
     assert results[0]["norm"] > 0.1
-    assert results[0]["clipped"] == pytest.approx(0.1, rel=1e-4)
+    assert results[0]["apart"] < 1e-9
+
+
+def test_accelerate_clips_dtensors_in_its_own_way() -> None:
+    clipped = 3.0 / (16 + 18) ** 0.5
+    for result in workers.run(2, f"{CASES}:accelerate_clips_sharded_parameters", timeout_s=120):
+        assert result["mixed"] == pytest.approx((16 + 18) ** 0.5)
+        assert result["plain"] == pytest.approx(2**0.5 * clipped, rel=1e-4)
 
 
 def test_a_dropped_optimizers_state_is_kept_until_no_rank_can_look() -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway import torch_private
+from headway.strategies.data_parallel import accelerate
 from headway.trace.events import Read
 
 Clipping = Callable[[Sequence[torch.Tensor], float, float, bool], torch.Tensor | None]
@@ -61,7 +62,8 @@ def answer_unscaling(unscaling: torch_private.Unscaling) -> None:
 
 
 def install() -> None:
-    """Replace the functions, once."""
+    """Replace the functions, once, and Accelerate's way to them as soon as it is there."""
+    accelerate.install()
     if _Seams.installed:
         return
     _Seams.installed = True
