@@ -3,12 +3,15 @@
     python benchmarks/jobs.py [--quick] [--only CASE] [--json FILE]
 
 Every case is a script of `strangers/` that knows nothing of Headway, started as its author starts it on two nodes.
-It is recorded, diagnosed, optimized without a probe, and run under the best plan and the best decoupled one, in turn
-with the job as it is. Jobs really compute. A case takes one to two minutes, and is kept as soon as it is done.
+It is recorded, diagnosed, optimized from the recording alone, and run under the best plan and the best decoupled one,
+in turn with the job as it is. Jobs really compute. A case takes one to two minutes, and is kept as soon as it is done.
+Where HEADWAY_JOBS_FOLDER names a folder, runs are kept there too, and cases that it holds are not run again but
+predicted anew from their recordings.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
@@ -40,8 +43,9 @@ def main() -> None:
         if shape.name not in wanted:
             continue
         print(f"{shape.name} …", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            own = rows_of(shape, Path(folder), 1 if arguments.quick else ROUNDS)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(os.environ.get("HEADWAY_JOBS_FOLDER", temporary)) / shape.name
+            own = rows_of(shape, folder, 1 if arguments.quick else ROUNDS)
         for row in own:
             print(
                 {key: row[key] for key in ("method", "outcome", "error") if key in row},

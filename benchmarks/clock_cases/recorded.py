@@ -44,7 +44,15 @@ def record(recording: Recording, folder: Path) -> dict[int, Events]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recording.ranks)]
         command = [sys.executable, *torchrun, *script]
     out = folder / "trace"
-    record_it = [sys.executable, "-m", "headway", "record", "--steps", f"5:{recording.steps - 1}"]
+    record_it = [
+        sys.executable,
+        "-m",
+        "headway",
+        "record",
+        "--no-measuring",
+        "--steps",
+        f"5:{recording.steps - 1}",
+    ]
     done = subprocess.run(
         [*record_it, "-o", str(out), "--", *command],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_S, capture_output=True, text=True, check=False,

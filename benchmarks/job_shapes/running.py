@@ -39,15 +39,26 @@ class Ran:
 
 
 def run(
-    name: str, steps: int, folder: Path, *, hosts: int = 2, plan: Path | None = None, record: str = ""
+    name: str,
+    steps: int,
+    folder: Path,
+    *,
+    hosts: int = 2,
+    plan: Path | None = None,
+    record: str = "",
+    measure: bool = True,
 ) -> Ran:
-    """Run a shape; ``record`` names a folder in ``folder`` for its trace."""
+    """Run a shape; ``record`` names a folder in ``folder`` for its trace.
+
+    ``measure`` as people record: the job measures its links and cores after the recorded steps.
+    """
     headway = [sys.executable, "-m", "headway"]
     before: list[str] = []
     if plan is not None:
         before += [*headway, "run", "--plan", str(plan), "--"]
     if record:
-        before += [*headway, "record", "-o", str(folder / record), "--steps", f"6:{steps - 1}", "--"]
+        before += [*headway, "record", "-o", str(folder / record), "--steps", f"6:{steps - 1}"]
+        before += ["--"] if measure else ["--no-measuring", "--"]
     lines: list[str] = []
     status = launch.run(
         parse_spec({"hosts": hosts, "rate": RATE}),

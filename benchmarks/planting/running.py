@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 def record(cause: Cause, out: Path) -> Path:
     """Run ``cause``'s job on four hosts and record it into ``out``. Exits where the job fails."""
     spec = parse_spec({"hosts": RANKS, "rate": RATE, **cause.lab})
-    command = [sys.executable, "-m", "headway", "record", "-o", str(out), "--steps", STEPS]
+    command = [sys.executable, "-m", "headway", "record", "--no-measuring", "-o", str(out), "--steps", STEPS]
     if cause.skewed:
         command = [sys.executable, str(_HERE / "skewed.py"), *command, "--no-clock-server"]
     environment = dict(os.environ) | {

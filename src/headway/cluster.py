@@ -91,7 +91,7 @@ class AlgorithmCost(BaseModel):
     takes, besides the latency of its link and its bytes, until it is added up and may be passed on; of that
     ``message_cpu_us`` are work of the receiver's cores, one message at a time. Where both were measured at several
     sizes, ``by_size`` has them, in the order of sizes (PLogP: Kielmann, Bal, Verstoep, 2000).
-    ``fit_error`` is by how much, in the median, what was measured is off these costs or varied.
+    ``fit_error`` is by how much what was measured is off these costs, or may be as it varied, in the mean over time.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

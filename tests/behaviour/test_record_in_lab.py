@@ -23,7 +23,18 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 
 def test_every_rank_records_and_rank_0_assembles(tmp_path: Path) -> None:
-    record = (sys.executable, "-m", "headway", "record", "-o", tmp_path / "trace", "--steps", "3:8", "--")
+    record = (
+        sys.executable,
+        "-m",
+        "headway",
+        "record",
+        "--no-measuring",
+        "-o",
+        tmp_path / "trace",
+        "--steps",
+        "3:8",
+        "--",
+    )
     job = (sys.executable, SCRIPTS / "train_small.py")
     done = headway("lab", "run", "--mode", "loopback", "--hosts", 2, "--", *record, *job)
     assert done.returncode == 0, done.stderr
@@ -34,7 +45,18 @@ def test_every_rank_records_and_rank_0_assembles(tmp_path: Path) -> None:
 
 
 def test_hosts_that_each_start_torchrun_record_one_trace(tmp_path: Path) -> None:
-    record = (sys.executable, "-m", "headway", "record", "-o", tmp_path / "trace", "--steps", "3:8", "--")
+    record = (
+        sys.executable,
+        "-m",
+        "headway",
+        "record",
+        "--no-measuring",
+        "-o",
+        tmp_path / "trace",
+        "--steps",
+        "3:8",
+        "--",
+    )
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1)
     job = shlex.join(map(str, (*record, *torchrun)))
     place = f"--node-rank $RANK --master-addr $MASTER_ADDR --master-port 29533 {SCRIPTS / 'train_small.py'}"
@@ -48,7 +70,7 @@ def test_hosts_that_each_start_torchrun_record_one_trace(tmp_path: Path) -> None
 def test_clocks_of_one_machine_are_found_to_agree(tmp_path: Path) -> None:
     job = (sys.executable, SCRIPTS / "train_small.py")
     lab = (sys.executable, "-m", "headway", "lab", "run", "--mode", "loopback", "--hosts", 2, "--")
-    done = headway("record", "-o", tmp_path / "trace", "--steps", "3:8", "--", *lab, *job)
+    done = headway("record", "--no-measuring", "-o", tmp_path / "trace", "--steps", "3:8", "--", *lab, *job)
     assert done.returncode == 0, done.stderr
     first, second = load_trace(tmp_path / "trace").manifest.ranks
     assert first.clock.offset_ns == 0
@@ -58,7 +80,18 @@ def test_clocks_of_one_machine_are_found_to_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_connections_carry_what_a_ring_all_reduce_sends(hosts: int, tmp_path: Path) -> None:
-    record = (sys.executable, "-m", "headway", "record", "-o", tmp_path / "trace", "--steps", "3:8", "--")
+    record = (
+        sys.executable,
+        "-m",
+        "headway",
+        "record",
+        "--no-measuring",
+        "-o",
+        tmp_path / "trace",
+        "--steps",
+        "3:8",
+        "--",
+    )
     job = (sys.executable, SCRIPTS / "train_small.py", "--steps", "9", "--width", "600")
     done = headway("lab", "run", "--hosts", hosts, "--", *record, *job)
     assert done.returncode == 0, done.stderr
@@ -95,7 +128,17 @@ def test_clocks_are_told_by_causality_where_no_port_may_be_opened(
         )  # fmt: skip
         if permitted.returncode:
             pytest.skip(f"clocks cannot be set here: {permitted.stderr.strip()}")
-    record = (sys.executable, "-m", "headway", "record", "-o", tmp_path / "trace", "--steps", "3:13")
+    record = (
+        sys.executable,
+        "-m",
+        "headway",
+        "record",
+        "--no-measuring",
+        "-o",
+        tmp_path / "trace",
+        "--steps",
+        "3:13",
+    )
     job = (sys.executable, SCRIPTS / "train_small.py")
     monkeypatch.setenv("SKEW_MS", json.dumps({"1": ahead_ms}))
     lab = ("lab", "run", "--mode", "loopback", "--hosts", 2, "--")

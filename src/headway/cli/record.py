@@ -70,10 +70,21 @@ def parse_steps(text: str) -> tuple[int, int]:
     is_flag=True,
     help="Open no port on rank 0 to compare clocks with: they are told from what ranks do together.",
 )
+@click.option(
+    "--no-measuring",
+    is_flag=True,
+    help="Do not stop the job for a few seconds after the last recorded step to measure links and cores.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def record(
-    ctx: click.Context, output: Path, steps: str, detail: str, no_clock_server: bool, as_json: bool
+    ctx: click.Context,
+    output: Path,
+    steps: str,
+    detail: str,
+    no_clock_server: bool,
+    no_measuring: bool,
+    as_json: bool,
 ) -> None:
     """Run the command after -- and record it: headway record -o DIR -- torchrun --nproc-per-node 2 train.py."""
     command = trailing_command(ctx)
@@ -87,6 +98,7 @@ def record(
                 "first_step": first_step,
                 "last_step": last_step,
                 "clock_server": not no_clock_server,
+                "measure": not no_measuring,
                 "detail": detail,
             }
         )

@@ -8,7 +8,7 @@ import sys
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.integrations import interruption, reports
+from headway.integrations import interruption, measured, reports
 from headway.trace.record import collecting
 from headway.trace.record.attach import record_this_rank
 from headway.trace.record.place import Place, agree_on_place
@@ -23,9 +23,16 @@ def begin(options_json: str) -> None:
     place = agree_on_place(options.folder, options.output)
     reports.say(records=True)
     recorder = record_this_rank(options.model_copy(update={"folder": place.folder}))
+    recorder.when_written(functools.partial(_measure, recorder, place))
     recorder.when_written(functools.partial(_bring_together, recorder, place, dist.get_rank()))
     recorder.when_written(functools.partial(reports.say, done=True))
     interruption.call_first(recorder)
+
+
+def _measure(recorder: Recorder, place: Place) -> None:
+    if recorder.options.measure and recorder.saw_every_step and dist.is_initialized():
+        wanted = recorder.stock and recorder.options.detail != "kernels"
+        measured.measure(place.recording.token, place.folder, wanted=wanted)
 
 
 def _bring_together(recorder: Recorder, place: Place, rank: int) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 BESIDE_S = 1.0
-BESIDE_ROUNDS = 3
 UPDATES = 50
 
 
@@ -100,17 +99,17 @@ def _stopwatch(action: Callable[[], None], took_s: list[float]) -> None:
     took_s.append(time.perf_counter() - begun)
 
 
-def beside_communication(collective: Callable[[], None], collective_s: float) -> tuple[float, float]:
+def beside_communication(collective: Callable[[], None], rounds: int) -> tuple[float, float]:
     """What communication costs the computation beside it, on the same cores; means over ranks.
 
-    ``collective`` runs over and over, about ``collective_s`` each time. Returns how much longer a piece of
-    computation takes meanwhile, and the seconds that an optimizer's step takes by itself, apart from its arithmetic:
-    what a deferred update pays once a bucket.
+    ``collective`` runs over and over. Returns how much longer a piece of computation takes meanwhile, and the seconds
+    that an optimizer's step takes by itself, apart from its arithmetic: what a deferred update pays once a bucket.
     """
-    count = max(2, round(BESIDE_S / collective_s))
+    each_s = timed(partial(repeat, collective, 2), None) / 2
+    count = max(2, round(BESIDE_S / each_s.seconds))  # the same on every rank, as the slowest one's time is
     work, update = Work(), _tiny_update()
     slowdowns, updates_s = [], []
-    for _ in range(BESIDE_ROUNDS):
+    for _ in range(rounds):
         dist.barrier()
         until = time.perf_counter() + BESIDE_S / 2
         alone_s = work.seconds_each(lambda until=until: time.perf_counter() < until)  # type: ignore[misc]

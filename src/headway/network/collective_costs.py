@@ -5,8 +5,9 @@ Times are held against the replay of the same chunk programs on the measured lin
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,14 +33,8 @@ from headway.network.beside import Timing, Work, repeat, timed
 from headway.network.cost_fit import Measured, as_quick_as_seen, fit_cost
 from headway.replay.engine import play
 
-# Bytes of a rank's share of one collective, and how many of these follow each other without a pause in one measurement.
-# The first is of next to nothing: what it takes is what its messages cost. None is a power of two: Gloo takes up to
-# twice as long over messages of exactly 64 KiB as over any others, and training has others.
-SHARES_BYTES = {1_000: 30, 6_000: 30, 20_000: 20, 75_000: 10, 300_000: 6, 1_200_000: 3}
-REPEATS, MOST_REPEATS = 5, 11  # the latter where times vary by more than STEADY
 STEADY = 0.03
-LONGEST_S = 0.15  # sizes that would take longer are left out
-MOST_BYTES = 2**26  # as are larger ones
+MOST_BYTES = 2**26  # larger collectives are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +82,50 @@ CANDIDATES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly a probe measures: how collectives are timed, and how often they are with computation.
+
+    ``shares_bytes``: bytes of a rank's share of one collective, and how many of these follow each other without a pause
+    in one measurement. The first is of next to nothing: what it takes is what its messages cost. None is a power of
+    two: Gloo takes up to twice as long over messages of exactly 64 KiB as over any others, and training has others.
+    Sizes that would take longer than ``longest_s`` are left out. Each is timed ``repeats`` times, or up to
+    ``most_repeats`` where times vary by more than STEADY.
+    """
+
+    candidates: tuple[Candidate, ...]
+    shares_bytes: Mapping[int, int]
+    repeats: int
+    most_repeats: int
+    longest_s: float
+    beside_rounds: int
+
+
+THOROUGH = Effort(
+    CANDIDATES,
+    {1_000: 30, 6_000: 30, 20_000: 20, 75_000: 10, 300_000: 6, 1_200_000: 3},
+    repeats=5,
+    most_repeats=11,
+    longest_s=0.15,
+    beside_rounds=3,
+)
+# What plans are made of by default; rings of several pieces are taken to cost what their messages do.
+SHORT = Effort(
+    tuple(each for each in CANDIDATES if each.pieces == 1),
+    {1_000: 20, 20_000: 12, 120_000: 6, 1_200_000: 2},
+    repeats=3,
+    most_repeats=5,
+    longest_s=0.12,
+    beside_rounds=2,
+)
+
+
 def with_costs(
-    cluster: Cluster, second: dist.ProcessGroup | None = None, *, busy_cores: bool = True
+    cluster: Cluster,
+    second: dist.ProcessGroup | None = None,
+    *,
+    busy_cores: bool = True,
+    effort: Effort = THOROUGH,
 ) -> Cluster:
     """Time every candidate on this job's ranks, which all call it; ``cluster`` with the cost of each by its name.
 
@@ -97,22 +134,22 @@ def with_costs(
     ``busy_cores``.
     """
     work = Work() if busy_cores else None
-    measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in CANDIDATES}
-    for share_bytes, count in SHARES_BYTES.items():
+    measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in effort.candidates}
+    for share_bytes, count in effort.shares_bytes.items():
         size_bytes = share_bytes * cluster.world_size
         runs = []
-        for candidate in CANDIDATES:
+        for candidate in effort.candidates:
             ideal = candidate.ideal_s(cluster, size_bytes)
-            if (ideal > LONGEST_S or size_bytes > MOST_BYTES) and len(measured[candidate.name]) > 1:
+            if (ideal > effort.longest_s or size_bytes > MOST_BYTES) and len(measured[candidate.name]) > 1:
                 continue
-            turns = max(1, min(count // len(candidate.kinds), int(LONGEST_S / ideal)))
+            turns = max(1, min(count // len(candidate.kinds), int(effort.longest_s / ideal)))
             action = candidate.prepared(size_bytes, second)
             repeat(action, turns)  # connections find their windows
             runs.append((candidate, turns, action))
         took: dict[str, list[Timing]] = {candidate.name: [] for candidate, _, _ in runs}
-        for _ in range(MOST_REPEATS):
+        for _ in range(effort.most_repeats):
             for candidate, turns, action in runs:
-                if not _is_known(took[candidate.name]):
+                if not _is_known(took[candidate.name], effort.repeats):
                     timing = timed(partial(repeat, action, turns), work)
                     took[candidate.name].append(timing / (turns * len(candidate.kinds)))
         for candidate, turns, _ in runs:
@@ -120,17 +157,17 @@ def with_costs(
             measured[candidate.name].append(
                 _median(size_bytes, timings, turns * len(candidate.kinds), idle=work is None)
             )
-    tiny = next(iter(SHARES_BYTES)) * cluster.world_size
-    programs = {each.name: each.programs(tiny, cluster.world_size) for each in CANDIDATES}
-    rings = [each.name for each in CANDIDATES if each.algorithm == RING]
+    tiny = next(iter(effort.shares_bytes)) * cluster.world_size
+    programs = {each.name: each.programs(tiny, cluster.world_size) for each in effort.candidates}
+    rings = [each.name for each in effort.candidates if each.algorithm == RING]
     cluster = as_quick_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
     costs = {name: fit_cost(cluster, programs[name], measured[name]) for name in measured}
     return cluster.model_copy(update={"algorithms": costs})
 
 
-def _is_known(timings: Sequence[Timing]) -> bool:
+def _is_known(timings: Sequence[Timing], repeats: int) -> bool:
     """Whether more repetitions would hardly tell more. All ranks hold the same times."""
-    return len(timings) >= REPEATS and _spread(timings) <= STEADY
+    return len(timings) >= repeats and _spread(timings) <= STEADY
 
 
 def _spread(timings: Sequence[Timing]) -> float:
@@ -147,7 +184,7 @@ def _median(size_bytes: int, timings: Sequence[Timing], turns: int, *, idle: boo
         seconds=seconds,
         cpu_s=statistics.median(timing.cpu_s for timing in timings) if idle else 0.0,
         turns=turns,
-        spread=_spread(timings),
+        spread=_spread(timings) / math.sqrt(len(timings)),
     )
 
 

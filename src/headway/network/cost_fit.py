@@ -20,7 +20,7 @@ MOST_QUICKER = 4.0  # than links were measured
 class Measured(NamedTuple):
     """Collectives of ``size_bytes``, ``turns`` of which followed each other: seconds of each, of a rank's cores too.
 
-    ``spread`` is by how much repetitions were off their median, in the median, as a share of it.
+    ``spread`` is by how much their median may be off, as a share of it.
     """
 
     size_bytes: int
@@ -71,7 +71,13 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     )
     cost = cost.model_copy(update={"by_size": by_size})
     errors = [max(abs(fit.seconds(each, cost) / each.seconds - 1), each.spread) for each in measured]
-    return cost.model_copy(update={"fit_error": statistics.median(errors)})
+    return cost.model_copy(update={"fit_error": _by_time(errors, measured)})
+
+
+def _by_time(errors: Sequence[float], measured: Sequence[Measured]) -> float:
+    """The mean error of the time that collectives take. Tiny ones vary most, and take next to nothing of a step."""
+    total_s = sum(each.seconds for each in measured)
+    return sum(error * each.seconds for error, each in zip(errors, measured, strict=True)) / total_s
 
 
 def as_quick_as_seen(

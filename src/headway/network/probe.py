@@ -21,7 +21,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
 from headway.network.beside import beside_communication
-from headway.network.collective_costs import CANDIDATES, with_costs
+from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
 
 REPEATS = 5
 LATENCY_ROUND_TRIPS = 60
@@ -45,15 +45,28 @@ class Places:
     one_machine: bool = False
 
 
-def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool = True) -> Cluster:
+def probe_cluster(
+    progress: Progress = lambda _what: None, *, busy_cores: bool = True, effort: Effort = THOROUGH
+) -> Cluster:
     """Measure this job's cluster. Every rank calls it, with the default process group initialised on Gloo.
 
     ``busy_cores`` says that training computes on the cores that communicate, so ranks compute while they are timed.
     Raises RuntimeError, as torch.distributed does, where a peer fails meanwhile.
     """
-    places = _places()
     second = dist.new_group(backend="gloo") if dist.get_world_size() == 2 else None
     assert second is None or isinstance(second, dist.ProcessGroup)
+    try:
+        return _probed(progress, second, busy_cores=busy_cores, effort=effort)
+    finally:
+        if second is not None:
+            torch_private.let_gloo_finish()
+            dist.destroy_process_group(second)
+
+
+def _probed(
+    progress: Progress, second: dist.ProcessGroup | None, *, busy_cores: bool, effort: Effort
+) -> Cluster:
+    places = _places()
     progress("latency")
     latency_us = _latency_us(_first_pair_apart(places))
     local_latency_us = _latency_us(_first_pair_together(places))
@@ -83,14 +96,12 @@ def probe_cluster(progress: Progress = lambda _what: None, *, busy_cores: bool =
     if cluster.world_size == 1:
         return cluster
     progress("ring and native collectives")
-    cluster = with_costs(cluster, second, busy_cores=busy_cores)
+    cluster = with_costs(cluster, second, busy_cores=busy_cores, effort=effort)
     if not busy_cores:
         return cluster
     progress("computation beside communication")
-    beside = CANDIDATES[0]
-    slowdown, update_s = beside_communication(
-        beside.prepared(BESIDE_BYTES, second), beside.ideal_s(cluster, BESIDE_BYTES)
-    )
+    beside = CANDIDATES[0].prepared(BESIDE_BYTES, second)
+    slowdown, update_s = beside_communication(beside, effort.beside_rounds)
     progress("what decoupled training costs beside its communication")
     own_us = {DEFERRED_UPDATE: update_s * 1e6, **_runtime_costs_us()}
     costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in own_us.items()}}

@@ -72,10 +72,10 @@ class ReplayResult:
 class Replayer:
     """Replays one trace, many times if asked: what does not change is computed once.
 
-    ``cluster`` of None fits the links from the trace itself. A trace without a parameter map, or without some of its
-    ranks, is replayed as far as that goes; ``lacks`` says how far. Raises TraceError where the trace lacks the
-    collectives that a replay needs, and on the first replay where the recorded communication is not that of the
-    recorded strategy, or where a plan is to be laid over a trace without parameters.
+    ``cluster`` of None takes what the job measured of itself, or fits the links from the trace. A trace without a
+    parameter map, or without some of its ranks, is replayed as far as that goes; ``lacks`` says how far. Raises
+    TraceError where the trace lacks the collectives that a replay needs, and on the first replay where the recorded
+    communication is not that of the recorded strategy, or where a plan is to be laid over a trace without parameters.
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
@@ -84,7 +84,8 @@ class Replayer:
         self._recorded = trace
         self._checked = False
         self._links: Links | None = None
-        self.cluster = _fitted(self.trace) if cluster is None else _with_host_costs(cluster, trace)
+        known = cluster or trace.cluster
+        self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
         if self.cluster.world_size != trace.world_size:
             raise UserError(
                 "the cluster is for another world size",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from headway import files
+from headway.cluster import Cluster
 from headway.errors import TraceError
 from headway.model import ModelSpec
 from headway.trace.events import TEXT_COLUMNS, Event, Events, Kind
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MODEL = "model.json"
+CLUSTER = "cluster.yaml"  # where the job's links and machines were measured
 _Description = TypeVar("_Description", RankInfo, ModelSpec)
 LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 fit
 
@@ -164,7 +166,19 @@ def load_trace(path: str | Path) -> Trace:
         info.rank: _read_events(folder / server_file(info.rank), info.rank, allowance)
         for info in manifest.servers
     }
-    return Trace(folder, manifest, model, events, servers)
+    return Trace(folder, manifest, model, events, servers, _measured_cluster(folder, manifest))
+
+
+def _measured_cluster(folder: Path, manifest: Manifest) -> Cluster | None:
+    if not (folder / CLUSTER).is_file():
+        return None
+    cluster = Cluster.load(folder / CLUSTER)
+    if cluster.world_size != manifest.world_size:
+        raise TraceError(
+            f"{CLUSTER} is another job's", got=f"{cluster.world_size} workers",
+            expected=f"the trace's {manifest.world_size}", fix="Remove it, or record again.",
+        )  # fmt: skip
+    return cluster
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

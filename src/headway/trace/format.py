@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from headway.cluster import Cluster
 from headway.model import ModelSpec
 from headway.trace.events import Events
 from headway.version import __version__
@@ -97,13 +98,17 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Trace:
-    """One recording: who took part, the model, and every rank's events on rank 0's clock."""
+    """One recording: who took part, the model, and every rank's events on rank 0's clock.
+
+    ``cluster`` is what the job measured of its links and machines, where it did.
+    """
 
     path: Path
     manifest: Manifest
     model: ModelSpec
     events: dict[int, Events]
     servers: dict[int, Events] = field(default_factory=dict)
+    cluster: Cluster | None = None
 
     @cached_property
     def hosts(self) -> dict[int, str]:

@@ -12,7 +12,7 @@ from headway import files
 from headway.errors import LaunchError, TraceError, UserError
 from headway.trace.clocks import aligned, fit_clocks, meetings_of
 from headway.trace.events import Events
-from headway.trace.folder import assemble, load_trace, write_manifest, write_trace
+from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
 from headway.trace.format import ClockFit
 from headway.trace.record.clock import UNKNOWN_NS
 from headway.trace.record.place import ATTEMPT, Recording, described
@@ -61,7 +61,7 @@ def finish_recording(
         if not recorded:
             raise _why_nothing(attempts[-1].idle)
         chosen = max(recorded, key=lambda attempt: attempt.rank)
-        _remove_all_but_ranks(chosen.folder)
+        _remove_all_but_the_trace(chosen.folder)
         manifest = assemble(chosen.folder, missing_ok=incomplete)
         if not manifest.steps:
             raise _why_nothing(({"steps": "no"},))
@@ -104,9 +104,9 @@ def _status(path: Path) -> dict[str, object]:
     return status if isinstance(status, dict) else {}
 
 
-def _remove_all_but_ranks(folder: Path) -> None:
+def _remove_all_but_the_trace(folder: Path) -> None:
     for path in folder.iterdir():
-        if not (path.name.startswith("rank-") and path.suffix == ".parquet"):
+        if path.name != CLUSTER and not (path.name.startswith("rank-") and path.suffix == ".parquet"):
             files.remove_folder(path) if path.is_dir() else path.unlink()
 
 

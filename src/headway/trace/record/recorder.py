@@ -69,6 +69,7 @@ class RecordOptions(BaseModel):
     first_step: int = Field(default=5, ge=1)
     last_step: int = Field(default=25, ge=2)
     clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
+    measure: bool = False  # whether ranks measure their links and machines when the last step is recorded
     detail: Detail = "modules"
 
 
@@ -84,6 +85,10 @@ class Recorder:
         self.finished = False
         self.writing = False
         self.in_order = True  # whether it ended because the job did, rather than failed
+        self.saw_every_step = (
+            False  # whether it ended as the last step asked for did, on this rank as on others
+        )
+        self.stock = False  # whether it recorded DDP by itself
         self._now = Now()
         self._rows: list[Event] = []
         self._spans: list[StrategySpan] = []
@@ -264,6 +269,7 @@ class Recorder:
             if self._profiled is not None:
                 self._profiled.begin()
         if now.step >= self.options.last_step or full:
+            self.saw_every_step = not full
             self.finish()
 
     def _look_for_sharded(self) -> None:
@@ -390,6 +396,7 @@ class Recorder:
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
         buckets, strategy = strategy_in_force(self._model)
+        self.stock = "ddp" in strategy
         info = RankInfo(
             rank=rank,
             host=os.environ.get("HEADWAY_HOST") or socket.gethostname(),

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +43,8 @@ def own_cost() -> OwnCost:
         own = _passes_s(planned)
         assert planned.engine is not None
         lifecycle.release(planned.engine)
+        dist.barrier()
+        planned.engine.disconnect()  # a job that goes on keeps nothing of it
     # Under stock DDP the step is the optimizer's own work.
     extra_s = (own[0] - stock[0], own[1] - stock[1], own[2])
     forward_us, backward_us, step_us = (max(0.0, each) / (2 * LAYERS) * 1e6 for each in extra_s)

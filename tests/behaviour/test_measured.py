@@ -1,0 +1,34 @@
+"""Jobs that measure their links and machines when the last step is recorded, and go on as if they had not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.commands import headway, torchrun
+
+from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS
+from headway.replay.replayer import Replayer
+from headway.trace.folder import load_trace
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+JOB = torchrun("train_measured.py")
+
+
+def test_a_recorded_job_measures_its_machine_and_goes_on_as_before(tmp_path: Path) -> None:
+    printed = []
+    for name, measuring in (("plain", False), ("measured", True)):
+        done = headway(
+            "record", "-o", tmp_path / name, "--steps", "3:8", "--", *JOB, timeout_s=200, measuring=measuring
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert ("measuring what plans would cost" in done.stderr) == measuring
+        printed.append(done.stdout.splitlines()[0])
+    assert printed[0] == printed[1]
+
+    assert load_trace(tmp_path / "plain").cluster is None
+    trace = load_trace(tmp_path / "measured")
+    assert trace.cluster is not None
+    assert {*RUNTIME_COSTS, DEFERRED_UPDATE, "ring", "servers"} <= set(trace.cluster.algorithms)
+    assert Replayer(trace).cluster.source == "measured as the recording ended"
