@@ -25,4 +25,6 @@ def test_a_large_gap_before_the_step_is_said_unless_a_read_explains_it() -> None
     (note,) = gap_note(unexplained, 100.0)
     assert note.startswith("8.0 ms of each step")
     assert gap_note(steps(Item(Part.READ, Read.CLIP, 8 * MS)), 100.0) == ()
+    looked = steps(Item(Part.READ, Read.LOOK, 0), Item(Part.REST, "", 8 * MS))
+    assert gap_note(looked, 100.0) == ()
     assert gap_note(unexplained, 1000.0) == ()

@@ -32,7 +32,7 @@ class Kind:
     WAIT = "wait"  # computation waits for communication
     PAUSE = "pause"  # the program does something else: a garbage collection, a checkpoint
     IDLE = "idle"  # a device has nothing to do; name says what its host was in
-    READ = "read"  # between backward and step: gradients are clipped or unscaled; algorithm: "sharded" where by shares
+    READ = "read"  # between backward and step: gradients are clipped, unscaled, looked at; algorithm: SHARDED, or ""
     GRADIENT_READ = (
         "gradient_read"  # an instant: the read that begins is of this parameter; of all where there is none
     )

@@ -3,7 +3,7 @@
 ``clip_grad_norm_`` and its relatives of ``torch.nn.utils``, and what ``GradScaler`` unscales by, are replaced once, by
 functions that ask whoever may know better and tell whoever watches, and else do what they always did. A script that has
 imported one of the former by name before calls the stock one, which nobody then sees; ``headway record`` and ``headway
-run`` come first. A script's own look at ``.grad`` passes no function at all.
+run`` come first. A script's own look at ``.grad`` passes no function at all: ``trace/record/looks.py`` notes those.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _Seams:
     clipping: Clipping | None = None
     unscaling: torch_private.Unscaling | None = None
     watcher: Watcher | None = None
+    depth = 0  # of the replaced functions that are running
 
 
 class _Done(NamedTuple):
@@ -59,6 +60,11 @@ def answer_unscaling(unscaling: torch_private.Unscaling) -> None:
     """Have ``unscaling`` asked first whenever a ``GradScaler`` unscales, from now on."""
     install()
     _Seams.unscaling = unscaling
+
+
+def inside_a_read() -> bool:
+    """Whether one of the replaced functions is running, which looks at gradients itself."""
+    return _Seams.depth > 0
 
 
 def install() -> None:
@@ -136,7 +142,11 @@ def _listed(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor
 
 def _timed(what_for: str, tensors: Sequence[torch.Tensor], act: Callable[[], _Done]) -> Any:
     start_ns = time.monotonic_ns()
-    done = act()
+    _Seams.depth += 1
+    try:
+        done = act()
+    finally:
+        _Seams.depth -= 1
     if _Seams.watcher is not None:
         _Seams.watcher(what_for, tensors, start_ns, time.monotonic_ns(), done.sharded)
     return done.result

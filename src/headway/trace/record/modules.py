@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,16 @@ from headway.trace.record.now import Now
 LOSS = "(loss)"
 
 Noted = tuple[str, str, int, int, int]  # kind, name, step, start and end
+
+
+class Between(Protocol):
+    """Told of the time between a backward and what follows."""
+
+    def backward_ended(self) -> None:
+        """A backward has ended well."""
+
+    def looking_ends(self) -> None:
+        """A pass begins."""
 
 
 class JobHook:
@@ -53,13 +63,14 @@ class ModuleWatch:
     only note what ``rows`` makes events of later. Times are the own monotonic clock's.
     """
 
-    def __init__(self, now: Now) -> None:
+    def __init__(self, now: Now, between: Between) -> None:
         self.forward_order: list[str] = []
         self.activation_bytes = 0
         self.compute_ends_ns: dict[int, int] = {}  # end of a backward pass -> end of its computation
         self.noted: list[Noted] = []
         self.unseen: list[str] = []  # modules with parameters that no hook watches, as they run compiled
         self._now = now
+        self._between = between
         self._handles: list[Any] = []
         self._of_passes: list[Any] = []
         self._of_modules: list[Any] = []
@@ -144,6 +155,7 @@ class ModuleWatch:
     # Forward
 
     def _enter_pass(self, _module: nn.Module, _inputs: Any) -> None:
+        self._between.looking_ends()
         self._now.phase = self._first_phase
         self._pass_start_ns = time.monotonic_ns()
 
@@ -170,6 +182,7 @@ class ModuleWatch:
             if self._backward is not None or not now.recording:
                 original(*args, **kwargs)
                 return
+            self._between.looking_ends()
             before, now.phase = now.phase, "backward"
             self._backward = under_way = _Backward(now.step, time.monotonic_ns())
             try:
@@ -180,6 +193,7 @@ class ModuleWatch:
             under_way.end_ns = time.monotonic_ns()
             self._backwards.append(under_way)
             self.compute_ends_ns[under_way.end_ns] = under_way.compute_end_ns or under_way.end_ns
+            self._between.backward_ended()
 
         torch.autograd.backward = backward
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from headway.strategies.data_parallel.decoupled.deferred import gradient_of
 from headway.strategies.data_parallel.reads import watch_reads
-from headway.trace.events import SHARDED, Event, Kind, Stream
+from headway.trace.events import SHARDED, Event, Kind, Read, Stream
+from headway.trace.record.looks import LookWatch
 from headway.trace.record.now import Now
 
 
@@ -22,6 +23,7 @@ class ReadWatch:
         self._put = put
         self._thread = threading.get_ident()
         self._parameters: dict[str, nn.Parameter] = {}
+        self._looks = LookWatch(self._looked)
 
     def attach(self) -> None:
         """Begin to watch."""
@@ -30,6 +32,7 @@ class ReadWatch:
     def detach(self) -> None:
         """Stop."""
         watch_reads(None)
+        self._looks.discard()
 
     def model_is(self, root: nn.Module) -> None:
         """Watch reads of this model's gradients."""
@@ -39,6 +42,19 @@ class ReadWatch:
         """Let go of the model."""
         self._parameters = {}
 
+    def backward_ended(self) -> None:
+        """The script may look at gradients from here on."""
+        now = self._now
+        if now.recording and not now.phase and threading.get_ident() == self._thread:
+            self._looks.open(self._parameters)
+
+    def looking_ends(self) -> None:
+        """A pass or an update begins."""
+        self._looks.close()
+
+    def _looked(self, names: frozenset[str], first_ns: int, last_ns: int) -> None:
+        self._put_read(Read.LOOK, names, first_ns, last_ns, "")
+
     def _read(
         self, what_for: str, tensors: Sequence[torch.Tensor], start_ns: int, end_ns: int, sharded: bool
     ) -> None:
@@ -46,28 +62,28 @@ class ReadWatch:
         if not now.recording or now.phase or threading.get_ident() != self._thread:
             return
         names = self._read_of(tensors)
-        if not names:
-            return
-        algorithm = SHARDED if sharded else ""
-        self._put(
-            Event(
-                Kind.READ,
-                what_for,
-                Stream.COMPUTE,
-                now.step,
-                start_ns,
-                end_ns - start_ns,
-                algorithm=algorithm,
-            )
-        )
-        if len(names) < len(self._with_gradients()):
-            for name in names:
-                self._put(Event(Kind.GRADIENT_READ, name, Stream.COMPUTE, now.step, start_ns, 0))
+        if names:
+            self._looks.flush()  # so that looks before and after it are told apart
+            self._put_read(what_for, names, start_ns, end_ns, SHARDED if sharded else "")
 
-    def _read_of(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+    def _put_read(
+        self, what_for: str, names: Collection[str], start_ns: int, end_ns: int, algorithm: str
+    ) -> None:
+        def put(kind: str, name: str, duration_ns: int, algorithm: str = "") -> None:
+            step = self._now.step
+            self._put(Event(kind, name, Stream.COMPUTE, step, start_ns, duration_ns, algorithm=algorithm))
+
+        put(Kind.READ, what_for, end_ns - start_ns, algorithm)
+        if any(name not in names for name, _ in self._with_gradients()):
+            for name in names:
+                put(Kind.GRADIENT_READ, name, 0)
+
+    def _read_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """The parameters among ``tensors``, or whose gradients are."""
         given = {id(tensor) for tensor in tensors}
-        return [name for name, p in self._with_gradients() if id(p) in given or id(gradient_of(p)) in given]
+        return frozenset(
+            name for name, p in self._with_gradients() if id(p) in given or id(gradient_of(p)) in given
+        )
 
     def _with_gradients(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self._parameters.items() if gradient_of(p) is not None]

@@ -92,12 +92,12 @@ class Recorder:
         self._now = Now()
         self._rows: list[Event] = []
         self._spans: list[StrategySpan] = []
-        self._watch = ModuleWatch(self._now)
+        self._reads = ReadWatch(self._now, self._rows.append)
+        self._watch = ModuleWatch(self._now, self._reads)
         self._memory = MemoryWatch()
         self._tap = CollectiveTap(self._now)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
-        self._reads = ReadWatch(self._now, self._rows.append)
         self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
@@ -111,7 +111,7 @@ class Recorder:
         self._number = next(_recordings)
         self._clocks = ClockComparison(self._number)
         self._step_clock = StepClock()
-        self._updates = UpdateWatch(self._updated, self._memory.update_begins)
+        self._updates = UpdateWatch(self._updated, self._update_begins)
         self._boundary_ns = 0
         self._original_next: Any = None
 
@@ -197,7 +197,7 @@ class Recorder:
         if larger:
             self._memory.end()
             self._watch.detach()
-            self._watch = ModuleWatch(self._now)
+            self._watch = ModuleWatch(self._now, self._reads)
         return larger
 
     def compiles(self, target: Any) -> None:
@@ -241,7 +241,12 @@ class Recorder:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._reads.looking_ends()
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
+
+    def _update_begins(self) -> None:
+        self._reads.looking_ends()  # a closure's backward may have been before it
+        self._memory.update_begins()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
