@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch._utils import _get_device_index
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -305,6 +307,24 @@ def is_compiled(module: torch.nn.Module) -> bool:
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or is_compiled_copy(module)
+
+
+@contextmanager
+def compiled_in_parts(cap_bytes: int) -> Iterator[None]:
+    """While this lasts code is compiled as inside a DDP whose buckets take ``cap_bytes``: a graph for about as much.
+
+    The gradients of one graph are all there at its backward's end, so only between graphs can communication begin.
+    """
+    wrapper: Any = DistributedDataParallel
+    before = wrapper._active_ddp_module
+    least_bytes = cast(
+        Any, dist
+    )._DEFAULT_FIRST_BUCKET_BYTES  # of DDP's own first bucket; no smaller cap is taken
+    wrapper._active_ddp_module = SimpleNamespace(bucket_bytes_cap=max(cap_bytes, least_bytes))
+    try:
+        yield
+    finally:
+        wrapper._active_ddp_module = before
 
 
 def sharded_by_fully_shard() -> type | None:

@@ -106,3 +106,23 @@ def decoupled(rank: int, _world_size: int) -> dict[str, Any]:
             model = build(how, lambda net, wrap=wrap, options=options: wrap(net, **options))
             found[f"{how}, {late}, {name}"] = train(model, rank, clear_late=late)
     return found
+
+
+def parts(_rank: int, _world_size: int) -> dict[str, int]:
+    """How many graphs a model of three megabytes becomes: inside DDP, inside ours, and alone."""
+    found = {}
+    for name, wrap in (("stock", DistributedDataParallel), ("ours", DecoupledDataParallel), ("alone", None)):
+        torch._dynamo.reset()
+        graphs = 0
+
+        def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+            nonlocal graphs
+            graphs += 1
+            return graph.forward
+
+        model: Any = torch.compile(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), backend=backend)
+        if wrap is not None:
+            model = wrap(model, bucket_cap_mb=1)
+        model(torch.ones(2, 512)).sum().backward()
+        found[name] = graphs
+    return found

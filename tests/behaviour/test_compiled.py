@@ -44,3 +44,9 @@ def test_they_train_alike_when_decoupled() -> None:
             stock, ours = result[f"{case}, stock"], result[f"{case}, ours"]
             assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6), case
             assert ours["compiled"] == stock["compiled"], case
+
+
+def test_they_are_compiled_in_as_many_parts_as_inside_ddp() -> None:
+    """Gradients of one graph come all at once: a single one would leave nothing of backward to communicate under."""
+    for graphs in workers.run(2, f"{CASES}:parts", timeout_s=200):
+        assert graphs["ours"] == graphs["stock"] > graphs["alone"] == 1

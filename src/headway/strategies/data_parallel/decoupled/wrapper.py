@@ -15,6 +15,7 @@ from headway import torch_private
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
+from headway.strategies.data_parallel.ddp.policy import DEFAULT_CAP_MB
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import (
     check_device_ids,
@@ -119,6 +120,8 @@ class DecoupledDataParallel(RefusingDataParallel):
         if forward_sync_buffers is not None:
             self.forward_sync_buffers = forward_sync_buffers
         self.schedule = schedule
+        # As stock DDP has it: what was recorded of a compiled model holds for it here.
+        self._graph_bytes = int((bucket_cap_mb or DEFAULT_CAP_MB) * 2**20)
         self.uneven: Uneven | None = None
         self._join_config = torch_private.join_config_disabled()
 
@@ -210,7 +213,11 @@ class DecoupledDataParallel(RefusingDataParallel):
             engine.divisor = self.uneven.divisor(reduces=learning and self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
-        output = self.module(*inputs, **kwargs)
+        if self._compiled:
+            with torch_private.compiled_in_parts(self._graph_bytes):
+                output = self.module(*inputs, **kwargs)
+        else:
+            output = self.module(*inputs, **kwargs)
         if reducing and engine is not None and self.require_backward_grad_sync:
             engine.intake.expect(output)
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
