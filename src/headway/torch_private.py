@@ -128,7 +128,8 @@ def ddp_bucket_cap_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> float |
     """The ``bucket_cap_mb`` a DDP was built with; None where the default is in force."""
     if getattr(ddp, "bucket_bytes_cap_default", False):
         return None
-    return float(ddp.bucket_bytes_cap) / 2**20
+    config = getattr(ddp, "_bucket_config", ddp)  # the attribute may be what ``compile_in_parts_of`` says
+    return float(config.bucket_bytes_cap) / 2**20
 
 
 def inside_backward() -> bool:
@@ -325,6 +326,17 @@ def compiled_in_parts(cap_bytes: int) -> Iterator[None]:
         yield
     finally:
         wrapper._active_ddp_module = before
+
+
+def compile_in_parts_of(ddp: DistributedDataParallel, cap_bytes: int) -> None:
+    """Have what ``ddp`` calls compiled in parts of ``cap_bytes``, whatever its buckets are. It has made these."""
+    ddp.bucket_bytes_cap = _least_part_bytes(cap_bytes)
+
+
+def _least_part_bytes(cap_bytes: int) -> int:
+    """Code is compiled in no smaller parts than DDP's own first bucket: a smaller cap fails there."""
+    least_bytes: int = cast(Any, dist)._DEFAULT_FIRST_BUCKET_BYTES
+    return max(cap_bytes, least_bytes)
 
 
 def sharded_by_fully_shard() -> type | None:

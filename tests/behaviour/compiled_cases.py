@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.ddp.runtime import wrap as wrap_stock
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
 STEPS = 8
@@ -109,9 +111,16 @@ def decoupled(rank: int, _world_size: int) -> dict[str, Any]:
 
 
 def parts(_rank: int, _world_size: int) -> dict[str, int]:
-    """How many graphs a model of three megabytes becomes: inside DDP, inside ours, and alone."""
+    """How many graphs a model of three megabytes becomes: inside DDP, ours, DDP with a plan's caps, and alone."""
     found = {}
-    for name, wrap in (("stock", DistributedDataParallel), ("ours", DecoupledDataParallel), ("alone", None)):
+    small = DistributedDataParallelStrategy(bucket_cap_mb=0.25)
+    wrappers: dict[str, Any] = {
+        "stock": DistributedDataParallel,
+        "ours": DecoupledDataParallel,
+        "planned": lambda model, **options: wrap_stock(model, small, **options),
+        "alone": None,
+    }
+    for name, wrap in wrappers.items():
         torch._dynamo.reset()
         graphs = 0
 

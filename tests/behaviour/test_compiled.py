@@ -49,4 +49,4 @@ def test_they_train_alike_when_decoupled() -> None:
 def test_they_are_compiled_in_as_many_parts_as_inside_ddp() -> None:
     """Gradients of one graph come all at once: a single one would leave nothing of backward to communicate under."""
     for graphs in workers.run(2, f"{CASES}:parts", timeout_s=200):
-        assert graphs["ours"] == graphs["stock"] > graphs["alone"] == 1
+        assert graphs["ours"] == graphs["planned"] == graphs["stock"] > graphs["alone"] == 1

@@ -175,8 +175,10 @@ def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, 
     _followed = True
     if isinstance(strategy, DistributedDataParallelStrategy):
         _stock_init(self, module, **{**given, **ddp_runtime.options(strategy)})
+        ddp_runtime.keep_compiled_parts(self, given)
         return
     runtime = driver(strategy, "runtime")
     runtime.check_module(module)
     _stock_init(self, module, **{**given, **runtime.options(strategy)})
+    ddp_runtime.keep_compiled_parts(self, given)
     runtime.serve(self, strategy)

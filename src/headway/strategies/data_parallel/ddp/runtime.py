@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.ddp.policy import DEFAULT_CAP_MB, DistributedDataParallelStrategy
 
 
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
@@ -34,4 +36,17 @@ def wrap(
     module: nn.Module, strategy: DistributedDataParallelStrategy, **ddp_options: Any
 ) -> DistributedDataParallel:
     """Wrap ``module`` in stock DDP; what ``strategy`` decides goes before the same option in ``ddp_options``."""
-    return DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
+    wrapped = DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
+    keep_compiled_parts(wrapped, ddp_options)
+    return wrapped
+
+
+def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, Any]) -> None:
+    """Have a compiled model compiled in the parts that the script's own options, ``given``, ask for.
+
+    Then gradients are there when they were as the job was recorded; and caps below a MiB, which compiling does not
+    take, are for buckets alone.
+    """
+    if any(torch_private.is_compiled(module) for module in wrapped.module.modules()):
+        cap_bytes = int((given.get("bucket_cap_mb") or DEFAULT_CAP_MB) * 2**20)
+        torch_private.compile_in_parts_of(wrapped, cap_bytes)

@@ -36,6 +36,7 @@ def wrap(module: nn.Module, strategy: ParameterServerStrategy, **ddp_options: An
     """
     check_module(module)
     wrapped = DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
+    ddp_runtime.keep_compiled_parts(wrapped, ddp_options)
     serve(wrapped, strategy)
     return wrapped
 
