@@ -34,6 +34,7 @@ HOST_COSTS = (DEFERRED_UPDATE, STEP_CALL, *RUNTIME_COSTS)
 
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to a quarter of an hour
+Share = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Moment = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
@@ -140,11 +141,26 @@ class AlgorithmCost(BaseModel):
         )
 
 
+class PassSlowdown(BaseModel):
+    """How much longer a forward and a backward take for as long as collectives are in flight, as shares."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    forward: Share = 0.0
+    backward: Share = 0.0
+
+    def times(self, factor: float) -> PassSlowdown:
+        """So many times as much."""
+        return PassSlowdown(forward=self.forward * factor, backward=self.backward * factor)
+
+
 class Cluster(BaseModel):
     """Hosts in rank order: the first ``hosts[0].workers`` ranks live on the first host, and so on.
 
     ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
     stands for a fifth longer). It is 0 for devices that compute by themselves.
+    ``decoupled_slowdown`` is that of passes under the decoupled all-reduce, which does more on these cores than its
+    collectives; None where it is not known apart.
 
     ``library`` is whose collectives a process group's own are. ``sharing`` says how connections get on on a link:
     "shared", all at once and each with a part of the rate, as TCP does, or "queued", one message of a host after
@@ -161,7 +177,8 @@ class Cluster(BaseModel):
     local_gbps: Rate = 20.0
     local_latency_us: Latency = 30.0
     algorithms: dict[str, AlgorithmCost] = {}
-    compute_slowdown: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.0
+    compute_slowdown: Share = 0.0
+    decoupled_slowdown: PassSlowdown | None = None
     library: Literal["gloo", "nccl"] = "gloo"
     sharing: Literal["shared", "queued"] = "shared"
     shared_cores: int | None = Field(default=None, ge=1, le=100_000)
@@ -224,6 +241,7 @@ class Cluster(BaseModel):
             "algorithms": {**self.algorithms, **own},
             # The cores work for every byte, so more bytes a second take more of them.
             "compute_slowdown": self.compute_slowdown * bandwidth,
+            "decoupled_slowdown": self.decoupled_slowdown and self.decoupled_slowdown.times(bandwidth),
         }
         return self.model_copy(update=changed)
 

@@ -31,4 +31,5 @@ def test_a_recorded_job_measures_its_machine_and_goes_on_as_before(tmp_path: Pat
     trace = load_trace(tmp_path / "measured")
     assert trace.cluster is not None
     assert {*RUNTIME_COSTS, DEFERRED_UPDATE, "ring", "servers"} <= set(trace.cluster.algorithms)
+    assert trace.cluster.decoupled_slowdown is None or trace.cluster.decoupled_slowdown.forward < 10
     assert Replayer(trace).cluster.source == "measured as the recording ended"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,6 +107,8 @@ class GraphBuilder:
         links: Links | None = None,
     ) -> None:
         self.cluster = cluster
+        # By how much collectives in flight slow parts of a step down, where that is not the cluster's own slowdown.
+        self.slowdowns: Mapping[str, float] = {}
         self.model = model
         self.schedule = schedule
         self.world_size = cluster.world_size

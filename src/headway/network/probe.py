@@ -103,9 +103,17 @@ def _probed(
     beside = CANDIDATES[0].prepared(BESIDE_BYTES, second)
     slowdown, update_s = beside_communication(beside, effort.beside_rounds)
     progress("what decoupled training costs beside its communication")
+    from headway.strategies.data_parallel.decoupled.slowdown import slowdown as decoupled_slowdown
+
     own_us = {DEFERRED_UPDATE: update_s * 1e6, **_runtime_costs_us()}
     costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in own_us.items()}}
-    return cluster.model_copy(update={"algorithms": costs, "compute_slowdown": slowdown})
+    return cluster.model_copy(
+        update={
+            "algorithms": costs,
+            "compute_slowdown": slowdown,
+            "decoupled_slowdown": decoupled_slowdown(slowdown),
+        }
+    )
 
 
 def _runtime_costs_us() -> dict[str, float]:

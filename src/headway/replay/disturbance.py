@@ -15,16 +15,18 @@ ROUNDS = 4
 def play_disturbed(graph: GraphBuilder, dataflow: Dataflow, slowdown: float) -> Schedule:
     """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
 
-    How long that is depends on the schedule and the other way round, so both are found in a few rounds.
+    Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap
+    depends on the schedule and the other way round, so both are found in a few rounds.
     """
     schedule = play(dataflow)
-    if slowdown == 0:
+    slowdowns = np.array([graph.slowdowns.get(stretch.part, slowdown) for stretch in graph.stretches])
+    if not slowdowns.any():
         return schedule
     operations = np.array([stretch.operation for stretch in graph.stretches], dtype=np.int64)
     undisturbed_ns = dataflow.duration_ns[operations]
     for _ in range(ROUNDS):
         overlaps = _overlaps(graph, schedule)
-        duration_ns = np.round(undisturbed_ns * (1 + slowdown * overlaps)).astype(np.int64)
+        duration_ns = np.round(undisturbed_ns * (1 + slowdowns * overlaps)).astype(np.int64)
         schedule = play(dataflow.with_durations(operations, duration_ns))
     return schedule
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -297,6 +298,8 @@ def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
     """
     library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
     costs = {**host_costs(trace), **cluster.algorithms}
+    changed: dict[str, Any] = {"algorithms": costs, "library": library}
     if "decoupled" in trace.manifest.ranks[0].strategy:  # the recorded computation holds them
-        costs = {name: cost for name, cost in costs.items() if name not in RUNTIME_COSTS}
-    return cluster.model_copy(update={"algorithms": costs, "library": library})
+        changed["algorithms"] = {name: cost for name, cost in costs.items() if name not in RUNTIME_COSTS}
+        changed["decoupled_slowdown"] = None
+    return cluster.model_copy(update=changed)

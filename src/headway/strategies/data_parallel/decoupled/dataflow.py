@@ -29,6 +29,8 @@ class Dataflow:
 
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
+        if (slower := graph.cluster.decoupled_slowdown) is not None:
+            graph.slowdowns = {Part.FORWARD: slower.forward, Part.BACKWARD: slower.backward}
         self._schedule = graph.schedule
         self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
         self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))

@@ -1,0 +1,173 @@
+"""By how much decoupled training slows down the passes that it communicates under: measured on a small model.
+
+Collectives take their share of the cores, and so does what belongs to them: updates on the channels' threads, the
+interpreter's lock, buckets that push a layer's memory out of the caches. No part of it tells the whole, so the same
+steps are timed under stock DDP and under the decoupled all-reduce.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headway.cluster import PassSlowdown
+from headway.graph.intervals import Intervals
+from headway.strategies.data_parallel.channels import observer
+from headway.strategies.data_parallel.decoupled import lifecycle
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.data_parallel.module_spec import model_spec
+
+LAYERS, WIDTH, HEADS, BATCH, LENGTH = 2, 192, 4, 8, 64
+BUCKET_BYTES = 700_000
+ROUNDS, STEPS, WARM_UP_STEPS = 2, 9, 3  # in turns: machines are slower for seconds at a time
+LEAST_OVERLAP = 0.3  # of computation with communication, below which a difference says nothing
+
+
+class Passes(NamedTuple):
+    """Nanoseconds that a forward and a backward compute for, and the share of that with collectives in flight."""
+
+    forward_ns: float
+    backward_ns: float
+    forward_overlap: float
+    backward_overlap: float
+
+
+def slowdown(of_collectives: float) -> PassSlowdown | None:
+    """By how much longer passes take under the decoupled all-reduce while collectives are in flight.
+
+    ``of_collectives`` is what stock DDP's slow its backward down by. None where links are too fast for a small model
+    to tell. Every rank calls it, with the default process group initialised on Gloo.
+    """
+    cap_mb = BUCKET_BYTES / 2**20
+    strategy = DecoupledStrategy(bucket_cap_bytes=BUCKET_BYTES, gather="parameters", channels=2)
+    stock: list[Passes] = []
+    own: list[Passes] = []
+    for _ in range(ROUNDS):
+        stock += _passes(DistributedDataParallel(_model(), bucket_cap_mb=cap_mb))
+        model = _model()
+        planned = DecoupledDataParallel(model, schedule=strategy.decide(model_spec(model)))
+        own += _passes(planned)
+        assert planned.engine is not None
+        lifecycle.release(planned.engine)
+        dist.barrier()
+        planned.engine.disconnect()  # a job that goes on keeps nothing of it
+    told = torch.tensor([*_median(stock), *_median(own)], dtype=torch.float64)
+    dist.all_reduce(told)
+    mean: list[float] = (told / dist.get_world_size()).tolist()
+    return compared(Passes(*mean[:4]), Passes(*mean[4:]), of_collectives)
+
+
+def compared(stock: Passes, own: Passes, of_collectives: float) -> PassSlowdown | None:
+    """How passes that take as long as in ``stock`` are slowed down to take as long as in ``own``.
+
+    What goes on between two collectives of a bucket, its update above all, slows them down as well: where collectives
+    are in flight for most of a pass all of it is taken to be slow.
+    """
+    if min(own.forward_overlap, own.backward_overlap) < LEAST_OVERLAP:
+        return None
+    undisturbed_ns = stock.backward_ns / (1 + of_collectives * stock.backward_overlap)
+    return PassSlowdown(
+        forward=max(0.0, own.forward_ns / stock.forward_ns - 1),
+        backward=max(0.0, own.backward_ns / undisturbed_ns - 1),
+    )
+
+
+class _Watch(observer.NullObserver):
+    """Keeps the spans of collectives and of the main thread's waits and updates."""
+
+    def __init__(self) -> None:
+        self.collectives: list[tuple[int, int]] = []
+        self.apart: list[tuple[int, int]] = []
+
+    def collective(self, done: observer.Collective) -> None:
+        """Keep it."""
+        self.collectives.append((done.start_ns, done.end_ns))
+
+    def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Keep it."""
+        self.apart.append((start_ns, end_ns))
+
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Keep it: what updates cost is measured apart."""
+        self.apart.append((start_ns, end_ns))
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(LAYERS)
+        )
+    )
+
+
+def _passes(model: nn.Module) -> list[Passes]:
+    """What the passes of each step of ``model`` take while it communicates."""
+    gradients_ns: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_noting(gradients_ns))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = torch.ones(BATCH, LENGTH, WIDTH)
+    watch, before = _Watch(), observer.observer()
+    observer.set_observer(watch)
+    try:
+        moments = [_step(model, optimizer, batch, gradients_ns) for _ in range(STEPS)]
+    finally:
+        observer.set_observer(before)
+    return _computing(moments[WARM_UP_STEPS:], watch, own=isinstance(model, DecoupledDataParallel))
+
+
+def _noting(gradients_ns: list[int]) -> Callable[[torch.Tensor], None]:
+    return lambda _parameter: gradients_ns.append(time.monotonic_ns())
+
+
+class _Moments(NamedTuple):
+    forward_ns: int
+    backward_ns: int
+    first_gradient_ns: int
+    last_gradient_ns: int
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, gradients_ns: list[int]
+) -> _Moments:
+    optimizer.zero_grad()
+    gradients_ns.clear()
+    forward_ns = time.monotonic_ns()
+    loss = model(batch).square().mean()
+    backward_ns = time.monotonic_ns()
+    loss.backward()
+    optimizer.step()
+    return _Moments(forward_ns, backward_ns, gradients_ns[0], gradients_ns[-1])
+
+
+def _computing(steps: list[_Moments], watch: _Watch, *, own: bool) -> list[Passes]:
+    """Of stock DDP nobody tells when collectives are in flight: it is so from the first gradient on."""
+    apart = Intervals(watch.apart)
+    stock = [] if own else [(each.first_gradient_ns, each.last_gradient_ns) for each in steps]
+    in_flight = Intervals([*watch.collectives, *stock])
+    found = []
+    for each in steps:
+        passes = (each.forward_ns, each.backward_ns), (each.backward_ns, each.last_gradient_ns)
+        taken = [(end - start) * (1 - apart.share_of(start, end)) for start, end in passes]
+        shares = [_share(in_flight, apart, start, end) for start, end in passes]
+        found.append(Passes(*taken, *shares))
+    return found
+
+
+def _median(steps: list[Passes]) -> Passes:
+    return Passes(*(statistics.median(column) for column in zip(*steps, strict=True)))
+
+
+def _share(in_flight: Intervals, apart: Intervals, start_ns: int, end_ns: int) -> float:
+    """The share of what is computed in [start_ns, end_ns) with collectives in flight: in all waits there are some."""
+    idle = apart.share_of(start_ns, end_ns)
+    return max(0.0, in_flight.share_of(start_ns, end_ns) - idle) / max(1e-9, 1 - idle)
