@@ -24,13 +24,14 @@ MAX_WORLD_SIZE = 100_000
 
 # Costs beside those of collectives that a cluster may hold.
 DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
+UPDATE_BESIDE = "update_beside"  # the same on a communication thread, which has to share cores with training
 STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
 # What the decoupled runtime costs the main thread beside stock DDP: each parameter in a forward, a backward and a step,
 # and copying one MiB of parameters out of buckets.
 RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP = "runtime_forward", "runtime_backward", "runtime_step"
 COPY_MIB = "copy_mib"
 RUNTIME_COSTS = (RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP, COPY_MIB)
-HOST_COSTS = (DEFERRED_UPDATE, STEP_CALL, *RUNTIME_COSTS)
+HOST_COSTS = (DEFERRED_UPDATE, UPDATE_BESIDE, STEP_CALL, *RUNTIME_COSTS)
 
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to a quarter of an hour
@@ -216,6 +217,11 @@ class Cluster(BaseModel):
     def cost_of(self, algorithm: str) -> AlgorithmCost:
         """The measured cost of ``algorithm``, or the ideal where nobody measured it."""
         return self.algorithms.get(algorithm, AlgorithmCost())
+
+    @property
+    def update_beside_us(self) -> float:
+        """What an update on a communication thread costs by itself: what was measured there, or else elsewhere."""
+        return self.algorithms.get(UPDATE_BESIDE, self.cost_of(DEFERRED_UPDATE)).overhead_us
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, host: float = 1.0) -> Cluster:
         """The same cluster with every rate and latency multiplied, between hosts and inside them.

@@ -42,5 +42,7 @@ def test_the_decoupled_all_reduce_slows_down_the_passes_that_it_communicates_und
 
     assert computed_ms(slower, None) == pytest.approx(computed_ms(links, None), rel=1e-6)
     more_ms = computed_ms(slower, plan) - computed_ms(links, plan)
-    all_of_it_ms = 0.5 * 40 + 0.25 * 100  # but nothing is in flight before the first bucket, nor after the last
+    all_of_it_ms = (
+        0.5 * 40 + 0.25 * 100
+    )  # but nothing is in flight before the first bucket, nor after the last
     assert 0.5 * all_of_it_ms < more_ms < all_of_it_ms

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headway.cluster import DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, STEP_CALL, UPDATE_BESIDE, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import KINDS, NATIVE, NCCL, RING, SERVERS, cost_name, sent_bytes
 from headway.errors import TraceError
 from headway.graph.intervals import Intervals
@@ -81,7 +81,9 @@ def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
     updates_ns = [update_cost_beside(e, trace.world_size).overhead_ns for e in trace.events.values()]
     return {
         STEP_CALL: AlgorithmCost(overhead_us=float(np.mean(calls_ns)) / 1e3),  # each of several calls pays it
-        DEFERRED_UPDATE: AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3),
+        **dict.fromkeys(
+            (DEFERRED_UPDATE, UPDATE_BESIDE), AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3)
+        ),
     }
 
 

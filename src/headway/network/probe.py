@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
+from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS, UPDATE_BESIDE, AlgorithmCost, Cluster, Host
 from headway.network.beside import beside_communication
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
 
@@ -103,16 +103,17 @@ def _probed(
     beside = CANDIDATES[0].prepared(BESIDE_BYTES, second)
     slowdown, update_s = beside_communication(beside, effort.beside_rounds)
     progress("what decoupled training costs beside its communication")
-    from headway.strategies.data_parallel.decoupled.slowdown import slowdown as decoupled_slowdown
+    from headway.strategies.data_parallel.decoupled.beside_training import beside_training
 
-    own_us = {DEFERRED_UPDATE: update_s * 1e6, **_runtime_costs_us()}
+    found = beside_training(slowdown)
+    own_us = {
+        DEFERRED_UPDATE: update_s * 1e6,
+        UPDATE_BESIDE: max(update_s * 1e6, found.update_us),
+        **_runtime_costs_us(),
+    }
     costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in own_us.items()}}
     return cluster.model_copy(
-        update={
-            "algorithms": costs,
-            "compute_slowdown": slowdown,
-            "decoupled_slowdown": decoupled_slowdown(slowdown),
-        }
+        update={"algorithms": costs, "compute_slowdown": slowdown, "decoupled_slowdown": found.slowdown}
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headway import files
-from headway.cluster import RUNTIME_COSTS, Cluster
+from headway.cluster import RUNTIME_COSTS, UPDATE_BESIDE, Cluster
 from headway.collectives.links import Links
 from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder, walk_timelines
@@ -297,9 +297,10 @@ def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
     And with the library that the job used.
     """
     library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
-    costs = {**host_costs(trace), **cluster.algorithms}
-    changed: dict[str, Any] = {"algorithms": costs, "library": library}
-    if "decoupled" in trace.manifest.ranks[0].strategy:  # the recorded computation holds them
-        changed["algorithms"] = {name: cost for name, cost in costs.items() if name not in RUNTIME_COSTS}
+    measured, changed = cluster.algorithms, dict[str, Any](library=library)
+    if "decoupled" in trace.manifest.ranks[0].strategy:  # what was recorded holds them, or shows them
+        held = (*RUNTIME_COSTS, UPDATE_BESIDE)
+        measured = {name: cost for name, cost in measured.items() if name not in held}
         changed["decoupled_slowdown"] = None
+    changed["algorithms"] = {**host_costs(trace), **measured}
     return cluster.model_copy(update=changed)

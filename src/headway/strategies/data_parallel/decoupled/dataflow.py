@@ -55,6 +55,7 @@ class Dataflow:
         self._update_ns: dict[int, int] = defaultdict(int)
         self._taken: dict[int, int] = defaultdict(int)  # rank -> gradients taken since its latest launch
         self._update_overhead_ns = self._cost_ns(DEFERRED_UPDATE)
+        self._beside_overhead_ns = graph.cluster.update_beside_us * 1e3
         self._step_call_ns = round(self._cost_ns(STEP_CALL))
         self._step_ns = round(self._cost_ns(RUNTIME_STEP) * len(graph.model.parameters))
 
@@ -85,7 +86,7 @@ class Dataflow:
             self._due[walk.rank].remove(unit)
             update_ns = self._settling_ns(buckets)
             if self._schedule.gather == "gradients":
-                update_ns += self._share_ns(walk.rank, buckets)
+                update_ns += round(self._whole_ns(walk.rank, buckets) + self._update_overhead_ns)
         self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=buckets[0])
 
     def _settling_ns(self, buckets: Sequence[int]) -> int:
@@ -97,9 +98,9 @@ class Dataflow:
             taken_ns += self._cost_ns(COPY_MIB) * sum(bucket.size_bytes for bucket in settled) / 2**20
         return round(taken_ns)
 
-    def _share_ns(self, rank: int, buckets: Sequence[int], ranks: int = 1) -> int:
-        """What one update of these buckets takes where ``ranks`` share it."""
-        return round(self._update_ns[rank] * self._share(buckets) / ranks + self._update_overhead_ns)
+    def _whole_ns(self, rank: int, buckets: Sequence[int]) -> float:
+        """The part of these buckets in what the optimizer does to all parameters."""
+        return self._update_ns[rank] * self._share(buckets)
 
     def _share(self, buckets: Sequence[int]) -> float:
         return sum(self._schedule.buckets[index].size_bytes for index in buckets) / self._total_bytes
@@ -246,7 +247,9 @@ class Dataflow:
             if index in reduced:
                 update = self._graph.work(
                     walk,
-                    self._share_ns(walk.rank, [index], self._graph.world_size),
+                    round(
+                        self._whole_ns(walk.rank, [index]) / self._graph.world_size + self._beside_overhead_ns
+                    ),
                     bucket=index,
                     after=[*self._jobs.before(walk), reduced[index], *uses],
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.strategies.data_parallel.decoupled.slowdown import Passes, compared
+from headway.strategies.data_parallel.decoupled.beside_training import Passes, compared
 
 STOCK = Passes(forward_ns=10e6, backward_ns=22e6, forward_overlap=0.0, backward_overlap=1.0)
 

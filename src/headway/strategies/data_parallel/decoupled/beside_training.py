@@ -1,4 +1,4 @@
-"""By how much decoupled training slows down the passes that it communicates under: measured on a small model.
+"""What decoupled training and its own communication cost each other on the same cores: measured on a small model.
 
 Collectives take their share of the cores, and so does what belongs to them: updates on the channels' threads, the
 interpreter's lock, buckets that push a layer's memory out of the caches. No part of it tells the whole, so the same
@@ -32,28 +32,41 @@ LEAST_OVERLAP = 0.3  # of computation with communication, below which a differen
 
 
 class Passes(NamedTuple):
-    """Nanoseconds that a forward and a backward compute for, and the share of that with collectives in flight."""
+    """Nanoseconds that a forward and a backward compute for, and the share of that with collectives in flight.
+
+    ``updates_ns`` is what the optimizer takes for all that this rank updates: on a communication thread, if it does so.
+    """
 
     forward_ns: float
     backward_ns: float
     forward_overlap: float
     backward_overlap: float
+    updates_ns: float = 0.0
 
 
-def slowdown(of_collectives: float) -> PassSlowdown | None:
-    """By how much longer passes take under the decoupled all-reduce while collectives are in flight.
+class Found(NamedTuple):
+    """``slowdown`` is None where links are too fast for a small model to tell.
 
-    ``of_collectives`` is what stock DDP's slow its backward down by. None where links are too fast for a small model
-    to tell. Every rank calls it, with the default process group initialised on Gloo.
+    ``update_us`` is what an update on a communication thread takes, apart from its share of the optimizer's step.
     """
-    cap_mb = BUCKET_BYTES / 2**20
+
+    slowdown: PassSlowdown | None
+    update_us: float
+
+
+def beside_training(of_collectives: float) -> Found:
+    """Train a small model both ways. Every rank calls it, with the default process group initialised on Gloo.
+
+    ``of_collectives`` is by how much those of stock DDP slow its backward down, as a share.
+    """
     strategy = DecoupledStrategy(bucket_cap_bytes=BUCKET_BYTES, gather="parameters", channels=2)
     stock: list[Passes] = []
     own: list[Passes] = []
     for _ in range(ROUNDS):
-        stock += _passes(DistributedDataParallel(_model(), bucket_cap_mb=cap_mb))
+        stock += _passes(DistributedDataParallel(_model(), bucket_cap_mb=BUCKET_BYTES / 2**20))
         model = _model()
-        planned = DecoupledDataParallel(model, schedule=strategy.decide(model_spec(model)))
+        schedule = strategy.decide(model_spec(model))
+        planned = DecoupledDataParallel(model, schedule=schedule)
         own += _passes(planned)
         assert planned.engine is not None
         lifecycle.release(planned.engine)
@@ -62,7 +75,13 @@ def slowdown(of_collectives: float) -> PassSlowdown | None:
     told = torch.tensor([*_median(stock), *_median(own)], dtype=torch.float64)
     dist.all_reduce(told)
     mean: list[float] = (told / dist.get_world_size()).tolist()
-    return compared(Passes(*mean[:4]), Passes(*mean[4:]), of_collectives)
+    count = len(Passes._fields)
+    stock_passes, own_passes = Passes(*mean[:count]), Passes(*mean[count:])
+    alone_ns = own_passes.updates_ns - stock_passes.updates_ns / dist.get_world_size()
+    return Found(
+        compared(stock_passes, own_passes, of_collectives),
+        max(0.0, alone_ns / len(schedule.buckets) / 1e3),
+    )
 
 
 def compared(stock: Passes, own: Passes, of_collectives: float) -> PassSlowdown | None:
@@ -86,6 +105,7 @@ class _Watch(observer.NullObserver):
     def __init__(self) -> None:
         self.collectives: list[tuple[int, int]] = []
         self.apart: list[tuple[int, int]] = []
+        self.updates: list[tuple[int, int]] = []
 
     def collective(self, done: observer.Collective) -> None:
         """Keep it."""
@@ -96,8 +116,12 @@ class _Watch(observer.NullObserver):
         self.apart.append((start_ns, end_ns))
 
     def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
-        """Keep it: what updates cost is measured apart."""
+        """Keep it: copying what was gathered is measured apart."""
         self.apart.append((start_ns, end_ns))
+
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        """Keep it."""
+        self.updates.append((start_ns, end_ns))
 
 
 def _model() -> nn.Module:
@@ -134,6 +158,8 @@ class _Moments(NamedTuple):
     backward_ns: int
     first_gradient_ns: int
     last_gradient_ns: int
+    step_ns: int
+    end_ns: int
 
 
 def _step(
@@ -145,8 +171,9 @@ def _step(
     loss = model(batch).square().mean()
     backward_ns = time.monotonic_ns()
     loss.backward()
+    step_ns = time.monotonic_ns()
     optimizer.step()
-    return _Moments(forward_ns, backward_ns, gradients_ns[0], gradients_ns[-1])
+    return _Moments(forward_ns, backward_ns, gradients_ns[0], gradients_ns[-1], step_ns, time.monotonic_ns())
 
 
 def _computing(steps: list[_Moments], watch: _Watch, *, own: bool) -> list[Passes]:
@@ -154,12 +181,15 @@ def _computing(steps: list[_Moments], watch: _Watch, *, own: bool) -> list[Passe
     apart = Intervals(watch.apart)
     stock = [] if own else [(each.first_gradient_ns, each.last_gradient_ns) for each in steps]
     in_flight = Intervals([*watch.collectives, *stock])
+    # Updates of a step go on under the next one, so each is given the mean of all.
+    updates_ns = sum(end - start for start, end in watch.updates) / STEPS
     found = []
     for each in steps:
         passes = (each.forward_ns, each.backward_ns), (each.backward_ns, each.last_gradient_ns)
-        taken = [(end - start) * (1 - apart.share_of(start, end)) for start, end in passes]
-        shares = [_share(in_flight, apart, start, end) for start, end in passes]
-        found.append(Passes(*taken, *shares))
+        forward_ns, backward_ns = ((end - start) * (1 - apart.share_of(start, end)) for start, end in passes)
+        forward_share, backward_share = (_share(in_flight, apart, start, end) for start, end in passes)
+        step_ns = updates_ns if own else each.end_ns - each.step_ns
+        found.append(Passes(forward_ns, backward_ns, forward_share, backward_share, step_ns))
     return found
 
 
