@@ -5,8 +5,8 @@
 Every case is a script of `strangers/` that knows nothing of Headway, started as its author starts it on two nodes.
 It is recorded, diagnosed, optimized from the recording alone, and run under the best plan and the best decoupled one,
 in turn with the job as it is. Jobs really compute. A case takes one to two minutes, and is kept as soon as it is done.
-Where HEADWAY_JOBS_FOLDER names a folder, runs are kept there too, and cases that it holds are not run again but
-predicted anew from their recordings.
+Where HEADWAY_JOBS_FOLDER names a folder, runs are kept there too; cases that it holds are predicted anew from their
+recordings, and run only for the rounds that are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from job_shapes.catalogue import SHAPES
 from job_shapes.rows import rows_of
 
 QUICK = ("gpt-clip",)
-ROUNDS = 2
+ROUNDS = 1
 WORDS = (
     "Scripts of `strangers/` on two lab hosts (real Gloo over TCP, 200 Mbit/s each way), one worker each, that really "
     "compute (one thread). `recorded_ms` is the mean step of the one recording that every prediction is made from; "

@@ -18,34 +18,20 @@ UNPLANNED = "unplanned"
 
 
 def measured(shape: Shape, folder: Path, rounds: int) -> dict[str, Any]:
-    """What running ``shape`` gave: the document in ``folder``, made unless it is there from before.
+    """What running ``shape`` gave: the document in ``folder``, whose rounds are made up to ``rounds``.
 
-    The folder then holds the recording ``base`` and the plans ``NAME.yaml`` as well. The document has how the
+    The folder also holds the recording ``base`` and the plans ``NAME.yaml``. The document has how the
     recording ended, why there is no plan, and of each plan and the unplanned job the steps of its runs in ms, its
     status, loss and last line.
     """
-    if not (folder / MEASURED).is_file():
+    path = folder / MEASURED
+    if path.is_file():
+        document: dict[str, Any] = json.loads(path.read_text())
+    else:
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(folder / MEASURED, json.dumps(_measure(shape, folder, rounds), indent=1))
-    document: dict[str, Any] = json.loads((folder / MEASURED).read_text())
-    return document
-
-
-def _measure(shape: Shape, folder: Path, rounds: int) -> dict[str, Any]:
-    base = run(shape.name, STEPS, folder, hosts=shape.hosts, record="base")
-    if base.trace is None:
-        return {"recorded": False, "last_line": base.last_line}
-    found, why = headway("optimize", str(folder / "base"), "-o", str(folder / "best.yaml"))
-    if not found:
-        return {"recorded": True, "refused": why}
-    plans = {"best": found["plans"][0]["name"]}
-    if not plans["best"].startswith("decoupled"):
-        arguments = ("-o", str(folder / "decoupled.yaml"), "--strategy", "decoupled")
-        decoupled, _ = headway("optimize", str(folder / "base"), *arguments)
-        if decoupled:
-            plans["decoupled"] = next(p["name"] for p in found["plans"] if p["name"].startswith("decoupled"))
-    runs: dict[str, list[dict[str, Any]]] = {UNPLANNED: [_ended(base)], **{name: [] for name in plans}}
-    for number in range(rounds):
+        document = _planned(shape, folder)
+    runs = document.get("runs", {})
+    for number in range(max(map(len, runs.values()), default=rounds + 1) - 1, rounds):
         for name in list(runs) if number % 2 else reversed(list(runs)):
             plan = None if name == UNPLANNED else folder / f"{name}.yaml"
             ended = run(
@@ -58,7 +44,29 @@ def _measure(shape: Shape, folder: Path, rounds: int) -> dict[str, Any]:
                 measure=False,
             )
             runs[name].append(_ended(ended))
-    return {"recorded": True, "plans": plans, "runs": runs}
+    files.write_text(path, json.dumps(document, indent=1))
+    return document
+
+
+def _planned(shape: Shape, folder: Path) -> dict[str, Any]:
+    """Record and plan the job; its runs so far are the recorded one."""
+    base = run(shape.name, STEPS, folder, hosts=shape.hosts, record="base")
+    if base.trace is None:
+        return {"recorded": False, "last_line": base.last_line}
+    found, why = headway("optimize", str(folder / "base"), "-o", str(folder / "best.yaml"))
+    if not found:
+        return {"recorded": True, "refused": why}
+    plans = {"best": found["plans"][0]["name"]}
+    if not plans["best"].startswith("decoupled"):
+        arguments = ("-o", str(folder / "decoupled.yaml"), "--strategy", "decoupled")
+        decoupled, _ = headway("optimize", str(folder / "base"), *arguments)
+        if decoupled:
+            plans["decoupled"] = next(p["name"] for p in found["plans"] if p["name"].startswith("decoupled"))
+    return {
+        "recorded": True,
+        "plans": plans,
+        "runs": {UNPLANNED: [_ended(base)], **{name: [] for name in plans}},
+    }
 
 
 def _ended(ran: Ran) -> dict[str, Any]:
