@@ -117,11 +117,10 @@ def test_a_look_at_shards_fetches_all_of_them_once() -> None:
         assert min(one.begins("all_gather")[1:]) >= end_ns
 
 
-def test_clipping_fetches_shards_where_parameters_may_go_unused() -> None:
+def test_clipping_fetches_nothing_where_parameters_may_go_unused() -> None:
     one = played(decoupled("parameters"), CLIP, find_unused=True)
-    (fetch,) = [c for c in one.graph.collectives if c.bucket < 0 and c.step == 0 and c.name == "all_gather"]
-    ((start_ns, _),) = one.stretches(Part.READ)
-    assert start_ns == int(one.schedule.end_ns[fetch.ends[0]])
+    beside_buckets = [c.name for c in one.graph.collectives if c.bucket < 0 and c.step == 0]
+    assert beside_buckets == ["all_reduce", "all_reduce"]  # of what was used, and of norms
 
 
 def test_a_read_of_gathered_gradients_waits_for_its_gathers_and_their_update_is_not_deferred() -> None:

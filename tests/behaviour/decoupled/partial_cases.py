@@ -41,7 +41,7 @@ CHOICES: dict[str, Choice] = {
 }
 
 
-def _conditional(choice: Choice, to_none: bool, job: Job) -> None:
+def _conditional(choice: Choice, to_none: bool, clipped: bool, job: Job) -> None:
     model = job.wrap(Branches(), find_unused_parameters=True)
     optimizer: torch.optim.Optimizer = sgd(model, weight_decay=0.01)
     for step in range(5):
@@ -51,6 +51,10 @@ def _conditional(choice: Choice, to_none: bool, job: Job) -> None:
             return nn.functional.mse_loss(model(share.x, choice(step, share.rank)), share.y)
 
         job.backward_by_rank(model, loss_of, job.shares(step))
+        if clipped:
+            if step == 1 and job.is_rank(job.world_size - 1):
+                job.see("on the last rank", [p.grad for p in model.parameters()])
+            job.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         if step == 3:
             job.see("gradients before step", [p.grad for p in model.parameters()])
         optimizer.step()
@@ -64,9 +68,10 @@ def _conditional(choice: Choice, to_none: bool, job: Job) -> None:
 
 for _name, _choice in CHOICES.items():
     for _to_none in (True, False):
-        case(name=f"branches used {_name}, cleared {'to None' if _to_none else 'to zero'}")(
-            partial(_conditional, _choice, _to_none)
-        )
+        _cleared = f"branches used {_name}, cleared {'to None' if _to_none else 'to zero'}"
+        case(name=_cleared)(partial(_conditional, _choice, _to_none, False))
+        if _name.startswith("by"):
+            case(name=f"{_cleared}, clipped")(partial(_conditional, _choice, _to_none, True))
 
 
 @case()

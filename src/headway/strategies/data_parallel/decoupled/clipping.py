@@ -50,7 +50,8 @@ def sharded_slots(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:
     if len(engines) != 1 or len(set(slots)) != len(slots):
         return None
     (engine,) = engines
-    whole = engine.form.sharded_gradients is None or engine.wiring.device.type != "cpu" or engine.find_unused
+    # Of a parameter that no rank has used the shards are zeros, which change neither a norm nor themselves.
+    whole = engine.form.sharded_gradients is None or engine.wiring.device.type != "cpu"
     return None if whole or engine.running else slots
 
 

@@ -186,7 +186,7 @@ class Dataflow:
 
     @property
     def _shards_reads(self) -> bool:
-        return not self._graph.model.find_unused_parameters and self._graph.cluster.library != NCCL
+        return self._graph.cluster.library != NCCL
 
     def _read_gathered(self, walk: Walk, read: Item) -> None:
         """Settle what is read. What is settled before a step is not deferred by it."""
