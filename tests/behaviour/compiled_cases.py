@@ -81,7 +81,7 @@ def train(model: Any, rank: int, *, clear_late: bool = False) -> dict[str, Any]:
 def recorded(rank: int, _world_size: int, folder: str) -> dict[str, Any]:
     """For each way to compile: what a job gives alone, and what it gives while it is recorded."""
     found = {}
-    for how in ("before", "in part", "in place, later", "after"):
+    for how in ("before", "in part", "in place, later", "after", "after, watched"):
         for name in ("alone", "recorded"):
             torch._dynamo.reset()
             counters.clear()

@@ -36,6 +36,9 @@ def test_they_are_recorded_as_they_run_alone(tmp_path: Path) -> None:
         seen = {row.name for row in trace.events[0].of_kind(Kind.FORWARD) if row.duration_ns}
         assert seen == ({f"first.layers.{i}" for i in range(3)} if how == "in part" else set())
         assert {parameter.module for parameter in trace.model.parameters} == set(trace.model.forward_order)
+    for how, may in (("before", True), ("in part", True), ("after", False), ("after, watched", False)):
+        info = headway.load_trace(tmp_path / how).manifest.ranks[0]
+        assert (info.why_not_decoupled == "") == may, how
 
 
 def test_they_train_alike_when_decoupled() -> None:

@@ -36,6 +36,6 @@ def compiled_in_place() -> nn.Module:
     ids=["plain", "compiled around", "static graph", "compiled in place", "complex", "none"],
 )
 def test_why_a_wrapper_cannot_be_decoupled(model: Any, unseen: bool, said: str) -> None:
-    found = why_not_decoupled(model, forward_unseen=unseen)
+    found = why_not_decoupled(model, compiled_around=unseen)
     assert found.startswith(said)
     assert bool(found) == bool(said)

@@ -65,14 +65,14 @@ def strategy_in_force(model: nn.Module | None) -> tuple[tuple[tuple[str, ...], .
     return buckets, {"ddp": {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(model)}}
 
 
-def why_not_decoupled(model: nn.Module | None, *, forward_unseen: bool) -> str:
+def why_not_decoupled(model: nn.Module | None, *, compiled_around: bool) -> str:
     """Why the decoupled all-reduce would refuse to take the place of a recorded model's wrapper; "" where it would not.
 
-    ``forward_unseen`` says that its forward ran inside code that was compiled around the wrapper.
+    ``compiled_around`` says that code was compiled which calls the wrapper.
     """
     if model is None or isinstance(model, DecoupledDataParallel):
         return ""
-    if forward_unseen:
+    if compiled_around:
         return "the model was compiled after it was wrapped"
     try:
         check_module(cast("nn.Module", model.module))

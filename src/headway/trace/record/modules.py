@@ -75,7 +75,7 @@ class ModuleWatch:
         self._of_passes: list[Any] = []
         self._of_modules: list[Any] = []
         self._owners: list[str] = []
-        self._passes_compiled = False
+        self.passes_compiled = False  # whether what is compiled calls the wrapper
         self._first_phase = "enter"
         self._pass_start_ns = 0
         self._backward: _Backward | None = None  # the one under way
@@ -89,7 +89,7 @@ class ModuleWatch:
 
     def attach(self, model: nn.Module, root: nn.Module) -> None:
         """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
-        if not self._passes_compiled:
+        if not self.passes_compiled:
             self.watch_passes(model)
         self._watch_modules(root)
         for name, parameter in root.named_parameters():
@@ -126,7 +126,7 @@ class ModuleWatch:
         self._counted()
         self.unseen = self._owners
         _remove(self._of_modules)
-        self._passes_compiled |= passes
+        self.passes_compiled |= passes
         if passes:
             _remove(self._of_passes)
 

@@ -415,7 +415,9 @@ class Recorder:
             notes=self._notes(events),
             other_models=tuple(self._others),
             fully_sharded=self._sharded,
-            why_not_decoupled=why_not_decoupled(self._model, forward_unseen=self._forward_unseen(events)),
+            why_not_decoupled=why_not_decoupled(
+                self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
+            ),
         )
         write_rank(self.options.folder, info, model, recorded)
 
