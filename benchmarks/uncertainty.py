@@ -1,17 +1,18 @@
-"""Whether the ± of predictions covers what was measured, over the rows that benchmarks/replay_accuracy.py has kept.
+"""Whether the ± of predictions covers what was measured, over the rows that two benchmarks have kept.
 
     python benchmarks/uncertainty.py
 
-For every model the half widths are taken from the other models' rows (nine tenths of their errors lie within) and held
-against its own. Nothing is run; the last line has the half widths of all models together, which
-`headway.replay.expectation` holds.
+Of benchmarks/replay_accuracy.py, whose computation is paced: for every model the half widths are taken from the other
+models' rows (nine tenths of their errors lie within) and held against its own. Of benchmarks/jobs.py, whose jobs really
+compute on the cores that communicate: the same for other strategies, case by case. Nothing is run; `by all models` and
+`by all jobs` have the half widths of all together, which `headway.replay.expectation` holds.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from common import RESULTS
 from headway.replay.expectation import expected_ms, half_width_ms
 
 COVERED = 0.9
+BUSY = "another strategy on busy cores"
 CROWDED, SAME, OTHER = "crowded", "recorded strategy", "other strategy"
 Row = dict[str, Any]
 
@@ -47,6 +49,31 @@ def main() -> None:
         own = [row for row in asked if _group(row) == group]
         print(f"{group}: {np.mean(_covered(own, bases, shares)):.1%} of {len(own)}")
     print(f"by all models: {np.mean(_covered(asked, bases, shares)):.1%}, {_words(shares)}")
+    _jobs(json.loads((RESULTS / "jobs.json").read_text())["rows"])
+
+
+def _jobs(rows: Sequence[Row]) -> None:
+    reproduced = {row["case"]: abs(row["error"]) for row in rows if row["method"] == "replay"}
+    asked = [row for row in rows if "within" in row and "decoupled" in row["method"]]
+
+    def covered(row: Row, share: float) -> bool:
+        width_ms = half_width_ms(
+            row["predicted_ms"],
+            recorded_error_ms=row["recorded_error_ms"],
+            reproduction_error=reproduced[row["case"]],
+            model_share=share,
+        )
+        return bool(abs(row["predicted_ms"] - row["time_ms"]) <= width_ms)
+
+    def share_of(some: Sequence[Row]) -> float:
+        shares = np.arange(0.0, 0.3, 0.001)
+        return float(next(s for s in shares if np.mean([covered(row, s) for row in some]) >= COVERED))
+
+    left_out = [
+        covered(row, share_of([other for other in asked if other["case"] != row["case"]])) for row in asked
+    ]
+    print(f"jobs, each by the other jobs: {np.mean(left_out):.1%} of {len(asked)}")
+    print(f"by all jobs: {BUSY} ± {share_of(asked):.1%}")
 
 
 def _group(row: Row) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 # benchmarks/uncertainty.py; docs/replay.md says how.
 SAME_SHARE = 0.014  # the recorded strategy, with other buckets, on other links or with other workers
 OTHER_SHARE = 0.018  # another strategy than the recorded one
+BUSY_SHARE = 0.040  # the same, where communication takes cores that training computes on
 CROWDED_SHARE = 0.136  # more work at a time for cores that all ranks share
 CROWDED = 1.5  # times the recorded work at a time
 
@@ -63,6 +64,19 @@ def crowded(
     if cores is None or workers <= cores:
         return False
     return workers / step_ms > CROWDED * recorded_workers / recorded_ms
+
+
+def share_of_replay(*, same_strategy: bool, busy: bool, crowded: bool) -> float:
+    """The share of a step by which replay itself may be off.
+
+    ``busy`` says that communication takes cores that training computes on, ``crowded`` what the function of that name
+    does.
+    """
+    if crowded:
+        return CROWDED_SHARE
+    if same_strategy:
+        return SAME_SHARE
+    return BUSY_SHARE if busy else OTHER_SHARE
 
 
 def half_width_ms(

@@ -24,13 +24,11 @@ from headway.network.fit import cluster_from_trace, host_costs, library_of
 from headway.replay.disturbance import play_disturbed
 from headway.replay.engine import Schedule
 from headway.replay.expectation import (
-    CROWDED_SHARE,
-    OTHER_SHARE,
-    SAME_SHARE,
     Expectation,
     crowded,
     expected_ms,
     half_width_ms,
+    share_of_replay,
 )
 from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
@@ -162,7 +160,9 @@ class Replayer:
             step_ms,
             recorded_error_ms=_standard_error_ms(self.recorded_step_times_ms),
             reproduction_error=abs(reproduced_ms / recorded_ms - 1),
-            model_share=CROWDED_SHARE if full else SAME_SHARE if same else OTHER_SHARE,
+            model_share=share_of_replay(
+                same_strategy=same, busy=graph.cluster.compute_slowdown > 0, crowded=full
+            ),
             links_ms=unfitted(graph) * result.waiting_ms,
         )
         return Expectation(recorded_ms, step_ms, uncertainty_ms)
