@@ -151,7 +151,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         )  # fmt: skip
         self._trainable = frozenset(id(parameter) for parameter in trainable.values())
         lifecycle.adopt(engine, self.process_group)
-        self._compiled = frozenset(id(m) for m in self.module.modules() if torch_private.is_compiled(m))
+        self._compiled = _compiled_inside(self.module)
         for owner in torch_private.eager_modules(self.module):
             handle = owner.register_forward_pre_hook(MaterialiseHook(engine, owner), prepend=True)
             engine.own_handles.append(handle)
@@ -292,6 +292,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         nn.Module.__setstate__(self, state)
         self.process_group = _existing_group(None)
         self._wiring = wiring_of(self.device, self.process_group)
+        self._compiled = _compiled_inside(self.module)
         self.uneven = None
 
     # What DDP offers besides -------------------------------------------------------------------------
@@ -348,6 +349,11 @@ class DecoupledDataParallel(RefusingDataParallel):
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
         }
+
+
+def _compiled_inside(module: nn.Module) -> frozenset[int]:
+    """The identities of the modules of ``module`` that are compiled."""
+    return frozenset(id(each) for each in module.modules() if torch_private.is_compiled(each))
 
 
 def _existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
