@@ -26,6 +26,11 @@ def headway(
     )  # fmt: skip
 
 
+def record_into(out: Path, steps: str = "3:8") -> tuple[object, ...]:
+    """The beginning of a command that records into ``out``, for ranks of their own launchers; it ends before ``--``."""
+    return (sys.executable, "-m", "headway", "record", "--no-measuring", "-o", out, "--steps", steps)
+
+
 def torchrun(script: str, *arguments: object, workers: int = 2) -> tuple[str, ...]:
     """The command that starts ``script`` of tests/scripts on ``workers`` local ranks."""
     launcher = (

@@ -6,10 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from headway.replay.replayer import Replayer
 from headway.trace.folder import load_trace
 from job_shapes.catalogue import Shape
 from job_shapes.measuring import UNPLANNED, headway, measured
-from job_shapes.running import standard_error_ms, step_ms
+from job_shapes.running import step_ms
 
 Run = dict[str, Any]
 
@@ -21,13 +22,12 @@ def rows_of(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:
     if not found["recorded"]:
         return [{**case, "method": "record", "outcome": f"not recorded: {found['last_line'][:200]}"}]
     trace = load_trace(folder / "base")
-    recorded_ms = step_ms(trace)
     verdict, _ = headway("diagnose", str(folder / "base"))
-    case |= {"recorded_ms": recorded_ms, "recorded_error_ms": standard_error_ms(trace)}
-    case |= {"verdict": verdict.get("verdict", "")[:160]}
+    case |= {"recorded_ms": step_ms(trace), "verdict": verdict.get("verdict", "")[:160]}
     if "plans" not in found:
         why = f"refused: {found['refused'][:200]}"
         return [{**case, "method": "optimize", "outcome": why, "expected": shape.refused}]
+    case["recorded_error_ms"] = Replayer(trace).recorded_error_ms
     stock: list[Run] = found["runs"][UNPLANNED]
     rows: list[dict[str, Any]] = []
     for name, words in found["plans"].items():

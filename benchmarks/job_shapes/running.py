@@ -80,10 +80,3 @@ def step_ms(trace: Trace) -> float:
         rows.duration_ns[np.asarray(rows.kind) == Kind.STEP].mean() for rows in events.values() if len(rows)
     ]
     return float(np.mean(durations)) / 1e6
-
-
-def standard_error_ms(trace: Trace) -> float:
-    """The standard error of that mean, over steps."""
-    durations = [rows.of_kind(Kind.STEP).duration_ns / 1e6 for rows in trace.events.values()]
-    steps_ms = np.mean([each[: min(map(len, durations))] for each in durations], axis=0)
-    return float(np.std(steps_ms, ddof=1) / np.sqrt(len(steps_ms))) if len(steps_ms) > 1 else 0.0

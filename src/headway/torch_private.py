@@ -318,10 +318,7 @@ def compiled_in_parts(cap_bytes: int) -> Iterator[None]:
     """
     wrapper: Any = DistributedDataParallel
     before = wrapper._active_ddp_module
-    least_bytes = cast(
-        Any, dist
-    )._DEFAULT_FIRST_BUCKET_BYTES  # of DDP's own first bucket; no smaller cap is taken
-    wrapper._active_ddp_module = SimpleNamespace(bucket_bytes_cap=max(cap_bytes, least_bytes))
+    wrapper._active_ddp_module = SimpleNamespace(bucket_bytes_cap=_least_part_bytes(cap_bytes))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import SCRIPTS, headway
+from tests.commands import SCRIPTS, headway, record_into
 
 from headway.collectives.algorithms import ALL_REDUCE, NATIVE, sent_bytes
 from headway.diagnose.diagnosis import diagnose
@@ -23,18 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 
 def test_every_rank_records_and_rank_0_assembles(tmp_path: Path) -> None:
-    record = (
-        sys.executable,
-        "-m",
-        "headway",
-        "record",
-        "--no-measuring",
-        "-o",
-        tmp_path / "trace",
-        "--steps",
-        "3:8",
-        "--",
-    )
+    record = (*record_into(tmp_path / "trace"), "--")
     job = (sys.executable, SCRIPTS / "train_small.py")
     done = headway("lab", "run", "--mode", "loopback", "--hosts", 2, "--", *record, *job)
     assert done.returncode == 0, done.stderr
@@ -45,18 +34,7 @@ def test_every_rank_records_and_rank_0_assembles(tmp_path: Path) -> None:
 
 
 def test_hosts_that_each_start_torchrun_record_one_trace(tmp_path: Path) -> None:
-    record = (
-        sys.executable,
-        "-m",
-        "headway",
-        "record",
-        "--no-measuring",
-        "-o",
-        tmp_path / "trace",
-        "--steps",
-        "3:8",
-        "--",
-    )
+    record = (*record_into(tmp_path / "trace"), "--")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1)
     job = shlex.join(map(str, (*record, *torchrun)))
     place = f"--node-rank $RANK --master-addr $MASTER_ADDR --master-port 29533 {SCRIPTS / 'train_small.py'}"
@@ -70,7 +48,7 @@ def test_hosts_that_each_start_torchrun_record_one_trace(tmp_path: Path) -> None
 def test_clocks_of_one_machine_are_found_to_agree(tmp_path: Path) -> None:
     job = (sys.executable, SCRIPTS / "train_small.py")
     lab = (sys.executable, "-m", "headway", "lab", "run", "--mode", "loopback", "--hosts", 2, "--")
-    done = headway("record", "--no-measuring", "-o", tmp_path / "trace", "--steps", "3:8", "--", *lab, *job)
+    done = headway("record", "-o", tmp_path / "trace", "--steps", "3:8", "--", *lab, *job)
     assert done.returncode == 0, done.stderr
     first, second = load_trace(tmp_path / "trace").manifest.ranks
     assert first.clock.offset_ns == 0
@@ -80,18 +58,7 @@ def test_clocks_of_one_machine_are_found_to_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_connections_carry_what_a_ring_all_reduce_sends(hosts: int, tmp_path: Path) -> None:
-    record = (
-        sys.executable,
-        "-m",
-        "headway",
-        "record",
-        "--no-measuring",
-        "-o",
-        tmp_path / "trace",
-        "--steps",
-        "3:8",
-        "--",
-    )
+    record = (*record_into(tmp_path / "trace"), "--")
     job = (sys.executable, SCRIPTS / "train_small.py", "--steps", "9", "--width", "600")
     done = headway("lab", "run", "--hosts", hosts, "--", *record, *job)
     assert done.returncode == 0, done.stderr
@@ -128,17 +95,7 @@ def test_clocks_are_told_by_causality_where_no_port_may_be_opened(
         )  # fmt: skip
         if permitted.returncode:
             pytest.skip(f"clocks cannot be set here: {permitted.stderr.strip()}")
-    record = (
-        sys.executable,
-        "-m",
-        "headway",
-        "record",
-        "--no-measuring",
-        "-o",
-        tmp_path / "trace",
-        "--steps",
-        "3:13",
-    )
+    record = record_into(tmp_path / "trace", "3:13")
     job = (sys.executable, SCRIPTS / "train_small.py")
     monkeypatch.setenv("SKEW_MS", json.dumps({"1": ahead_ms}))
     lab = ("lab", "run", "--mode", "loopback", "--hosts", 2, "--")

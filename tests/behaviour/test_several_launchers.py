@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import SCRIPTS
+from tests.commands import SCRIPTS, record_into
 from torch import nn
 
 from headway.diagnose.diagnosis import diagnose
@@ -44,12 +44,8 @@ def launchers(
             **os.environ, "OMP_NUM_THREADS": "1", "HEADWAY_HOST": name, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
             "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
         }  # fmt: skip
-        how = (
-            ("record", "--no-measuring", "-o", out, "--steps", "3:8")
-            if plans is None
-            else ("run", "--plan", plans[number])
-        )
-        record = (sys.executable, "-m", "headway", *how, "--")
+        follow = (sys.executable, "-m", "headway", "run", "--plan")
+        record = (*(record_into(out) if plans is None else (*follow, plans[number])), "--")
         torchrun = (sys.executable, "-m", "torch.distributed.run", SCRIPTS / "train_launched.py", "plain")
         command = [str(word) for word in (*record, *torchrun, *job)]
         if private is not None and number == 1:

@@ -131,6 +131,11 @@ class Replayer:
         """The mean recorded step, over steps and ranks."""
         return float(np.mean(self.recorded_step_times_ms))
 
+    @property
+    def recorded_error_ms(self) -> float:
+        """The standard error of that mean."""
+        return _standard_error_ms(self.recorded_step_times_ms)
+
     @cached_property
     def base(self) -> ReplayResult:
         """The recorded job replayed as it was."""
@@ -158,7 +163,7 @@ class Replayer:
         )
         uncertainty_ms = half_width_ms(
             step_ms,
-            recorded_error_ms=_standard_error_ms(self.recorded_step_times_ms),
+            recorded_error_ms=self.recorded_error_ms,
             reproduction_error=abs(reproduced_ms / recorded_ms - 1),
             model_share=share_of_replay(
                 same_strategy=same, busy=graph.cluster.compute_slowdown > 0, crowded=full

@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from headway import torch_private
-from headway.strategies.data_parallel.decoupled.deferred import entry_of, gradient_of, set_gradient
+from headway.strategies.data_parallel.decoupled.deferred import (
+    entry_of,
+    gradient_of,
+    ordinary_copy,
+    set_gradient,
+)
 from headway.strategies.data_parallel.reads import inside_a_read
 
 Looked = Callable[[frozenset[str], int, int], None]
@@ -109,9 +114,6 @@ def _noticing(note: Callable[[nn.Parameter, str], None]) -> type[nn.Parameter]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             """Copy the value into an ordinary parameter."""
-            if id(self) not in memo:
-                copied = self.data.clone(memory_format=torch.preserve_format)
-                memo[id(self)] = nn.Parameter(copied, self.requires_grad)
-            return memo[id(self)]
+            return ordinary_copy(self, memo)
 
     return NoticedGradient

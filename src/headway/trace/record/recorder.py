@@ -85,9 +85,7 @@ class Recorder:
         self.finished = False
         self.writing = False
         self.in_order = True  # whether it ended because the job did, rather than failed
-        self.saw_every_step = (
-            False  # whether it ended as the last step asked for did, on this rank as on others
-        )
+        self.saw_every_step = False  # whether it ended with the last step asked for, as on other ranks
         self.stock = False  # whether it recorded DDP by itself
         self._now = Now()
         self._rows: list[Event] = []

@@ -16,6 +16,11 @@ DEFAULT_FIRST_BUCKET_BYTES = 2**20
 Cap = Annotated[float, Field(ge=0, le=1e6)]
 
 
+def cap_bytes(bucket_cap_mb: float | None) -> int:
+    """How much a bucket of DDP's takes at most, where ``bucket_cap_mb`` of None is torch's default."""
+    return int((DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+
+
 class DistributedDataParallelStrategy(Strategy):
     """Stock DDP with one all-reduce a bucket.
 
@@ -60,7 +65,7 @@ class DistributedDataParallelStrategy(Strategy):
         if self.bucket_caps_mb:
             return [int(cap * 2**20) for cap in self.bucket_caps_mb]
         if self.bucket_cap_mb is None:
-            return [DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_CAP_MB * 2**20]
+            return [DEFAULT_FIRST_BUCKET_BYTES, cap_bytes(None)]
         return [int(self.bucket_cap_mb * 2**20)]
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.ddp.policy import DEFAULT_CAP_MB, DistributedDataParallelStrategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
 
 
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
@@ -48,5 +48,4 @@ def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, An
     take, are for buckets alone.
     """
     if any(torch_private.is_compiled(module) for module in wrapped.module.modules()):
-        cap_bytes = int((given.get("bucket_cap_mb") or DEFAULT_CAP_MB) * 2**20)
-        torch_private.compile_in_parts_of(wrapped, cap_bytes)
+        torch_private.compile_in_parts_of(wrapped, cap_bytes(given.get("bucket_cap_mb")))

@@ -69,9 +69,7 @@ def beside_training(of_collectives: float) -> Found:
         planned = DecoupledDataParallel(model, schedule=schedule)
         own += _passes(planned)
         assert planned.engine is not None
-        lifecycle.release(planned.engine)
-        dist.barrier()
-        planned.engine.disconnect()  # a job that goes on keeps nothing of it
+        lifecycle.release_everywhere(planned.engine)  # a job that goes on keeps nothing of it
     told = torch.tensor([*_median(stock), *_median(own)], dtype=torch.float64)
     dist.all_reduce(told)
     mean: list[float] = (told / dist.get_world_size()).tolist()

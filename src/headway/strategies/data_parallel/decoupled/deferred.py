@@ -76,11 +76,8 @@ class DeferredParameter(nn.Parameter):
         """Copy the current value into an ordinary parameter."""
         if id(self) not in memo:
             _entry(self).before_value()
-            with torch_private.without_subclass_dispatch():
-                memo[id(self)] = nn.Parameter(
-                    self.data.clone(memory_format=torch.preserve_format), self.requires_grad
-                )
-        return memo[id(self)]
+        with torch_private.without_subclass_dispatch():
+            return ordinary_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the current value as an ordinary parameter."""
@@ -119,10 +116,15 @@ class DeferredGradient(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the value into an ordinary parameter."""
-        if id(self) not in memo:
-            copied = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad)
-        return memo[id(self)]
+        return ordinary_copy(self, memo)
+
+
+def ordinary_copy(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+    """What ``deepcopy`` makes of a parameter of any class: an ordinary one of the same value."""
+    if id(parameter) not in memo:
+        copied = parameter.data.clone(memory_format=torch.preserve_format)
+        memo[id(parameter)] = nn.Parameter(copied, parameter.requires_grad)
+    return memo[id(parameter)]
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -73,6 +73,13 @@ def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> 
             _usual_interval_s = None
 
 
+def release_everywhere(engine: Engine) -> None:
+    """Let go of ``engine`` on all ranks, which call it together, and give back all that it had."""
+    release(engine)
+    dist.barrier()
+    engine.disconnect()
+
+
 _failed: list[Engine] = []
 _orphans: list[Engine] = []  # to be abandoned on the main thread
 

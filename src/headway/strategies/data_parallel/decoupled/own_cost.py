@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,9 +41,7 @@ def own_cost() -> OwnCost:
         planned = DecoupledDataParallel(_model(), bucket_cap_mb=cap_mb)
         own = _passes_s(planned)
         assert planned.engine is not None
-        lifecycle.release(planned.engine)
-        dist.barrier()
-        planned.engine.disconnect()  # a job that goes on keeps nothing of it
+        lifecycle.release_everywhere(planned.engine)  # a job that goes on keeps nothing of it
     # Under stock DDP the step is the optimizer's own work.
     extra_s = (own[0] - stock[0], own[1] - stock[1], own[2])
     forward_us, backward_us, step_us = (max(0.0, each) / (2 * LAYERS) * 1e6 for each in extra_s)

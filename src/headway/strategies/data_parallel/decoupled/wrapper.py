@@ -15,7 +15,7 @@ from headway import torch_private
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
-from headway.strategies.data_parallel.ddp.policy import DEFAULT_CAP_MB
+from headway.strategies.data_parallel.ddp.policy import cap_bytes as cap_bytes_of_ddp
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import (
     check_device_ids,
@@ -121,7 +121,7 @@ class DecoupledDataParallel(RefusingDataParallel):
             self.forward_sync_buffers = forward_sync_buffers
         self.schedule = schedule
         # As stock DDP has it: what was recorded of a compiled model holds for it here.
-        self._graph_bytes = int((bucket_cap_mb or DEFAULT_CAP_MB) * 2**20)
+        self._graph_bytes = cap_bytes_of_ddp(bucket_cap_mb)
         self.uneven: Uneven | None = None
         self._join_config = torch_private.join_config_disabled()
 
