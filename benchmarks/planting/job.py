@@ -1,8 +1,8 @@
 """A data-parallel job with something planted in it.
 
 Layers hold the step for a planned time asleep (so that four ranks fit two cores) and have real parameters and
-gradients; collectives are real Gloo over whatever links the lab gives. ``PLANT`` (JSON in the environment) says what
-is planted.
+gradients; collectives are real Gloo over whatever links the lab gives. Or, for ranks that have a core each, layers
+compute. ``PLANT`` (JSON in the environment) says what is planted.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Plant:
     stall_rank: int = 0
     stall_s: float = 0.0
     stall_every: int = 0
+    computing: int = 0  # width of layers that compute; none is paced then
 
 
 class Paced(torch.autograd.Function):
@@ -68,6 +69,24 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = Paced.apply(self, x, *self.weights)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Computing(nn.Module):
+    """Layers that keep a core busy: transformers over 8 rows of 64 positions."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, width)
+        self.layers = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+                for _ in range(layers)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(self.first(x.reshape(1, 1, 1).expand(8, 64, 1)))
         return out
 
 
@@ -105,9 +124,9 @@ def main() -> None:
         )
 
     sizes = [plant.first_numel] * bool(plant.first_numel) + [plant.numel] * plant.layers
-    model = DistributedDataParallel(
-        nn.Sequential(*(layer(size) for size in sizes)), bucket_cap_mb=plant.bucket_mb
-    )
+    paced = nn.Sequential(*(layer(size) for size in sizes))
+    module = Computing(plant.computing, plant.layers) if plant.computing else paced
+    model = DistributedDataParallel(module, bucket_cap_mb=plant.bucket_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     chance = random.Random(0)  # the same on every rank
     for step, x in enumerate(DataLoader(Samples(plant.steps, plant.input_s + extra("input")), batch_size=1)):
