@@ -1,4 +1,4 @@
-"""Ranks that train under stock DDP, with scripts that look at gradients by hand, in several ways, or do not."""
+"""Ranks that train under stock DDP, with scripts that look at gradients and values, in several ways, or do not."""
 
 from __future__ import annotations
 
@@ -74,6 +74,35 @@ LOOKS: dict[str, Callable[[Any, int], None]] = {
 }
 
 
+def _average(model: Any) -> Callable[[int], None]:
+    averaged = torch.optim.swa_utils.AveragedModel(model.module)
+    return lambda step: averaged.update_parameters(model.module)
+
+
+def _save_sometimes(model: Any) -> Callable[[int], None]:
+    def save(step: int) -> None:
+        if step % 2:
+            copy.deepcopy(model.module[2])
+
+    return save
+
+
+def _about_neither(model: Any) -> Callable[[int], None]:
+    def clear(_step: int) -> None:
+        model.zero_grad()
+        assert all(p.requires_grad and p.grad is None and p.shape for p in model.parameters())
+
+    return clear
+
+
+AFTER: dict[str, Callable[[Any], Callable[[int], None]]] = {
+    "averages": _average,
+    "saves": _save_sometimes,
+    "about neither": _about_neither,
+}
+"""What is done between a step and the next forward."""
+
+
 def looks(rank: int, _world_size: int, folder: str) -> dict[str, list[list[float]]]:
     """The losses of each job as it is, and as it is while it is recorded."""
     losses: dict[str, list[list[float]]] = {}
@@ -83,13 +112,24 @@ def looks(rank: int, _world_size: int, folder: str) -> dict[str, list[list[float
             losses[label] = [_trained(rank, look, closure=closure)]
             with headway.record(Path(folder, label), first_step=FIRST, last_step=LAST):
                 losses[label].append(_trained(rank, look, closure=closure))
+    for name, after in AFTER.items():
+        losses[name] = [_trained(rank, LOOKS["none"], after)]
+        with headway.record(Path(folder, name), first_step=FIRST, last_step=LAST):
+            losses[name].append(_trained(rank, LOOKS["none"], after))
     return losses
 
 
-def _trained(rank: int, look: Callable[[Any, int], None], *, closure: bool) -> list[float]:
+def _trained(
+    rank: int,
+    look: Callable[[Any, int], None],
+    after: Callable[[Any], Callable[[int], None]] | None = None,
+    *,
+    closure: bool = False,
+) -> list[float]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     optimizer = Checked(model.parameters(), lr=0.1)
+    stepped = after(model) if after is not None else None
     losses: list[float] = []
     for step in range(LAST + 1):
 
@@ -107,11 +147,13 @@ def _trained(rank: int, look: Callable[[Any, int], None], *, closure: bool) -> l
         else:
             backward()
             optimizer.step()
-        _check_ordinary(model.parameters())
+        if stepped is not None:
+            stepped(step)
+    _check_ordinary(model.parameters())
     return losses
 
 
-def ends_between_backward_and_step(rank: int, _world_size: int, folder: str) -> None:
+def ends_where_looks_are_watched(rank: int, _world_size: int, folder: str) -> None:
     """A recording ends, and a script fails, where looks are watched."""
 
     class FaultError(Exception):
@@ -125,6 +167,9 @@ def ends_between_backward_and_step(rank: int, _world_size: int, folder: str) -> 
             for _ in range(3):
                 optimizer.step()
                 model(torch.ones(2, 4)).sum().backward()
+            assert not any(type(p) is nn.Parameter for p in net.parameters())
+            _check_ordinary(copy.deepcopy(net).parameters())
+            optimizer.step()
             assert not any(type(p) is nn.Parameter for p in net.parameters())
             _check_ordinary(copy.deepcopy(net).parameters())
             if name == "fails":

@@ -1,4 +1,4 @@
-"""A script's own looks at gradients are recorded, and change nothing."""
+"""A script's own looks at gradients and values are recorded, and change nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOK, CLIP = Read.LOOK, Read.CLIP
 
 
 def reads(trace: Trace) -> dict[int, list[tuple[str, tuple[str, ...]]]]:
-    """What gradients were read for, and of which parameters, in each step of both ranks alike."""
+    """What was read, and of which parameters, in each step of both ranks alike."""
     found: list[dict[int, list[tuple[str, tuple[str, ...]]]]] = []
     for events in trace.events.values():
         found.append({})
@@ -31,11 +31,17 @@ def reads(trace: Trace) -> dict[int, list[tuple[str, tuple[str, ...]]]]:
             *_, backward = rows.of_kind(Kind.BACKWARD_PASS)
             *_, update = rows.of_kind(Kind.OPTIMIZER)
             of_step = sorted(rows.of_kind(Kind.READ), key=lambda row: row.start_ns)
-            assert all(backward.end_ns <= r.start_ns and r.end_ns <= update.start_ns for r in of_step)
+            forward, *_ = rows.of_kind(Kind.FORWARD_PASS)
+            for r in of_step:
+                if r.name == Read.VALUES:
+                    assert r.end_ns <= forward.start_ns
+                else:
+                    assert backward.end_ns <= r.start_ns <= r.end_ns <= update.start_ns
             assert all(a.end_ns <= b.start_ns for a, b in pairwise(of_step))
             named = [(row.start_ns, row.name) for row in rows.of_kind(Kind.GRADIENT_READ)]
             found[-1][step] = [
-                (row.name, tuple(name for at_ns, name in named if at_ns == row.start_ns)) for row in of_step
+                (row.name, tuple(sorted(name for at_ns, name in named if at_ns == row.start_ns)))
+                for row in of_step
             ]
     assert all(one == found[0] for one in found)
     return found[0]
@@ -52,11 +58,15 @@ def test_looks_are_recorded_in_the_steps_that_take_them(tmp_path: Path) -> None:
         "clears": [],
         "by hand": [(LOOK, ())],
         "by hand, closure": [(LOOK, ())],
+        "averages": [(Read.VALUES, ())],
+        "about neither": [],
         "around clipping": [(LOOK, ("0.weight",)), (CLIP, ()), (LOOK, ("2.weight",))],
     }
     for name, expected in alike.items():
         assert reads(traces[name]) == dict.fromkeys(steps, expected), name
     assert reads(traces["sometimes"]) == {step: [(LOOK, ("0.weight",))] if step % 2 else [] for step in steps}
+    saved = [(Read.VALUES, ("2.bias", "2.weight"))]  # between the step before and this one
+    assert reads(traces["saves"]) == {step: [] if step % 2 else saved for step in steps}
     # Replay knows of them, and counts no time twice.
     for trace in traces.values():
         for rank, timelines in timelines_of(trace).items():
@@ -68,4 +78,4 @@ def test_looks_are_recorded_in_the_steps_that_take_them(tmp_path: Path) -> None:
 
 
 def test_parameters_are_ordinary_when_a_recording_has_ended(tmp_path: Path) -> None:
-    workers.run(2, f"{CASES}:ends_between_backward_and_step", str(tmp_path), timeout_s=120)
+    workers.run(2, f"{CASES}:ends_where_looks_are_watched", str(tmp_path), timeout_s=120)

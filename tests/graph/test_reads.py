@@ -61,10 +61,15 @@ class Played:
         return [span(one) for one in own]
 
 
-def played(strategy: Strategy, read: Item | None, *, find_unused: bool = False) -> Played:
+def played(
+    strategy: Strategy, read: Item | None, *, find_unused: bool = False, first: Item | None = None
+) -> Played:
     model = MODEL.model_copy(update={"find_unused_parameters": find_unused})
     graph = GraphBuilder(CLUSTER, model, strategy.decide(model))
-    timelines = [[Timeline(rank, number, step(read)) for number in range(3)] for rank in range(2)]
+    timelines = [
+        [Timeline(rank, number, (*([first] if first else []), *step(read))) for number in range(3)]
+        for rank in range(2)
+    ]
     walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), timelines)
     return Played(graph, play(graph.close()))
 
@@ -146,3 +151,26 @@ def test_a_read_of_some_gathered_gradients_leaves_the_others_on_their_way() -> N
     own_ns, other_ns = round(UPDATE_NS * share), round(UPDATE_NS * (1 - share))
     assert now == [own_ns]
     assert later == [other_ns, own_ns]  # under forward, and at once behind the next read
+
+
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
+def test_a_look_at_values_brings_them_up_to_date_before_forward(gather: Gather) -> None:
+    """The graph of a job that looks at one layer's values, and at all of them, at a step's begin."""
+    for parameters in (("layer1.bias",), ()):
+        read = Item(Part.READ, Read.VALUES, READ_NS, parameters=parameters)
+        one = played(decoupled(gather), None, first=read)
+        ((start_ns, end_ns),) = one.stretches(Part.READ, 1)
+        assert end_ns - start_ns == READ_NS
+        index = one.graph.schedule.buckets_of["layer1.bias"][0]
+        gathers = {
+            c.bucket: int(one.schedule.end_ns[c.ends[0]])
+            for c in one.graph.collectives
+            if c.step == 0 and c.name == "all_gather"
+        }
+        looked_at_ns = max(gathers.values()) if not parameters else gathers[index]
+        update_ns = 0
+        if gather == "gradients":
+            share = one.graph.schedule.buckets[index].size_bytes / MODEL.size_bytes if parameters else 1
+            update_ns = round(UPDATE_NS * share)
+        assert start_ns == pytest.approx(looked_at_ns + update_ns, abs=UPDATE_NS // 2)
+        assert start_ns >= looked_at_ns

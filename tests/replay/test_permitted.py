@@ -49,6 +49,16 @@ def test_what_the_recorded_optimizers_permit(
     assert note.startswith(said)
 
 
+def test_no_plan_gathers_parameters_where_several_optimizers_step_in_turn() -> None:
+    trace = trace_of("SGD")
+    twice = {
+        rank: Events.from_rows([*rows, *rows.of_kind(Kind.OPTIMIZER)]) for rank, rows in trace.events.items()
+    }
+    found, note = deferrable_forms(replace(trace, events=twice))
+    assert found == ("gradients",)
+    assert note.startswith("several optimizers step in turn")
+
+
 def test_what_the_decoupled_wrapper_refuses_is_not_offered() -> None:
     trace = trace_of("AdamW")
     infos = [

@@ -17,7 +17,7 @@ class Part:
     FORWARD = "forward"
     BACKWARD = "backward"
     FINALIZE = "finalize"  # after the wait for gradients: DDP copies buckets back
-    READ = "read"  # gradients are clipped, unscaled or looked at; ``name`` says what for
+    READ = "read"  # gradients are clipped, unscaled or looked at, or values are; ``name`` says which
     OPTIMIZER = "optimizer"
     REST = "rest"
 
@@ -36,14 +36,14 @@ class Point:
 class Item(NamedTuple):
     """A stretch of computation (``duration_ns`` of part ``kind``) or a point (of no duration).
 
-    A read lasts as long as one rank needs for all of the gradients that it reads, and may last no time.
+    A read lasts as long as one rank needs for all that it reads, and may last no time.
     """
 
     kind: str
     name: str = ""
     duration_ns: int = 0
     size_bytes: int = 0
-    parameters: tuple[str, ...] = ()  # of a read: those whose gradients are read; all where there are none
+    parameters: tuple[str, ...] = ()  # of a read: those that are read; all where there are none
     overlap: float = 0.0  # the share of the stretch during which a collective was under way on this rank
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from statistics import median
 
 from headway.errors import UnsupportedError
 from headway.scheduling.buckets import FORMS, Gather
@@ -19,6 +21,7 @@ def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
 
     An optimizer that looks at several elements at once needs whole gradients, and one that is not known to take its
     parameters one by one needs all of them before it steps: then nothing is left of forward to hide a gather under.
+    Several optimizers would each gather what they have stepped, one after the other, whatever forward needs first.
     """
     refused = [info.why_not_decoupled for info in trace.manifest.ranks if info.why_not_decoupled]
     if refused:
@@ -31,7 +34,15 @@ def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
     by_parameter = [name for name, kind in kinds.items() if kind is UpdateKind.PARAMETER]
     if by_parameter:
         return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"
+    if _optimizers_a_step(trace) > 1:
+        return ("gradients",), "several optimizers step in turn, so no plan gathers parameters"
     return FORMS, ""
+
+
+def _optimizers_a_step(trace: Trace) -> float:
+    """How many updates most recorded steps have on one rank."""
+    events = trace.events[min(trace.events)]
+    return median(Counter(events.of_kind(Kind.OPTIMIZER).step.tolist()).values() or [0])
 
 
 def as_run(strategy: Strategy, forms: Sequence[Gather], why: str) -> Strategy:

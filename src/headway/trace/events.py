@@ -32,7 +32,7 @@ class Kind:
     WAIT = "wait"  # computation waits for communication
     PAUSE = "pause"  # the program does something else: a garbage collection, a checkpoint
     IDLE = "idle"  # a device has nothing to do; name says what its host was in
-    READ = "read"  # between backward and step: gradients are clipped, unscaled, looked at; algorithm: SHARDED, or ""
+    READ = "read"  # gradients are clipped, unscaled or looked at, or values are; algorithm: SHARDED, or ""
     GRADIENT_READ = (
         "gradient_read"  # an instant: the read that begins is of this parameter; of all where there is none
     )
@@ -59,9 +59,10 @@ class Idle:
 
 
 class Read:
-    """What gradients are read for: the names of events of kind READ.
+    """What is read, and what for: the names of events of kind READ.
 
-    Where gradients are sharded each rank does its share of those in BY_SHARES.
+    Gradients are read between backward and step, values between a step and the next forward. Where gradients are
+    sharded each rank does its share of those in BY_SHARES.
     """
 
     CLIP = "clip"  # by their total norm
@@ -69,6 +70,7 @@ class Read:
     UNSCALE = "unscale"
     SCALE = "scale"  # by a norm that is known
     LOOK = "look"  # at gradients, or at their norm
+    VALUES = "values"  # a look at parameters: averaged, saved, logged
     BY_SHARES = (CLIP, UNSCALE)
 
 

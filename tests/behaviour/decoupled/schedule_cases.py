@@ -11,6 +11,8 @@ import torch
 from tests.behaviour.decoupled.job import Job, case, mlp, sgd, state_of, train
 from torch.optim import lr_scheduler
 
+from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+
 Make = Callable[[Any], Any]
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -208,6 +210,24 @@ def two_optimizers_for_one_model(job: Job) -> None:
             job.see("values", parameters)
         two.step()
         job.see_loss(loss)
+    job.see("states", [state_of(one), state_of(two)])
+
+
+@case()
+def optimizers_that_step_alone_and_then_in_turn(job: Job) -> None:
+    model = job.wrap(mlp())
+    parameters = list(model.parameters())
+    one = torch.optim.Adam(parameters[::2], lr=0.01)
+    two = torch.optim.Adam(parameters[1::2], lr=0.01)
+    for step, stepped in enumerate([(one,), (two,), (two,), (one, two), (two, one), (one, two)]):
+        model.zero_grad()
+        job.loss(model, step).backward()
+        for optimizer in stepped:
+            optimizer.step()
+        if len(stepped) == 2 and isinstance(model, DecoupledDataParallel):
+            engine = model.engine
+            assert engine is not None
+            assert "gradients" in (engine.schedule.gather, engine.needs_gradients and "gradients")
     job.see("states", [state_of(one), state_of(two)])
 
 

@@ -1,4 +1,4 @@
-"""Looks at gradients are noted while they are watched, and parameters are ordinary ones before and after."""
+"""Looks at gradients and values are noted while they are watched, and parameters are ordinary ones before and after."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -121,3 +121,42 @@ def test_nothing_is_watched_where_code_was_compiled(
     monkeypatch.setattr("headway.torch_private.has_compiled", lambda: True)
     LookWatch(lambda *looks: told.append(looks)).open(dict(net.named_parameters()))
     assert all_ordinary(net)
+
+
+@pytest.fixture
+def values(net: nn.Module, told: Told) -> Iterator[LookWatch]:
+    watch = LookWatch(lambda *looks: told.append(looks), values=True)
+    watch.open(dict(net.named_parameters()))
+    yield watch
+    watch.discard()
+
+
+VALUE_LOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "computes": lambda net: net[0].weight * 2,  # type: ignore[index]
+    "detaches": lambda net: net[0].weight.detach(),  # type: ignore[index]
+    "past autograd": lambda net: net[0].weight.data,  # type: ignore[index]
+    "many at once": lambda net: torch._foreach_norm([net[0].weight]),  # type: ignore[index]
+    "copies": lambda net: copy.deepcopy(net[0].weight),  # type: ignore[index]
+    "pickles": lambda net: pickle.loads(pickle.dumps(net[0].weight)),  # type: ignore[index]
+    "prints": lambda net: repr(net[0].weight),  # type: ignore[index]
+    "writes": lambda net: nn.init.ones_(net[0].weight) is None,  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("how", VALUE_LOOKS)
+def test_looks_at_values_are_told_of(net: nn.Module, told: Told, values: LookWatch, how: str) -> None:
+    result = VALUE_LOOKS[how](net)
+    assert "Noticed" not in str(result)
+    assert not isinstance(result, torch.Tensor) or type(result) in (torch.Tensor, nn.Parameter)
+    values.close()
+    assert names(told) == [["0.weight"]]
+    assert all_ordinary(net)
+
+
+def test_what_is_about_no_value_is_no_look_at_one(net: nn.Module, told: Told, values: LookWatch) -> None:
+    torch.optim.SGD(net.parameters(), lr=0.1).zero_grad(set_to_none=False)
+    net.zero_grad()
+    assert [(p.shape, p.numel(), p.requires_grad, p.grad, p.dtype) for p in net.parameters()]
+    assert len(set(net.parameters())) == 4
+    values.close()
+    assert told == []

@@ -1,42 +1,39 @@
-"""A script's own looks at ``.grad`` between backward and step, which pass no function that could be replaced.
+"""A script's own looks at gradients and values, which pass no function that could be replaced.
 
-Between the two the class of each plain parameter is changed in place, to one whose ``.grad`` notes being read, as the
-decoupled runtime does (``deferred``). Values are used at torch's own speed, and outside of that time nothing costs
+``.grad`` is watched between backward and step, values between a step and the next forward. Meanwhile the class of each
+plain parameter is changed in place, to one that notes being looked at (``noticing``); at other times nothing costs
 anything. Where code has been compiled parameters are left alone: they would have it compiled anew.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-import torch
 from torch import nn
 
 from headway import torch_private
-from headway.strategies.data_parallel.decoupled.deferred import (
-    entry_of,
-    gradient_of,
-    ordinary_copy,
-    set_gradient,
-)
+from headway.strategies.data_parallel.decoupled.deferred import entry_of, gradient_of
 from headway.strategies.data_parallel.reads import inside_a_read
+from headway.trace.record.noticing import noticing_gradients, noticing_values
 
 Looked = Callable[[frozenset[str], int, int], None]
-"""Told of looks: the names of the parameters that had gradients, when the first look was and when the last (ns)."""
+"""Told of looks: the names of the parameters looked at, when the first look was and when the last (ns)."""
 
 _CLEARING = "zero_grad"  # of optimizers and modules, which look at what they clear
 
 
 class LookWatch:
-    """Tells ``looked`` of one thread's looks at gradients while it is open, at a ``flush`` and when it closes."""
+    """Tells ``looked`` of one thread's looks while it is open, at a ``flush`` and when it closes.
 
-    def __init__(self, looked: Looked) -> None:
+    They are looks at gradients that are there, or else at ``values``.
+    """
+
+    def __init__(self, looked: Looked, *, values: bool = False) -> None:
         self._looked = looked
-        self._noticing = _noticing(self._note)
+        self._values = values
+        self._noticing = noticing_values(self._note) if values else noticing_gradients(self._note)
         self._thread = threading.get_ident()
         self._changed: list[nn.Parameter] = []
         self._name_of: dict[int, str] = {}
@@ -44,7 +41,7 @@ class LookWatch:
         self._first_ns = self._last_ns = 0
 
     def open(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note looks at the gradients of ``parameters``, but of those that a strategy's runtime watches itself."""
+        """Note looks at ``parameters``, but at those that a strategy's runtime watches itself."""
         self.close()
         if torch_private.has_compiled():
             return
@@ -77,7 +74,7 @@ class LookWatch:
         if caller == _CLEARING:
             self.close()
             return
-        if gradient_of(parameter) is not None:
+        if self._values or gradient_of(parameter) is not None:
             self._last_ns = time.monotonic_ns()
             if not self._names:
                 self._first_ns = self._last_ns
@@ -90,30 +87,3 @@ def _change(
     for parameter in parameters:
         if type(parameter) is before:
             parameter.__class__ = after
-
-
-def _noticing(note: Callable[[nn.Parameter, str], None]) -> type[nn.Parameter]:
-    """The class of parameters that tell ``note`` who reads their gradient: the name of the calling function."""
-
-    class NoticedGradient(nn.Parameter):
-        """An ``nn.Parameter`` while looks at its gradient are noted. Never constructed."""
-
-        @property
-        def grad(self) -> torch.Tensor | None:
-            """The gradient."""
-            note(self, sys._getframe(1).f_code.co_name)
-            return gradient_of(self)
-
-        @grad.setter
-        def grad(self, value: torch.Tensor | None) -> None:
-            set_gradient(self, value)
-
-        @grad.deleter
-        def grad(self) -> None:
-            set_gradient(self, None)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            """Copy the value into an ordinary parameter."""
-            return ordinary_copy(self, memo)
-
-    return NoticedGradient

@@ -267,6 +267,8 @@ class Recorder:
         self._boundary_ns = now_ns
         full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
         now.recording = self.options.first_step <= now.step < self.options.last_step and not full
+        if now.recording:
+            self._reads.stepped()
         if now.step == self.options.first_step:
             self._connections.begin(now_ns)
             if self._profiled is not None:

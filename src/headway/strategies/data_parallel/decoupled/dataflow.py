@@ -174,8 +174,10 @@ class Dataflow:
             self._copy_ns[walk.rank] = duration_ns
 
     def read(self, walk: Walk, read: Item) -> None:
-        """Wait for the averages that are read, or, where each rank can do its share of it, for their shares."""
-        if self._schedule.gather == "gradients":
+        """Wait for what is read: values, averages, or their shares where each rank can do its share of it."""
+        if read.name == Read.VALUES:
+            self._read_values(walk, read)
+        elif self._schedule.gather == "gradients":
             self._read_gathered(walk, read)
         elif not self._latest[walk.rank]:
             self._graph.compute(walk, Part.READ, read.duration_ns)
@@ -183,6 +185,15 @@ class Dataflow:
             self._read_shards(walk, read)
         else:
             self._bring(walk, read)
+
+    def _read_values(self, walk: Walk, read: Item) -> None:
+        """Bring what is looked at up to date, as forward would."""
+        wanted = {self._unit_of[index] for index in self._buckets_read(read)}
+        for index in self._schedule.gather_order:
+            unit = self._unit_of[index]
+            if unit in wanted and unit in self._due[walk.rank]:
+                self._materialise(walk, unit)
+        self._graph.compute(walk, Part.READ, read.duration_ns)
 
     @property
     def _shards_reads(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -32,12 +32,16 @@ class Pending(Protocol):
         """Take note that the user is about to replace ``.grad``."""
 
 
+Given = TypeVar("Given", bound=torch.Tensor)
+
 _pending: dict[int, weakref.ref[Any]] = {}
 
 _GRADIENT: Any = torch.Tensor.grad
 _GRADIENT_READ = _GRADIENT.__get__
 _GRADIENT_WRITE = _GRADIENT.__set__
 _GRADIENT_CHANGES = (_GRADIENT_WRITE, _GRADIENT.__delete__)
+GRADIENT_ACCESS = frozenset((_GRADIENT_READ, *_GRADIENT_CHANGES))
+"""What ``__torch_function__`` is given for ``.grad``."""
 _READ_ONLY_PROPERTIES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_sparse",
     "is_cpu", "is_meta", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "retains_grad", "_base",
@@ -46,10 +50,11 @@ _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
     "get_device", "register_hook", "register_post_accumulate_grad_hook", "__len__",
 )  # fmt: skip
-_ABOUT_NEITHER = frozenset(
+ABOUT_NEITHER = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _READ_ONLY_PROPERTIES if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name) for name in _METHODS]
 )
+"""What ``__torch_function__`` is given for what concerns neither a parameter's value nor its gradient."""
 
 
 class DeferredParameter(nn.Parameter):
@@ -66,8 +71,8 @@ class DeferredParameter(nn.Parameter):
             _entry(args[0]).before_gradient_read()
         elif func in _GRADIENT_CHANGES:
             _entry(args[0]).before_gradient_write()
-        elif func not in _ABOUT_NEITHER:
-            for parameter in _deferred_in((args, kwargs)):
+        elif func not in ABOUT_NEITHER:
+            for parameter in tensors_in((args, kwargs), DeferredParameter):
                 _entry(parameter).before_value()
         with torch_private.without_subclass_dispatch():
             return func(*args, **kwargs)
@@ -181,12 +186,13 @@ def _entry(parameter: torch.Tensor) -> Pending:
     return cast(Pending, entry)
 
 
-def _deferred_in(value: Any) -> Iterator[DeferredParameter]:
-    if type(value) is DeferredParameter:
+def tensors_in(value: Any, kind: type[Given]) -> Iterator[Given]:
+    """The tensors of exactly the class ``kind`` among a function's arguments, in containers too."""
+    if type(value) is kind:
         yield value
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from _deferred_in(item)
+            yield from tensors_in(item, kind)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _deferred_in(item)
+            yield from tensors_in(item, kind)

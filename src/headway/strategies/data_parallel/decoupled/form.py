@@ -44,6 +44,9 @@ class Form(Protocol):
     def settle_gradient(self, unit: Unit) -> None:
         """Make ``.grad`` of the parameters of ``unit`` current."""
 
+    def stepped_by_another(self, optimizer: Optimizer) -> bool:
+        """Whether another optimizer has stepped since the latest backward, so that both would have to gather."""
+
     def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
         """An optimizer of ``kind`` steps ``slots``: settle what cannot wait."""
 

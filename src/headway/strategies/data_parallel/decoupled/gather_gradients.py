@@ -65,6 +65,11 @@ class GatherGradients:
 
     # Steps -------------------------------------------------------------------------------------------
 
+    def stepped_by_another(self, optimizer: Optimizer) -> bool:
+        """However many optimizers there are, gradients are gathered once."""
+        del optimizer
+        return False
+
     def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
         """Settle here and now what cannot wait, with all that shares a bucket with it.
 

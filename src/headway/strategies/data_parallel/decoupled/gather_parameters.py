@@ -9,6 +9,7 @@ optimizer's state meanwhile gets the other shards from the ranks that hold them,
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -50,6 +51,7 @@ class GatherParameters:
                 self._pieces[piece.slot].append(piece)
         self.sharded_gradients = ShardedGradients(engine, self._shards, self._pieces)
         self._states = ShardedStates(engine, self._shards, self._pieces)
+        self._stepped_by: weakref.ref[Optimizer] | None = None  # the latest to step since the latest backward
 
     @property
     def state_bytes(self) -> int:
@@ -85,6 +87,7 @@ class GatherParameters:
 
         What is accumulated onto them averages to the same as if it were accumulated onto their average.
         """
+        self._stepped_by = None
         for bucket in self._engine.buckets:
             if bucket.unit.in_flight and bucket.reduce is not None:
                 self._engine.wait(bucket.reduce)  # its buffer is about to be filled anew
@@ -103,6 +106,14 @@ class GatherParameters:
         return partial(self._shards[index].keep_gradient, self._engine.buckets[index].reductions)
 
     # A step ---------------------------------------------------------------------------------------------
+
+    def stepped_by_another(self, optimizer: Optimizer) -> bool:
+        """Whether a second optimizer steps after one backward.
+
+        A bucket that both have parameters in would be gathered twice, and forward's first one after all of the
+        first optimizer's.
+        """
+        return self._stepped_by is not None and self._stepped_by() is not optimizer
 
     def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
         """Settle an earlier step; bring what an update that does not go by element, or not by shards, needs."""
@@ -129,6 +140,7 @@ class GatherParameters:
     ) -> None:
         """Queue the updates and gathers of every bucket that holds a part of ``slots``."""
         engine = self._engine
+        self._stepped_by = weakref.ref(optimizer)
         state = self._states.of(optimizer)
         taken = {slot: index for index, group in enumerate(slots) for slot in group}
         aliased = looked_past(taken, engine.wiring.device)

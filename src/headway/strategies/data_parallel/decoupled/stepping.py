@@ -101,7 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     kind = kind_of(optimizer)
     for engine in engines:
         engine.check_usable()
-        if kind is not Kind.ELEMENT:
+        if kind is not Kind.ELEMENT or engine.form.stepped_by_another(optimizer):
             engine.gather_gradients_from_now_on()
     if kind is Kind.WHOLE:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
