@@ -13,6 +13,7 @@ from tests.synthetic import Connections, SyntheticJob, synthetic_trace, with_ran
 
 from headway.diagnose import diagnose
 from headway.diagnose.diagnosis import Diagnosis
+from headway.diagnose.network import SlowLink, slowest_of_shared_waits
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Trace
 
@@ -53,6 +54,20 @@ def test_busy_for_late_acknowledgements_is_not_slow() -> None:
     assert standing(found) == ["communication"]
     held = found_in(linked(held_up={(0, 1): 30.0}, gbps={(2, 3): 1.0}))
     assert only_finding(held, "slow_link").ranks == (2, 3)
+
+
+def test_of_neighbours_that_share_their_waits_the_slowest_is_named() -> None:
+    """Other traffic from host1 to host2 delays the acknowledgements of what host0 sends to host1."""
+
+    def link(source: int, gbps: float, cost_ms: float) -> SlowLink:
+        ranks = (source, source + 1)
+        return SlowLink(f"host{source}", f"host{source + 1}", ranks, gbps, 8.0, 1.0, cost_ms)
+
+    behind, taken, after = link(0, 3.0, 15.0), link(1, 2.0, 13.0), link(2, 2.5, 14.0)
+    for costliest in (behind, taken, after):
+        assert slowest_of_shared_waits(costliest, [behind, taken, after]) is taken
+    elsewhere, slight = link(4, 1.0, 14.0), replace(taken, cost_ms=5.0)
+    assert slowest_of_shared_waits(behind, [behind, slight, elsewhere]) is behind
 
 
 @pytest.mark.parametrize("gbps", [0.5, 4.0])

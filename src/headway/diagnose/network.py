@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,9 @@ from headway.trace.format import Trace
 from headway.units import format_rate
 
 SLOW = 0.5  # of what links usually deliver
-ALWAYS, SOMETIMES = 0.9, 0.08  # of the steps
+ALWAYS, MOSTLY, SOMETIMES = 0.9, 0.25, 0.08  # of the steps
 STANDS_OUT = 0.05  # of the step
+ALIKE = 0.5  # of a link's cost: from there on a neighbour's may be the same waits
 LEAST_BYTES = 65_536  # that a connection has to carry in a step for its rate to mean something
 
 Floats = npt.NDArray[np.float64]
@@ -68,10 +70,24 @@ def find_slow_link(
     rates = [np.median(samples.rate[samples.link == link]) for link in range(len(samples.links))]
     slow = samples.rate < SLOW * float(np.median(rates))
     waits = _waits(times, rows)
-    found = [_judged(samples, link, slow, waits) for link in range(len(samples.links))]
-    return max(
-        (one for one in found if one is not None), key=lambda one: (one.cost_ms, -one.gbps), default=None
-    )
+    judged = (_judged(samples, link, slow, waits) for link in range(len(samples.links)))
+    found = [one for one in judged if one is not None]
+    costliest = max(found, key=lambda one: (one.cost_ms, -one.gbps), default=None)
+    return None if costliest is None else slowest_of_shared_waits(costliest, found)
+
+
+def slowest_of_shared_waits(link: SlowLink, found: Sequence[SlowLink]) -> SlowLink:
+    """What makes ``link`` slow, of the links ``found``: itself, or a neighbour that is slower still.
+
+    Acknowledgements queue behind what their sender sends, and behind what their receiver receives: a link whose ends
+    are busy in the other direction looks slow, and the same waits count as its cost.
+    """
+    neighbours = [
+        one
+        for one in found
+        if (one.source == link.target or one.target == link.source) and one.cost_ms >= ALIKE * link.cost_ms
+    ]
+    return min([link, *neighbours], key=lambda one: one.gbps)
 
 
 def link_finding(link: SlowLink, step_ms: float) -> Finding:
@@ -105,12 +121,15 @@ def _judged(samples: _Samples, link: int, slow: Flags, waits: _Waits) -> SlowLin
     share = float(slow.sum() / own.sum())
     if share < SOMETIMES:
         return None
-    spared = own & ~slow
     hit = np.unique(samples.step[slow])
     at_times = share < ALWAYS and len(hit) < len(waits.exposed_ms)
-    if at_times and _gbps(samples, slow) <= SLOW * _gbps(samples, spared):
-        usual_gbps = _gbps(samples, spared)
-        cost_ms = waits.beyond_others(hit)
+    if at_times and _gbps(samples, slow) <= SLOW * _gbps(samples, own & ~slow):
+        slow |= _as_slow(samples, own & ~slow, _gbps(samples, slow))
+        share = float(slow.sum() / own.sum())
+        usual_gbps = _gbps(samples, own & ~slow)
+        cost_ms = waits.beyond_others(np.unique(samples.step[slow]))
+    elif share < MOSTLY:
+        return None
     else:  # its other steps are no better, whatever the kernel made of them
         slow, share = own, 1.0
         others = [_gbps(samples, samples.link == one) for one in range(len(samples.links)) if one != link]
@@ -121,6 +140,12 @@ def _judged(samples: _Samples, link: int, slow: Flags, waits: _Waits) -> SlowLin
     worst = np.flatnonzero(slow)[np.argmin(samples.rate[slow])]
     ranks = int(samples.source[worst]), int(samples.target[worst])
     return SlowLink(*samples.links[link], ranks, _gbps(samples, slow), usual_gbps, share, cost_ms)
+
+
+def _as_slow(samples: _Samples, spared: Flags, slow_gbps: float) -> Flags:
+    """Those of the steps in which nothing was noticed that delivered as little: the rate is that of one moment."""
+    found: Flags = spared & (8 * samples.size_bytes * SLOW <= slow_gbps * samples.busy_ns)
+    return found
 
 
 def _gbps(samples: _Samples, picked: Flags) -> float:
