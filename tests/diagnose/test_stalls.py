@@ -41,6 +41,13 @@ def test_every_nth_step(part: str, says: str, world_size: int) -> None:
     assert finding.cost_ms == pytest.approx(planted_ms(job, extras=()), rel=0.1)
 
 
+def test_a_hiccup_between_them_leaves_them_regular() -> None:
+    job = stalled(Extra(2, "rest", 60.0, EVERY_5TH), Extra(1, "forward", 10.0, (9,)))
+    finding = only_finding(found_in(job), "stalls")
+    assert finding.ranks == (2,)
+    assert finding.sentence.startswith("Every 5th step takes ")
+
+
 @pytest.mark.parametrize(
     "steps", [(3, 4, 17, 28), (11, 12, 13), (1, 6, 11), (19, 24, 29), (0, 15), (2, 7, 12, 18, 22, 27)]
 )

@@ -19,6 +19,7 @@ IRREGULAR_STANDS_OUT = 0.04  # the same where nothing says what it was: machines
 LEAST_SHARE = 0.15  # of a typical step: how much longer a stalled one takes
 MOST_OFTEN = 0.35  # of the steps: what happens in more of them is no stall
 SPREADS = 6.0  # median deviations above the median
+SLIGHT = 0.25  # of the longest stall: shorter ones are a machine's hiccups between them
 _PARTS = ("forward", "backward", "input", "optimizer", REST)
 _INPUT_ADVICE = "look at what refills that rank's data loader"
 
@@ -60,7 +61,9 @@ def find_stalls(
         return None
     blamed = np.where(stalled, excess, 0.0)
     disturbed = np.unique([*hit, *(hit[hit < len(steps) - 1] + 1)])
-    total_ms = min(float(blamed.max(axis=0).sum()), _grown_ms(times, disturbed))
+    longest = blamed.max(axis=0)
+    hit = hit[longest[hit] > SLIGHT * longest.max()]
+    total_ms = min(float(longest[hit].sum()), _grown_ms(times, disturbed))
     of_rank = blamed.sum(axis=1)
     to_blame = np.flatnonzero(of_rank > 0.25 * of_rank.max())
     chief = int(np.argmax(of_rank))
