@@ -84,7 +84,8 @@ def noticing_values(note: Note) -> type[nn.Parameter]:
         def __repr__(self) -> Any:  # type: ignore[override]
             """Show an ordinary parameter."""
             note(self, "")
-            noticing, self.__class__ = self.__class__, nn.Parameter
+            noticing = type(self)
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
                 return repr(self)
             finally:
