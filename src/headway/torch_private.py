@@ -370,6 +370,30 @@ def has_compiled() -> bool:
     return utils is not None and bool(utils.counters["frames"] or utils.counters["stats"])
 
 
+class StandsInForParameter(torch.nn.Parameter):
+    """What a parameter's class is changed to, in place, for a while. Never constructed: ``type(p)(...)`` is ordinary.
+
+    torch makes an ``nn.Parameter`` of a tensor of another class only where ``detach()`` keeps that class.
+    """
+
+
+def construct_ordinary_parameters() -> None:
+    """Have whatever is constructed of a parameter that another class stands in for, or as one, be ordinary."""
+    stock = torch.nn.Parameter.__new__
+    if getattr(stock, "is_headways", False):
+        return
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if issubclass(type(data), StandsInForParameter):
+            data = data.detach()
+        return stock(
+            torch.nn.Parameter if issubclass(cls, StandsInForParameter) else cls, data, requires_grad
+        )
+
+    new.is_headways = True  # type: ignore[attr-defined]
+    torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+
+
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """A context in which writing to ``tensors`` does not invalidate graphs that saved them."""
     autograd = cast(Any, torch.autograd)

@@ -101,7 +101,7 @@ def test_a_host_that_dies_leaves_the_others_in_the_trace(tmp_path: Path) -> None
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate(timeout=LIMIT_S)
     assert first.returncode == 2, said
-    assert "after its recorded steps" in said.splitlines()[-1]
+    assert "holds the steps so far" in said.splitlines()[-1]
     trace = load_trace(tmp_path / "trace")
     assert trace.missing_ranks == (1,)
     assert "rank 1" in trace.manifest.notes[0]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from tests.models import layered_model
@@ -10,7 +9,7 @@ from tests.synthetic import synthetic_trace
 
 from headway.cli.optimize import doubts_of
 from headway.cluster import AlgorithmCost
-from headway.errors import TraceError, UserError
+from headway.errors import UserError
 from headway.graph.step_profile import profile_of
 from headway.optimize.bounds import step_bound
 from headway.optimize.planner import plan
@@ -132,17 +131,6 @@ def test_gains_are_counted_from_the_record_where_its_replay_is_too_slow(replayer
     recorded = next(c for c in found.candidates if not c.changed)
     assert recorded.expected.speedup == pytest.approx(1.0)
     assert all(c.uncertainty_ms >= 0.05 * c.predicted_ms for c in found.candidates)
-
-
-def test_no_plan_comes_of_a_recording_that_replay_does_not_reproduce(replayer: Replayer) -> None:
-    hosts = tuple(
-        host.model_copy(update={"up_gbps": 0.1 * host.up_gbps, "down_gbps": 0.1 * host.down_gbps})
-        for host in replayer.cluster.hosts
-    )
-    slow = replayer.cluster.model_copy(update={"hosts": hosts})
-    with pytest.raises(TraceError, match=r"does not reproduce; got steps of [\d.]+ ms replayed and"):
-        search(Replayer(replace(replayer.trace, cluster=slow)))
-    assert search(Replayer(replayer.trace, slow)).candidates, "links that the caller names may be others"
 
 
 def test_plans_that_cannot_be_told_apart_are_named(replayer: Replayer) -> None:

@@ -17,7 +17,7 @@ from headway.replay.incomplete import check_takes_plans, of_recorded_buckets
 from headway.replay.replayer import Replayer
 from headway.replay.what_if import WhatIf
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.trace.events import Event, Events, Kind, Stream
+from headway.trace.events import WORK, Event, Events, Kind, Stream
 from headway.trace.format import Trace
 
 WHAT_IFS = ("bandwidth=0.5x", "compute=2x", "workers=5", "compute:1=3x")
@@ -54,6 +54,17 @@ def test_no_plan_is_laid_over_a_trace_without_computation() -> None:
     check_takes_plans(trace)
     with pytest.raises(TraceError, match=r"no computation.*no backward on rank 0"):
         check_takes_plans(without)
+
+
+def test_no_plan_is_laid_over_waits_that_replay_does_not_lay_out() -> None:
+    trace = synthetic_trace(job())
+    waits = {
+        rank: [row._replace(kind=Kind.WAIT, name=WORK) for row in own.of_kind(Kind.FORWARD_PASS)]
+        for rank, own in trace.events.items()
+    }
+    events = {rank: Events.from_rows([*own, *waits[rank]]) for rank, own in trace.events.items()}
+    with pytest.raises(TraceError, match=r"asynchronous communication of its own.*got such waits for \d+%"):
+        check_takes_plans(replace(trace, events=events))
 
 
 @pytest.mark.parametrize("gbps", [0.3, 20.0])

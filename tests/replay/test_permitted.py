@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from headway.replay.replayer import Replayer
 from headway.scheduling.buckets import FORMS
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.trace.events import Events, Kind
+from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
 
 JOB = job(forward_ms=20, backward_ms=40, gbps=1.0)
@@ -49,6 +50,13 @@ def test_what_the_recorded_optimizers_permit(
     assert note.startswith(said)
 
 
+def again(rows: Events) -> Iterator[Event]:
+    """A backward and an update more behind each update."""
+    for row in rows.of_kind(Kind.OPTIMIZER):
+        yield row._replace(kind=Kind.BACKWARD_PASS, start_ns=row.end_ns, duration_ns=0)
+        yield row._replace(start_ns=row.end_ns + 1, duration_ns=0)
+
+
 def test_no_plan_gathers_parameters_where_several_optimizers_step_in_turn() -> None:
     trace = trace_of("SGD")
     twice = {
@@ -57,6 +65,8 @@ def test_no_plan_gathers_parameters_where_several_optimizers_step_in_turn() -> N
     found, note = deferrable_forms(replace(trace, events=twice))
     assert found == ("gradients",)
     assert note.startswith("several optimizers step in turn")
+    apart = {rank: Events.from_rows([*rows, *again(rows)]) for rank, rows in trace.events.items()}
+    assert deferrable_forms(replace(trace, events=apart))[0] == FORMS, "each behind a backward of its own"
 
 
 def test_what_the_decoupled_wrapper_refuses_is_not_offered() -> None:

@@ -22,6 +22,7 @@ from headway.integrations.launch import Ended, injected_environment, run_command
 from headway.integrations.reports import Report
 
 if TYPE_CHECKING:
+    from headway.trace.format import Trace
     from headway.trace.record.place import Recording
 
 FIRST_STEP, LAST_STEP = 5, 25
@@ -112,9 +113,7 @@ def record(
     if ended.interrupted_by or not written:
         ctx.exit(ended.exit_status)
     if ended.status != 0:
-        raise LaunchError(
-            f"the command failed with status {ended.status} after its recorded steps; {output} was written"
-        )
+        raise LaunchError(f"the command failed with status {ended.status}; {output} holds the steps so far")
 
 
 @contextmanager
@@ -214,6 +213,11 @@ def _outcome(recording: Recording, shared: bool) -> str:
     return f"rank 0's launcher on {host} wrote no trace; its own messages say why"
 
 
+def _ranks(trace: Trace) -> str:
+    recorded = len(trace.events)
+    return f"{recorded} ranks" if recorded == trace.world_size else f"{recorded} of {trace.world_size} ranks"
+
+
 def _announce(output: Path, as_json: bool) -> None:
     from headway.trace.folder import load_trace
 
@@ -237,7 +241,7 @@ def _announce(output: Path, as_json: bool) -> None:
         )
         return
     click.echo(
-        f"Recorded {len(trace.steps)} steps of {trace.world_size} ranks in {output} "
+        f"Recorded {len(trace.steps)} steps of {_ranks(trace)} in {output} "
         f"({count} events, {size_bytes / 1000:.0f} kB, {size_bytes / cells / 1000:.1f} kB a rank and step). "
         f"Next: headway diagnose {output}"
     )

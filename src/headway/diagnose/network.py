@@ -124,7 +124,9 @@ def _judged(samples: _Samples, link: int, slow: Flags, waits: _Waits) -> SlowLin
     hit = np.unique(samples.step[slow])
     at_times = share < ALWAYS and len(hit) < len(waits.exposed_ms)
     if at_times and _gbps(samples, slow) <= SLOW * _gbps(samples, own & ~slow):
-        slow |= _as_slow(samples, own & ~slow, _gbps(samples, slow))
+        wider = slow | _as_slow(samples, own & ~slow, _gbps(samples, slow))
+        if len(np.unique(samples.step[wider])) < len(waits.exposed_ms):
+            slow = wider
         share = float(slow.sum() / own.sum())
         usual_gbps = _gbps(samples, own & ~slow)
         cost_ms = waits.beyond_others(np.unique(samples.step[slow]))

@@ -19,7 +19,7 @@ IRREGULAR_STANDS_OUT = 0.04  # the same where nothing says what it was: machines
 LEAST_SHARE = 0.15  # of a typical step: how much longer a stalled one takes
 MOST_OFTEN = 0.35  # of the steps: what happens in more of them is no stall
 SPREADS = 6.0  # median deviations above the median
-SLIGHT = 0.25  # of the longest stall: shorter ones are a machine's hiccups between them
+SLIGHT = 0.25  # of the median stall: shorter ones are a machine's hiccups between them
 _PARTS = ("forward", "backward", "input", "optimizer", REST)
 _INPUT_ADVICE = "look at what refills that rank's data loader"
 
@@ -62,7 +62,7 @@ def find_stalls(
     blamed = np.where(stalled, excess, 0.0)
     disturbed = np.unique([*hit, *(hit[hit < len(steps) - 1] + 1)])
     longest = blamed.max(axis=0)
-    hit = hit[longest[hit] > SLIGHT * longest.max()]
+    hit = hit[longest[hit] > SLIGHT * np.median(longest[hit])]
     total_ms = min(float(longest[hit].sum()), _grown_ms(times, disturbed))
     of_rank = blamed.sum(axis=1)
     to_blame = np.flatnonzero(of_rank > 0.25 * of_rank.max())

@@ -23,10 +23,11 @@ def begin(options_json: str) -> None:
     place = agree_on_place(options.folder, options.output)
     reports.say(records=True)
     recorder = record_this_rank(options.model_copy(update={"folder": place.folder}))
-    recorder.when_written(functools.partial(_measure, recorder, place))
     recorder.when_written(functools.partial(_bring_together, recorder, place, dist.get_rank()))
     recorder.when_written(functools.partial(reports.say, done=True))
     interruption.call_first(recorder)
+    # Last: by then signals do at once what they do without a recording.
+    recorder.when_written(functools.partial(_measure, recorder, place))
 
 
 def _measure(recorder: Recorder, place: Place) -> None:

@@ -17,11 +17,12 @@ from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.errors import TraceError
 from headway.model import ModelSpec, ParameterSpec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.trace.events import Event, Events, Kind, Stream
+from headway.trace.events import WORK, Event, Events, Kind, Stream
 from headway.trace.format import Trace
 
 AS_RECORDED = DistributedDataParallelStrategy(bucket_cap_mb=0)  # a bucket of every "parameter"
 ADVICE = "Record the job with headway record; it has to construct DistributedDataParallel."
+MOST_WAITS = 0.05  # of the step, for communication that no plan decides about
 AT_ONCE_NS = 200_000  # within which whoever waited for a collective goes on after it
 _BACKWARDS = (Kind.BACKWARD_PASS, Kind.BACKWARD, Kind.OPERATOR)
 _OPERATORS = (Kind.FORWARD, Kind.BACKWARD)  # what importers know operators and kernels to be part of
@@ -44,6 +45,15 @@ def check_takes_plans(trace: Trace) -> None:
             got=f"besides the recorded one {', '.join(info.other_models)}",
             fix="Record a job that trains one of them.",
         )
+    if (share := _waits_of_its_own(trace)) > MOST_WAITS:
+        raise TraceError(
+            "no plan is made for a job that waits for asynchronous communication of its own, which replay does not lay "
+            "out",
+            got=f"such waits for {share:.0%} of the step",
+            expected=f"at most {MOST_WAITS:.0%}",
+            fix="Take an optimizer that does not communicate (ZeroRedundancyOptimizer broadcasts what it updates), or "
+            "leave the job as it is.",
+        )
     if not trace.model.parameters:
         raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=ADVICE)
     for rank, events in sorted(trace.events.items()):
@@ -53,6 +63,14 @@ def check_takes_plans(trace: Trace) -> None:
                 got=f"no backward on rank {rank}",
                 fix="Record a job that calls backward() on every rank.",
             )
+
+
+def _waits_of_its_own(trace: Trace) -> float:
+    """The share of the recorded steps in which the script, or its optimizer, waits for works by itself."""
+    waits = [events.of_kind(Kind.WAIT) for events in trace.events.values()]
+    waited_ns = sum(int(rows.duration_ns[rows.name == WORK].sum()) for rows in waits)
+    steps_ns = sum(int(events.of_kind(Kind.STEP).duration_ns.sum()) for events in trace.events.values())
+    return waited_ns / steps_ns if steps_ns else 0.0
 
 
 def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:

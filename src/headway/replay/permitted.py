@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
+
 from headway.errors import UnsupportedError
 from headway.scheduling.buckets import FORMS, Gather
 from headway.strategies.base import Strategy
@@ -40,9 +42,15 @@ def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
 
 
 def _optimizers_a_step(trace: Trace) -> float:
-    """How many updates most recorded steps have on one rank."""
-    events = trace.events[min(trace.events)]
-    return median(Counter(events.of_kind(Kind.OPTIMIZER).step.tolist()).values() or [0])
+    """How many updates follow one backward, on one rank, in most recorded steps."""
+    rows = trace.events[min(trace.events)].of_kind(Kind.BACKWARD_PASS, Kind.OPTIMIZER)
+    most: Counter[int] = Counter()
+    behind = 0
+    for index in np.argsort(rows.start_ns, kind="stable").tolist():
+        behind = behind + 1 if rows.kind[index] == Kind.OPTIMIZER else 0
+        step = int(rows.step[index])
+        most[step] = max(most[step], behind)
+    return median(most.values() or [0])
 
 
 def as_run(strategy: Strategy, forms: Sequence[Gather], why: str) -> Strategy:

@@ -30,7 +30,7 @@ from headway.replay.expectation import (
     half_width_ms,
     share_of_replay,
 )
-from headway.replay.fidelity import check_fidelity, check_reproduced
+from headway.replay.fidelity import check_fidelity
 from headway.replay.folding import period_of
 from headway.replay.gaps import gap_note
 from headway.replay.incomplete import check_takes_plans, lacks, of_recorded_buckets
@@ -83,7 +83,6 @@ class Replayer:
         self._recorded = trace
         self._checked = False
         self._links: Links | None = None
-        self._own_links = cluster is None
         known = cluster or trace.cluster
         self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
         if self.cluster.world_size != trace.world_size:
@@ -150,14 +149,6 @@ class Replayer:
         # Under a decoupled strategy a look that takes long waits, and waits are recorded.
         decoupled = bool(self._recorded_schedule.gather_order)
         return said if decoupled else (*said, *gap_note(self.timelines.values(), self.recorded_step_ms))
-
-    def check_reproduced(self) -> None:
-        """Raise TraceError where replay is too far off for plans to be judged by it, over the job's own links.
-
-        Over links that the caller names it may take any time.
-        """
-        if self._own_links:
-            check_reproduced(recorded_ms=self.recorded_step_ms, replayed_ms=self.base.step_ms)
 
     def expect(self, result: ReplayResult) -> Expectation:
         """What a live job is expected to take of which ``result`` is the replay, held against the recorded one."""

@@ -74,6 +74,9 @@ class Read:
     BY_SHARES = (CLIP, UNSCALE)
 
 
+WORK = "work"
+"""The name of a WAIT for a work of ``torch.distributed`` that the script, or its optimizer, waits for by itself."""
+
 SHARDED = "sharded"
 """The algorithm of a READ in which each rank read its share of the gradients only."""
 

@@ -115,3 +115,33 @@ def join_and_then_train_on(job: Job) -> None:
                     optimizer.step()
         job.see("values", list(model.parameters()))
         train(job, model, optimizer, 2, start + 5)
+
+
+@case()
+def join_behind_two_optimizers_that_stepped_in_turn(job: Job) -> None:
+    model = job.wrap(mlp())
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(parameters[start::2], lr=0.1) for start in (0, 1)]
+
+    def loss_of(share: Share) -> torch.Tensor:
+        return nn.functional.mse_loss(model(share.x), share.y)
+
+    def trained(shares: list[Share]) -> None:
+        model.zero_grad()
+        job.backward_by_rank(model, loss_of, shares)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    trained(job.shares(0))
+    counts = (0, 2, 1)[: job.world_size]
+    if job.alone:
+        for step in range(max(counts)):
+            trained([share for share in job.shares(1 + step) if step < counts[share.rank]])
+    else:
+        with model.join():
+            for step in range(counts[job.rank]):
+                trained(job.shares(1 + step))
+    job.see("values", list(model.parameters()))
+    for step in range(5, 8):
+        trained(job.shares(step))
+    job.see("values later", list(model.parameters()))

@@ -139,6 +139,9 @@ VALUE_LOOKS: dict[str, Callable[[nn.Module], object]] = {
     "copies": lambda net: copy.deepcopy(net[0].weight),  # type: ignore[index]
     "pickles": lambda net: pickle.loads(pickle.dumps(net[0].weight)),  # type: ignore[index]
     "prints": lambda net: repr(net[0].weight),  # type: ignore[index]
+    "makes a parameter of it": lambda net: nn.Parameter(net[0].weight),  # type: ignore[index]
+    "makes one like it": lambda net: type(net[0].weight)(net[0].weight),  # type: ignore[index]
+    "embeds it": lambda net: nn.Embedding.from_pretrained(net[0].weight).weight,  # type: ignore[index]
     "writes": lambda net: nn.init.ones_(net[0].weight) is None,  # type: ignore[index]
 }
 
@@ -148,6 +151,7 @@ def test_looks_at_values_are_told_of(net: nn.Module, told: Told, values: LookWat
     result = VALUE_LOOKS[how](net)
     assert "Noticed" not in str(result)
     assert not isinstance(result, torch.Tensor) or type(result) in (torch.Tensor, nn.Parameter)
+    assert not isinstance(result, nn.Parameter) or torch.equal(result, net[0].weight)  # type: ignore[index]
     values.close()
     assert names(told) == [["0.weight"]]
     assert all_ordinary(net)

@@ -46,6 +46,7 @@ class LookWatch:
         if torch_private.has_compiled():
             return
         own = {name: p for name, p in parameters.items() if type(p) is nn.Parameter and entry_of(p) is None}
+        torch_private.construct_ordinary_parameters()
         self._name_of = {id(p): name for name, p in own.items()}
         self._changed = list(own.values())
         _change(self._changed, nn.Parameter, self._noticing)
@@ -69,7 +70,8 @@ class LookWatch:
             self._looked(names, self._first_ns, self._last_ns)
 
     def _note(self, parameter: nn.Parameter, caller: str) -> None:
-        if threading.get_ident() != self._thread or inside_a_read():
+        name = self._name_of.get(id(parameter))
+        if name is None or threading.get_ident() != self._thread or inside_a_read():
             return
         if caller == _CLEARING:
             self.close()
@@ -78,7 +80,7 @@ class LookWatch:
             self._last_ns = time.monotonic_ns()
             if not self._names:
                 self._first_ns = self._last_ns
-            self._names.add(self._name_of[id(parameter)])
+            self._names.add(name)
 
 
 def _change(

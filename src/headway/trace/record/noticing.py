@@ -30,7 +30,7 @@ Note = Callable[[nn.Parameter, str], None]
 def noticing_gradients(note: Note) -> type[nn.Parameter]:
     """The class of parameters that tell ``note`` who reads their gradient; values are used at torch's own speed."""
 
-    class NoticedGradient(nn.Parameter):
+    class NoticedGradient(torch_private.StandsInForParameter):
         """An ``nn.Parameter`` while looks at its gradient are noted."""
 
         @property
@@ -57,7 +57,7 @@ def noticing_gradients(note: Note) -> type[nn.Parameter]:
 def noticing_values(note: Note) -> type[nn.Parameter]:
     """The class of parameters that tell ``note`` of every use of their value from Python."""
 
-    class NoticedValue(nn.Parameter):
+    class NoticedValue(torch_private.StandsInForParameter):
         """An ``nn.Parameter`` while looks at its value are noted."""
 
         @classmethod
@@ -84,11 +84,7 @@ def noticing_values(note: Note) -> type[nn.Parameter]:
         def __repr__(self) -> Any:  # type: ignore[override]
             """Show an ordinary parameter."""
             note(self, "")
-            noticing = type(self)
-            self.__class__ = nn.Parameter  # type: ignore[assignment]
-            try:
-                return repr(self)
-            finally:
-                self.__class__ = noticing
+            with torch_private.without_subclass_dispatch():
+                return repr(nn.Parameter(self, self.requires_grad))
 
     return NoticedValue

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.trace.events import Kind
+from headway.trace.events import WORK, Kind
 
 LEAST_NS = 200_000  # shorter ones are not worth a row
 COLLECTION, CHECKPOINT = "garbage collection", "torch.save"
@@ -34,7 +34,7 @@ class PauseWatch:
         assert not self._undo
         gc.callbacks.append(self._collecting)
         self._undo.append(lambda: gc.callbacks.remove(self._collecting))
-        self._time(dist.Work, "wait", Kind.WAIT, "work")
+        self._time(dist.Work, "wait", Kind.WAIT, WORK)
         self._time(torch, "save", Kind.PAUSE, CHECKPOINT)
 
     def detach(self) -> None:

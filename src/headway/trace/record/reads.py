@@ -23,6 +23,7 @@ class ReadWatch:
         self._put = put
         self._thread = threading.get_ident()
         self._parameters: dict[str, nn.Parameter] = {}
+        self._watches_looks = True
         self._looks = LookWatch(self._looked)
         self._value_looks = LookWatch(self._looked_at_values, values=True)
 
@@ -47,18 +48,24 @@ class ReadWatch:
     def backward_ended(self) -> None:
         """The script may look at gradients from here on."""
         now = self._now
-        if now.recording and not now.phase and threading.get_ident() == self._thread:
+        watched = self._watches_looks and now.recording and not now.phase
+        if watched and threading.get_ident() == self._thread:
             self._looks.open(self._parameters)
 
     def stepped(self) -> None:
         """The optimizer has stepped: the script may look at values from here on."""
-        if threading.get_ident() == self._thread:
+        if self._watches_looks and threading.get_ident() == self._thread:
             self._value_looks.open(self._parameters)
 
     def looking_ends(self) -> None:
         """A pass or an update begins."""
         self._looks.close()
         self._value_looks.close()
+
+    def leave_parameters(self) -> None:
+        """Code is about to be compiled, which has to find ordinary parameters: looks are not watched any more."""
+        self._watches_looks = False
+        self.looking_ends()
 
     def _looked(self, names: frozenset[str], first_ns: int, last_ns: int) -> None:
         self._put_read(Read.LOOK, names, self._with_gradients(), first_ns, last_ns)

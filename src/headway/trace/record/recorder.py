@@ -200,6 +200,7 @@ class Recorder:
 
     def compiles(self, target: Any) -> None:
         """Code is about to be compiled: leave no hook on modules that it may call. One inside would break it up."""
+        self._reads.leave_parameters()
         model = self._model
         target = getattr(target, "__self__", target)  # of a method
         if model is None or self.finished or isinstance(target, torch.optim.Optimizer):
@@ -251,8 +252,13 @@ class Recorder:
         now_ns = time.monotonic_ns()
         now = self._now
         self._updates.step_ends(name_of(optimizer), now_ns)
-        if not self._step_clock.counts(optimizer):
-            return
+        if self._step_clock.counts(optimizer):
+            self._step_ends(now_ns)
+        if now.recording:
+            self._reads.stepped()
+
+    def _step_ends(self, now_ns: int) -> None:
+        now = self._now
         if now.recording:
             self._put(Kind.STEP, f"step {now.step}", self._boundary_ns, now_ns)
             self._connections.end_step(now.step, now_ns)
@@ -267,8 +273,6 @@ class Recorder:
         self._boundary_ns = now_ns
         full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
         now.recording = self.options.first_step <= now.step < self.options.last_step and not full
-        if now.recording:
-            self._reads.stepped()
         if now.step == self.options.first_step:
             self._connections.begin(now_ns)
             if self._profiled is not None:

@@ -57,7 +57,7 @@ ABOUT_NEITHER = frozenset(
 """What ``__torch_function__`` is given for what concerns neither a parameter's value nor its gradient."""
 
 
-class DeferredParameter(nn.Parameter):
+class DeferredParameter(torch_private.StandsInForParameter):
     """An ``nn.Parameter`` while its update is under way, and perhaps its reduced gradient. Never constructed.
 
     Methods name ``nn.Parameter`` rather than ``super()``: by then the parameter may be an ordinary one again.
@@ -97,7 +97,7 @@ class DeferredParameter(nn.Parameter):
             return nn.Parameter.__repr__(self)
 
 
-class DeferredGradient(nn.Parameter):
+class DeferredGradient(torch_private.StandsInForParameter):
     """An ``nn.Parameter`` while its reduced gradient is under way and its value is current. Never constructed.
 
     ``nn.Parameter`` takes no part in ``__torch_function__``, so only ``.grad`` costs anything.
@@ -167,11 +167,13 @@ def entry_of(parameter: torch.Tensor) -> Any | None:
 
 def defer(parameter: nn.Parameter) -> None:
     """Make ``parameter`` notice its next use."""
+    torch_private.construct_ordinary_parameters()
     parameter.__class__ = DeferredParameter
 
 
 def defer_gradient(parameter: nn.Parameter) -> None:
     """Make ``parameter`` notice the next use of its gradient alone."""
+    torch_private.construct_ordinary_parameters()
     parameter.__class__ = DeferredGradient
 
 

@@ -89,6 +89,9 @@ class Engine:
 
     def _install(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         self.schedule = schedule
+        # Asked for under the schedule before. Steps ask anew, at one point of the script on every rank; here, some
+        # ranks may have had inputs, and steps, that others had not.
+        self._change_form = self.needs_gradients = False
         slots = {name: Slot(self, name, parameters[name]) for name in schedule.buckets_of}
         self.buckets = [
             LiveBucket(planned, self.world_size, self.rank, self.wiring) for planned in schedule.buckets
