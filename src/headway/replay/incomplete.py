@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from headway import intervals
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.errors import TraceError
 from headway.model import ModelSpec, ParameterSpec
@@ -67,8 +68,15 @@ def check_takes_plans(trace: Trace) -> None:
 
 def _waits_of_its_own(trace: Trace) -> float:
     """The share of the recorded steps in which the script, or its optimizer, waits for works by itself."""
-    waits = [events.of_kind(Kind.WAIT) for events in trace.events.values()]
-    waited_ns = sum(int(rows.duration_ns[rows.name == WORK].sum()) for rows in waits)
+    waited_ns = 0
+    for events in trace.events.values():
+        rows = events.of_kind(Kind.WAIT)
+        of_works = rows.name == WORK
+        own = intervals.union(rows.start_ns[of_works], rows.end_ns[of_works])
+        known = intervals.union(
+            rows.start_ns[~of_works], rows.end_ns[~of_works]
+        )
+        waited_ns += intervals.length_ns(own) - intervals.length_ns(intervals.intersect(own, known))
     steps_ns = sum(int(events.of_kind(Kind.STEP).duration_ns.sum()) for events in trace.events.values())
     return waited_ns / steps_ns if steps_ns else 0.0
 
