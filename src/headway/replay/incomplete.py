@@ -73,9 +73,7 @@ def _waits_of_its_own(trace: Trace) -> float:
         rows = events.of_kind(Kind.WAIT)
         of_works = rows.name == WORK
         own = intervals.union(rows.start_ns[of_works], rows.end_ns[of_works])
-        known = intervals.union(
-            rows.start_ns[~of_works], rows.end_ns[~of_works]
-        )
+        known = intervals.union(rows.start_ns[~of_works], rows.end_ns[~of_works])
         waited_ns += intervals.length_ns(own) - intervals.length_ns(intervals.intersect(own, known))
     steps_ns = sum(int(events.of_kind(Kind.STEP).duration_ns.sum()) for events in trace.events.values())
     return waited_ns / steps_ns if steps_ns else 0.0
