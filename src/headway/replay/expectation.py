@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # benchmarks/uncertainty.py; docs/replay.md says how.
 SAME_SHARE = 0.014  # the recorded strategy, with other buckets, on other links or with other workers
 OTHER_SHARE = 0.018  # another strategy than the recorded one
-BUSY_SHARE = 0.064  # the same, where communication takes cores that training computes on
+BUSY_SHARE = 0.056  # the same, where communication takes cores that training computes on
 CROWDED_SHARE = 0.136  # more work at a time for cores that all ranks share
 CROWDED = 1.5  # times the recorded work at a time
 
