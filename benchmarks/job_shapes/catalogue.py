@@ -67,7 +67,7 @@ SHAPES = (
         {"GLOO_SOCKET_IFNAME": "lo"},
         hosts=1,
     ),
-    Shape("gan", "several.py", ("gan",)),
+    Shape("gan", "several.py", ("gan",), refused=True),
     Shape("distillation", "several.py", ("distil",)),
     Shape("lora", "several.py", ("lora",)),
     Shape("two-optimizers", "several.py", ("two-optimizers",)),
