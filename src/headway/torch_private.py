@@ -373,25 +373,24 @@ def has_compiled() -> bool:
 class StandsInForParameter(torch.nn.Parameter):
     """What a parameter's class is changed to, in place, for a while. Never constructed: ``type(p)(...)`` is ordinary.
 
-    torch makes an ``nn.Parameter`` of a tensor of another class only where ``detach()`` keeps that class.
+    torch makes an ``nn.Parameter`` of a tensor of another class only where ``detach()`` keeps that class. So from the
+    first such class on whatever is constructed of one of these, or as one, is ordinary.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if torch.nn.Parameter.__new__ is not _new_ordinary:
+            torch.nn.Parameter.__new__ = _new_ordinary  # type: ignore[method-assign]
 
-def construct_ordinary_parameters() -> None:
-    """Have whatever is constructed of a parameter that another class stands in for, or as one, be ordinary."""
-    stock = torch.nn.Parameter.__new__
-    if getattr(stock, "is_headways", False):
-        return
 
-    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if issubclass(type(data), StandsInForParameter):
-            data = data.detach()
-        return stock(
-            torch.nn.Parameter if issubclass(cls, StandsInForParameter) else cls, data, requires_grad
-        )
+_new_parameter: Any = torch.nn.Parameter.__new__
 
-    new.is_headways = True  # type: ignore[attr-defined]
-    torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+
+def _new_ordinary(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    if issubclass(type(data), StandsInForParameter):
+        data = data.detach()
+    kind = torch.nn.Parameter if issubclass(cls, StandsInForParameter) else cls
+    return _new_parameter(kind, data, requires_grad)
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:

@@ -94,10 +94,9 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
 def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
     """What must be said of the best plan: that it may gain nothing, and which others may be as good."""
     said = []
-    expected = best.expected
-    if best.changed and expected.step_ms - expected.uncertainty_ms > expected.recorded_ms:
+    if best.changed and best.expected.is_slower:
         said.append("The job will be slower for it, by more than ±: leave it as it is.")
-    elif best.changed and expected.may_gain_nothing:
+    elif best.changed and best.expected.may_gain_nothing:
         said.append("That is no more than ±: the job may be no faster for it.")
     if like:
         names = " | ".join(each.name for each in like[:MOST_NAMED])

@@ -26,7 +26,7 @@ def begin(options_json: str) -> None:
     recorder.when_written(functools.partial(_bring_together, recorder, place, dist.get_rank()))
     recorder.when_written(functools.partial(reports.say, done=True))
     interruption.call_first(recorder)
-    # Last: by then signals do at once what they do without a recording.
+    # Last: by then signals are nobody's but the script's again.
     recorder.when_written(functools.partial(_measure, recorder, place))
 
 

@@ -35,6 +35,11 @@ class Expectation:
         """Whether the recorded step is no longer than what this one may take."""
         return self.recorded_ms <= self.step_ms + self.uncertainty_ms
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether the recorded step is shorter than even the shortest that this one may take."""
+        return self.recorded_ms < self.step_ms - self.uncertainty_ms
+
     def like(self, other: Expectation) -> bool:
         """Whether the two cannot be told apart: one lies within the other's uncertainty."""
         return abs(self.step_ms - other.step_ms) <= max(self.uncertainty_ms, other.uncertainty_ms)

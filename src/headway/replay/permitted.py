@@ -36,12 +36,12 @@ def deferrable_forms(trace: Trace) -> tuple[Sequence[Gather], str]:
     by_parameter = [name for name, kind in kinds.items() if kind is UpdateKind.PARAMETER]
     if by_parameter:
         return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"
-    if _optimizers_a_step(trace) > 1:
+    if _updates_behind_a_backward(trace) > 1:
         return ("gradients",), "several optimizers step in turn, so no plan gathers parameters"
     return FORMS, ""
 
 
-def _optimizers_a_step(trace: Trace) -> float:
+def _updates_behind_a_backward(trace: Trace) -> float:
     """How many updates follow one backward, on one rank, in most recorded steps."""
     rows = trace.events[min(trace.events)].of_kind(Kind.BACKWARD_PASS, Kind.OPTIMIZER)
     most: Counter[int] = Counter()

@@ -38,6 +38,8 @@ VALUES: dict[str, Reader] = {
     "state_dict": lambda model: {k: v.clone() for k, v in model.state_dict().items()},
     "state_dict of the module": lambda model: {k: v.clone() for k, v in model.module.state_dict().items()},
     "torch.save": _saved,
+    "parameters made of parameters": lambda model: [nn.Parameter(p).detach().clone() for p in model.parameters()],
+    "constructed as parameters": lambda model: [type(p)(p).detach().clone() for p in model.parameters()],
     "printing": _printed,
     "data": lambda model: [p.data.clone() for p in model.parameters()],
     "detach": lambda model: [p.detach().clone() for p in model.parameters()],

@@ -46,7 +46,6 @@ class LookWatch:
         if torch_private.has_compiled():
             return
         own = {name: p for name, p in parameters.items() if type(p) is nn.Parameter and entry_of(p) is None}
-        torch_private.construct_ordinary_parameters()
         self._name_of = {id(p): name for name, p in own.items()}
         self._changed = list(own.values())
         _change(self._changed, nn.Parameter, self._noticing)

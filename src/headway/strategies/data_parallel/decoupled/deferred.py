@@ -167,13 +167,11 @@ def entry_of(parameter: torch.Tensor) -> Any | None:
 
 def defer(parameter: nn.Parameter) -> None:
     """Make ``parameter`` notice its next use."""
-    torch_private.construct_ordinary_parameters()
     parameter.__class__ = DeferredParameter
 
 
 def defer_gradient(parameter: nn.Parameter) -> None:
     """Make ``parameter`` notice the next use of its gradient alone."""
-    torch_private.construct_ordinary_parameters()
     parameter.__class__ = DeferredGradient
 
 
