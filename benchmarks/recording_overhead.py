@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import parse_arguments, report
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
+from common import keep_case, parse_arguments, report
 
 from headway.cli.record import FIRST_STEP, LAST_STEP
 from headway.lab import launch
@@ -36,21 +38,23 @@ WORKER = "--worker"
 
 def main() -> None:
     arguments = parse_arguments(__doc__ or "", list(CASES))
-    pairs = 2 if arguments.quick else 30
+    pairs = 2 if arguments.quick else 60
     rows = []
     for case in [arguments.only] if arguments.only else list(CASES):
         rows += _rows(case, *_measure(CASES[case], pairs))
     words = (
         "Steps (ms) in blocks of 8, recorded and unrecorded in one interleaved job; ratio to unrecorded. `time_ms` is "
         "the median of the blocks' median steps, `overhead` the median over pairs of neighbouring blocks of the "
-        "ratio of their median steps, `spread` the quartiles of that; `overhead_of_means` is the same of mean steps, "
-        "in which one interruption of the machine moves a block. "
+        "ratio of their median steps, `spread` the quartiles of that, `interval` its 95 % (bootstrap); "
+        "`overhead_of_means` is the same of mean steps, in which one interruption of the machine moves a block. "
         "`memory watched` is the one step that a recording watches memory in, beside its two neighbours; "
         f"`of_a_recording` adds its cost to {RECORDED_STEPS} recorded steps. "
         "What the end of a recording costs once (clocks, writing Parquet) is not in it. "
         "Real computation on two workers, links shaped by the lab."
     )
     report("recording_overhead", rows, arguments, words)
+    if arguments.only and not arguments.quick:
+        keep_case("recording_overhead", rows, list(CASES), words)
 
 
 def _measure(rate: str, pairs: int) -> tuple[list[dict[str, Any]], list[list[float]]]:
@@ -58,7 +62,7 @@ def _measure(rate: str, pairs: int) -> tuple[list[dict[str, Any]], list[list[flo
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "blocks.json"
         command = [sys.executable, __file__, WORKER, str(pairs), str(out)]
-        status = launch.run(LabSpec(hosts=2, rate=rate), command, timeout_s=900, on_line=lambda *_: None)
+        status = launch.run(LabSpec(hosts=2, rate=rate), command, timeout_s=1800, on_line=lambda *_: None)
         if status != 0:
             raise SystemExit(f"the job ended with status {status}")
         measured: dict[str, Any] = json.loads(out.read_text())
@@ -85,6 +89,7 @@ def _rows(case: str, blocks: list[dict[str, Any]], watched: list[list[float]]) -
     rows[1] |= {
         "overhead": f"{statistics.median(overheads):+.2%}",
         "spread": f"{low:+.2%} to {high:+.2%}",
+        "interval": _interval(overheads),
         "overhead_of_means": f"{statistics.median(of_means):+.2%}",
         "bytes_a_rank_and_step": blocks[0]["bytes_a_rank_and_step"],
     }
@@ -106,6 +111,11 @@ def _rows(case: str, blocks: list[dict[str, Any]], watched: list[list[float]]) -
         }
     )
     return rows
+
+
+def _interval(values: list[float]) -> str:
+    found: Any = stats.bootstrap((values,), np.median, rng=0).confidence_interval
+    return f"{found.low:+.2%} to {found.high:+.2%}"
 
 
 def _steps(
