@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats  # type: ignore[import-untyped]
 from common import keep_case, parse_arguments, report
+from scipy import stats  # type: ignore[import-untyped]
 
 from headway.cli.record import FIRST_STEP, LAST_STEP
 from headway.lab import launch
