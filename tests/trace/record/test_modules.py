@@ -10,11 +10,8 @@ from headway.trace.events import Kind
 from headway.trace.record.modules import ModuleWatch
 from headway.trace.record.now import Now
 
-MARKED = [
-    "(loss)",
-    "2",
-    "0",
-]  # what works in place puts out what it was given, and counts with what comes before it
+# What works in place puts out what it was given, and counts with what comes before it.
+MARKED = ["(loss)", "2", "0"]
 
 
 class _NobodyLooks:
@@ -86,3 +83,10 @@ def test_a_forward_that_fails_leaves_nothing_for_the_next_one(watched: tuple[Mod
     model.fails = False
     model(torch.ones(3, 4)).sum().backward()
     assert _backwards(watch) == MARKED
+
+
+def test_an_export_is_no_forward(watched: tuple[ModuleWatch, _Wrapper]) -> None:
+    watch, model = watched
+    torch.export.export(model.root, (torch.ones(3, 4),), strict=False)
+    watch.detach()
+    assert not watch.rows()

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 
 from headway import torch_private
 from headway.trace.events import Event, Kind, Stream
@@ -179,8 +178,8 @@ class ModuleWatch:
     def mark_begin(self, node: Any, begins: Callable[..., None]) -> None:
         """Have ``begins`` called before ``node`` of the autograd graph runs.
 
-        In a pass nodes are collected, and marked at its end all at once: in between, each would cost 30 microseconds
-        for what torch's own code has lost from the caches.
+        In a pass nodes are collected, and marked at its end: between two modules torch's code for it is out of the
+        caches, and each would cost 30 microseconds.
         """
         if self._now.phase == "forward":
             self._to_mark.append((node, begins))
@@ -204,7 +203,7 @@ class ModuleWatch:
                 original(*args, **kwargs)
                 return
             self._between.looking_ends()
-            self._mark_nodes()  # of a pass under way
+            self._mark_nodes()  # of a pass that has not ended
             before, now.phase = now.phase, "backward"
             self._backward = under_way = _Backward(now.step, time.monotonic_ns())
             try:
@@ -268,7 +267,7 @@ class _Enter(JobHook):
 
     def __call__(self, *_arguments: Any) -> None:
         """Note when."""
-        if is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             return
         now = self._now
         if now.phase == "enter":
@@ -291,7 +290,7 @@ class _Leave(JobHook):
     def __call__(self, *arguments: Any) -> None:
         """Note when, and ask to be called as the module's backward begins."""
         now = self._now
-        if is_dynamo_compiling() or not now.recording:
+        if torch.compiler.is_compiling() or not now.recording:
             return
         end_ns = time.monotonic_ns()
         _module, inputs, output = arguments
