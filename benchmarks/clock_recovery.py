@@ -21,7 +21,7 @@ from clock_cases.recorded import Recording, possible, record
 from clock_cases.synthetic import Job
 from common import parse_arguments, report
 
-from headway.trace.clocks import fit_clocks, meetings_of
+from headway.clocks import fit_clocks, meetings_of
 from headway.trace.events import Events
 from headway.trace.format import ClockFit
 

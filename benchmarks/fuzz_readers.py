@@ -5,7 +5,7 @@
 Ten thousand cases (300 with --quick) by two processes. Each takes the fixtures of one job of tests/trace/readers, harms
 one or two of its documents (bytes, JSON values, fields of messages, what is stored of a compressed file), imports the
 whole strictly or leniently, and diagnoses what came of it. Case N is the same each time: `python -c "from
-tests.trace.readers.fuzzing.cases import *; print(run_case(make_case(random.Random(N), JOB)))"`.
+tests.interop.readers.fuzzing.cases import *; print(run_case(make_case(random.Random(N), JOB)))"`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common import parse_arguments, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.trace.readers.fuzzing.cases import CRASHED, GOOD, JOBS, Outcome, make_case, run_case
+from tests.interop.readers.fuzzing.cases import CRASHED, GOOD, JOBS, Outcome, make_case, run_case
 
 CASES, QUICK_CASES, WORKERS, TOGETHER = 10_000, 300, 2, 25
 PATIENCE_S = 60.0  # after which a case is given up

@@ -25,11 +25,11 @@ from common import parse_arguments, report
 
 from headway.cluster import Cluster, Host
 from headway.graph.build import GraphBuilder, walk_timelines
-from headway.graph.dataflow import Dataflow
 from headway.graph.goal import GoalWriter
-from headway.predict.models import workload_named
-from headway.predict.strategies import strategies_named
-from headway.replay.engine import play
+from headway.prediction.models import workload_named
+from headway.prediction.strategies import strategies_named
+from headway.simulation.engine import play
+from headway.simulation.operations import Dataflow
 from headway.strategies.loading import driver
 
 MODELS = ("resnet50", "bert-base", "vgg16")

@@ -82,7 +82,7 @@ def _spans(kind: str, begin: Ints, offsets: Ints, duration_ns: int, names: list[
 def _measure(method: str, folder: Path) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
-    from headway.diagnose import diagnose
+    from headway.diagnosis import diagnose
 
     begin = time.perf_counter()
     for path in folder.glob("*.parquet"):

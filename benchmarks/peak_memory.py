@@ -25,11 +25,11 @@ from memory.watching import Watching
 from headway.cluster import Cluster, Host
 from headway.lab import launch
 from headway.lab.spec import parse_spec
-from headway.predict.models import HERE, workload_named
-from headway.predict.replayed import predict
-from headway.predict.workload import Workload
-from headway.replay.replayer import Replayer
-from headway.replay.what_if import WhatIf
+from headway.prediction.models import HERE, workload_named
+from headway.prediction.replayed import predict
+from headway.prediction.workload import Workload
+from headway.replayer.replayer import Replayer
+from headway.replayer.what_if import WhatIf
 from headway.trace.folder import load_trace
 
 WORKER = "--worker"

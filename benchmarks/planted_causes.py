@@ -20,7 +20,7 @@ from common import parse_arguments, report
 from planting.causes import CAUSES, HEALTHY, LOOPBACK, Cause
 from planting.running import record
 
-from headway.diagnose import Diagnosis, diagnose
+from headway.diagnosis import Diagnosis, diagnose
 from headway.trace.folder import load_trace
 
 ROUNDS = 3

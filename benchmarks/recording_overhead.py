@@ -140,8 +140,8 @@ def work(pairs: int, out: Path) -> None:
     from torch.nn.functional import cross_entropy
 
     from headway.demo.train_gpt import GPT, Sources
+    from headway.recording.recorder import Recorder, RecordOptions
     from headway.trace.folder import rank_file
-    from headway.trace.record.recorder import Recorder, RecordOptions
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def work(pairs: int, out: Path) -> None:
 
 def _watched(model: Any, steps: Callable[[int], list[float]], pairs: int) -> list[list[float]]:
     """The times (ms) of a step, of one in which memory is watched, and of a third, ``pairs`` times."""
-    from headway.trace.record.memory import MemoryWatch
+    from headway.recording.memory import MemoryWatch
 
     times = []
     for _ in range(pairs):

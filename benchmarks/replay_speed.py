@@ -108,9 +108,9 @@ def _run(what: str, *numbers: int) -> dict[str, Any]:
 
 def _predict(ranks: int) -> dict[str, Any]:
     begin = time.perf_counter()
-    from headway.predict.clusters import cluster_named
-    from headway.predict.models import workload_named
-    from headway.predict.replayed import lay_out
+    from headway.prediction.clusters import cluster_named
+    from headway.prediction.models import workload_named
+    from headway.prediction.replayed import lay_out
     from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
     workload = workload_named("resnet50", "a100", "momentum")
@@ -123,9 +123,9 @@ def _predict(ranks: int) -> dict[str, Any]:
 def _measure(ranks: int, tensors: int, *, change: bool = False) -> dict[str, Any]:
     from headway.cluster import Cluster, Host
     from headway.collectives.links import Links
-    from headway.graph.dataflow import DataflowBuilder
-    from headway.replay.compiled import simulate_for
-    from headway.replay.engine import play
+    from headway.simulation.compiled import simulate_for
+    from headway.simulation.engine import play
+    from headway.simulation.operations import DataflowBuilder
 
     begin = time.perf_counter()
     simulate_for(10**9)  # whatever the size: compiled
@@ -174,7 +174,7 @@ def _built(links: Any, compute_ns: list[list[int]], sizes_bytes: list[int]) -> A
 
 def _played(graph: Any, begin: float, loaded: float) -> dict[str, Any]:
     """Play a graph that has just been built, and say what all took."""
-    from headway.replay.engine import play
+    from headway.simulation.engine import play
 
     built = time.perf_counter()
     schedule = play(graph)

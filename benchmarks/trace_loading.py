@@ -171,10 +171,10 @@ def _run(command: list[str]) -> dict[str, Any]:
 
 
 def _load(folder: Path) -> None:
-    from headway.trace.readers import importing
-    from headway.trace.readers.document import Sources
-    from headway.trace.readers.formats import FORMATS
-    from headway.trace.readers.reading import read_all
+    from headway.interop.readers import importing
+    from headway.interop.readers.document import Sources
+    from headway.interop.readers.formats import FORMATS
+    from headway.interop.readers.reading import read_all
 
     for one in FORMATS:
         one.recognises("", b"")  # imports its module

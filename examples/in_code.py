@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import headway
-from headway.optimize.search import plan_of, search
-from headway.replay.replayer import Replayer
+from headway.optimization.search import plan_of, search
+from headway.replayer.replayer import Replayer
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -23,7 +23,7 @@ def test_importing_headway_does_not_import_torch() -> None:
 
 
 EXTRAS = ("msgspec", "scipy", "google.protobuf", "perfetto", "bokeh", "pyroute2", "sklearn", "bayes_opt")
-ONLY_WITH_EXTRAS = ("headway.trace.readers.", "headway.demo.train_digits")
+ONLY_WITH_EXTRAS = ("headway.interop.readers.", "headway.demo.train_digits")
 
 
 def test_without_extras_only_the_rooms_that_need_them_are_shut() -> None:

@@ -19,9 +19,9 @@ from torch import nn
 import headway
 from accuracy.configurations import BASE_LAB, BASE_PLAN, LABS, SLOW_BY, SLOW_RANK, Effort, Subject, plans_of
 from headway import files
+from headway.measuring.probe import probe_cluster
 from headway.models.catalogue import MODELS
 from headway.models.paced import PacedModel, Pacing
-from headway.network.probe import probe_cluster
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel

@@ -18,8 +18,8 @@ from accuracy.configurations import (
 )
 from accuracy.job import PROBED, TRACE
 from headway.cluster import Cluster
-from headway.replay.replayer import Replayer
-from headway.replay.what_if import WhatIf
+from headway.replayer.replayer import Replayer
+from headway.replayer.what_if import WhatIf
 from headway.trace.folder import load_trace
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.trace.clocks.aligning import aligned_ns
+from headway.clocks.aligning import aligned_ns
 from headway.trace.events import Events, Ints, Kind
 from headway.trace.format import ClockFit
 

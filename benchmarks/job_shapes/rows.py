@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from headway.replay.replayer import Replayer
+from headway.replayer.replayer import Replayer
 from headway.trace.folder import load_trace
 from job_shapes.catalogue import Shape
 from job_shapes.measuring import UNPLANNED, headway, measured

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from headway.cluster import Cluster, Host
 from headway.graph.step_profile import StepProfile
 from headway.model import ModelSpec
-from headway.optimize.dependency_bound import bounds_of
-from headway.optimize.predict import Predictor
+from headway.planning.dependency_bound import bounds_of
+from headway.planning.surrogate import Predictor
 from headway.strategies.data_parallel.module_spec import model_spec
 from paced_training.jobs import Job
 from paced_training.trainer import alone

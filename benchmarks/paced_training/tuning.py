@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from headway.optimize.bayesian import ThresholdSearch, share_over
+from headway.planning.bayesian import ThresholdSearch, share_over
 from paced_training.cases import Effort
 from paced_training.probing import slowest
 from paced_training.trainer import Trainer

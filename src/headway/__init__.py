@@ -12,13 +12,13 @@ from headway.trace.format import Trace
 from headway.version import __version__
 
 if TYPE_CHECKING:
-    from headway.strategies.parallelize import parallelize
-    from headway.trace.record.attach import record
+    from headway.integrations.parallelize import parallelize
+    from headway.recording.attach import record
 
 __all__ = ["Cluster", "HeadwayError", "Plan", "Trace", "__version__", "load_trace", "parallelize", "record"]
 
 # These import torch, which takes seconds; the command line mostly does without.
-_LAZY = {"parallelize": "headway.strategies.parallelize", "record": "headway.trace.record.attach"}
+_LAZY = {"parallelize": "headway.integrations.parallelize", "record": "headway.recording.attach"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import headway
+from headway.integrations.parallelize import parallelize
 from headway.plan import Plan, PlannedModel
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.data_parallel.parameter_server.runtime import Servers
-from headway.strategies.parallelize import parallelize
 
 STEPS, ROWS = 6, 4
 

@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel as Imported  # as a script
 
 from headway.errors import HeadwayError
 from headway.integrations import plan_injection
+from headway.integrations.parallelize import parallelize
 from headway.plan import Plan, PlannedModel
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.parallelize import parallelize
 
 
 def model() -> nn.Sequential:

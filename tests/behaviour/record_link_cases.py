@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 import headway
 from headway import torch_private
 from headway.collectives.algorithms import RING, sent_bytes
+from headway.recording import pauses
+from headway.recording import recorder as recording
+from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
-from headway.trace.record import pauses
-from headway.trace.record import recorder as recording
-from headway.trace.record.recorder import Recorder, RecordOptions
 
 SHORT_S = 3.0  # what waits for others last here
 

@@ -8,7 +8,7 @@ import pytest
 from tests import workers
 
 import headway
-from headway.diagnose import diagnose
+from headway.diagnosis import diagnose
 from headway.trace.events import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]

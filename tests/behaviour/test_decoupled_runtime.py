@@ -8,7 +8,7 @@ import signal
 import pytest
 from tests import workers
 
-from headway.network import trusted
+from headway.rpc import trusted
 
 CASES = "tests.behaviour.decoupled_runtime_cases"
 

@@ -13,7 +13,7 @@ import pytest
 from tests.commands import SCRIPTS, last_line, torchrun
 from torch import nn
 
-from headway.diagnose.diagnosis import diagnose
+from headway.diagnosis.diagnosis import diagnose
 from headway.plan import Plan, PlannedModel
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.module_spec import model_spec

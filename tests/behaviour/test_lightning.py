@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.commands import headway, torchrun
 
-from headway.diagnose import diagnose
+from headway.diagnosis import diagnose
 from headway.plan import Plan, PlannedModel
-from headway.replay.replayer import Replayer
+from headway.replayer.replayer import Replayer
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.commands import headway, last_line, torchrun
 
-from headway.replay.replayer import Replayer
+from headway.replayer.replayer import Replayer
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace

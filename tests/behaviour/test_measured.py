@@ -8,7 +8,7 @@ import pytest
 from tests.commands import headway, torchrun
 
 from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS
-from headway.replay.replayer import Replayer
+from headway.replayer.replayer import Replayer
 from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]

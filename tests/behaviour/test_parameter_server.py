@@ -11,8 +11,8 @@ from tests.behaviour.parameter_server_cases import alone, net
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.replay.replayer import Replayer
-from headway.replay.what_if import WhatIf
+from headway.replayer.replayer import Replayer
+from headway.replayer.what_if import WhatIf
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.data_parallel.parameter_server.runtime import wrap

@@ -10,10 +10,10 @@ from tests import workers
 from torch import nn
 
 from headway.errors import UserError
+from headway.integrations.parallelize import parallelize
 from headway.plan import Plan, PlannedModel
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.parallelize import parallelize
 
 
 @pytest.mark.processes

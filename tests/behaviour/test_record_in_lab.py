@@ -13,7 +13,7 @@ import pytest
 from tests.commands import SCRIPTS, headway, record_into
 
 from headway.collectives.algorithms import ALL_REDUCE, NATIVE, sent_bytes
-from headway.diagnose.diagnosis import diagnose
+from headway.diagnosis.diagnosis import diagnose
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
 

@@ -13,10 +13,10 @@ from tests.behaviour.record_link_cases import SHORT_S
 
 import headway
 from headway.collectives.algorithms import RING, sent_bytes
-from headway.diagnose.diagnosis import diagnose
+from headway.diagnosis.diagnosis import diagnose
+from headway.recording.pauses import CHECKPOINT, COLLECTION
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
-from headway.trace.record.pauses import CHECKPOINT, COLLECTION
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -8,9 +8,9 @@ import pytest
 from tests import workers
 
 import headway
-from headway.diagnose import diagnose
+from headway.diagnosis import diagnose
 from headway.errors import TraceError
-from headway.replay.incomplete import check_takes_plans
+from headway.replayer.incomplete import check_takes_plans
 from headway.trace.events import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

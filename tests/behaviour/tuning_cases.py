@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.integrations import plan_injection
+from headway.integrations.parallelize import parallelize
 from headway.model import ModelSpec
 from headway.plan import Plan, PlannedModel
 from headway.scheduling import fusion
@@ -27,7 +28,6 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidat
 from headway.strategies.data_parallel.decoupled.tuning.thresholds import ThresholdProposer
 from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.parallelize import parallelize
 
 ROWS, WIDTH = 4, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

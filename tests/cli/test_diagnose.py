@@ -11,7 +11,7 @@ import pytest
 from tests.synthetic import SyntheticJob, write_trace
 
 from headway.cli.main import run
-from headway.diagnose.breakdown import PARTS
+from headway.diagnosis.breakdown import PARTS
 
 JOB = SyntheticJob(steps=12, world_size=2, jitter=0.02)
 

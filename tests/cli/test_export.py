@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.replay.test_replayer import as_bucketed
+from tests.interop.exporters.perfetto_file import read
+from tests.replayer.test_replayer import as_bucketed
 from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
-from tests.trace.export.perfetto_file import read
 
 from headway.cli.main import run
 from headway.trace import folder as folder_of
@@ -49,7 +49,7 @@ def test_goal_of_what_a_replay_plays(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_chakra_traces(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("headway.trace.export.chakra")
+    pytest.importorskip("headway.interop.exporters.chakra")
     target = tmp_path / "out"
     assert run(["export", str(trace), "--to", "chakra", "-o", str(target), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trace.readers.kineto_documents import document, job_events
+from tests.interop.readers.kineto_documents import document, job_events
 
 from headway.cli.main import run
-from headway.trace.readers.importing import Imported
+from headway.interop.readers.importing import Imported
 
 KINETO = Path(__file__).parents[1] / "trace" / "readers" / "fixtures" / "kineto"
 EVIL = "<script>alert(1)<script>[bold red]x[]\x1b[31m\u202e*_|`@all"
@@ -105,7 +105,7 @@ def test_without_the_library_that_decodes(
 def test_many_notes_are_not_all_shown(
     recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headway.trace.readers import importing
+    from headway.interop.readers import importing
 
     imported = importing.import_trace
 

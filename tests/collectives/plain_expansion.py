@@ -8,7 +8,7 @@ import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.graph.dataflow import NO_RESOURCE, WHOLE, DataflowBuilder, Resources
+from headway.simulation.operations import NO_RESOURCE, WHOLE, DataflowBuilder, Resources
 
 
 class Links:

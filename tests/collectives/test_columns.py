@@ -12,7 +12,7 @@ from headway.collectives import dataflow
 from headway.collectives.algorithms import KINDS, NATIVE, RING, program_of
 from headway.collectives.columns import _stacked, columns_of, piece_sizes, structure_of
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.replay.engine import play
+from headway.simulation.engine import play
 
 KIND = st.sampled_from(KINDS)
 PROGRAMS = st.one_of(

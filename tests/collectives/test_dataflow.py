@@ -17,7 +17,7 @@ from headway.collectives.algorithms import (
 from headway.collectives.dataflow import ProgramOf, expand
 from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from headway.replay.engine import play
+from headway.simulation.engine import play
 
 RINGS = (ring_reduce_scatter, ring_all_gather, ring_all_reduce)
 COST = AlgorithmCost()

@@ -12,7 +12,7 @@ from headway.collectives.dataflow import alone, expand, repeated
 from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_reduce_scatter
 from headway.collectives.servers import push_and_pull
-from headway.replay.engine import play
+from headway.simulation.engine import play
 
 MS = 1_000_000
 

@@ -10,7 +10,7 @@ from tests.collectives.interpreter import interpret
 from headway.cluster import Cluster, Host
 from headway.collectives.dataflow import alone
 from headway.collectives.servers import push_and_pull
-from headway.replay.engine import play
+from headway.simulation.engine import play
 
 
 @settings(deadline=None)

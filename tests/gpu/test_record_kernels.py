@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.commands import headway, torchrun
 from tests.gpu.setups import needs_gpu
 
-from headway.diagnose import diagnose
+from headway.diagnosis import diagnose
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
 

@@ -17,8 +17,8 @@ from headway.cluster import (
 from headway.graph.build import GraphBuilder, walk_timelines
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
-from headway.replay.engine import Schedule, play
 from headway.scheduling.buckets import Gather
+from headway.simulation.engine import Schedule, play
 from headway.strategies.data_parallel.decoupled.dataflow import Dataflow
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 

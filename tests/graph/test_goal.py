@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from tests.graph.goal_player import ends_ns, parse
-from tests.replay.test_folding import STRATEGIES
-from tests.replay.test_replayer import as_bucketed, job
+from tests.replayer.test_folding import STRATEGIES
+from tests.replayer.test_replayer import as_bucketed, job
 from tests.synthetic import synthetic_trace
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import RING
 from headway.errors import UserError
 from headway.graph import goal
-from headway.replay.engine import play
-from headway.replay.replayer import Replayer
+from headway.replayer.replayer import Replayer
+from headway.simulation.engine import play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 

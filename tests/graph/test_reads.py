@@ -10,8 +10,8 @@ from tests.models import layered_model
 from headway.cluster import Cluster, Host
 from headway.graph.build import GraphBuilder, Stretch, walk_timelines
 from headway.graph.timeline import Item, Part, Point, Timeline
-from headway.replay.engine import Schedule, play
 from headway.scheduling.buckets import Gather
+from headway.simulation.engine import Schedule, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy

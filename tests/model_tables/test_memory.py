@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.models.bert import bert_base
 from headway.models.resnet import resnet50
-from headway.predict.memory import pass_memory_of, pretended
+from headway.prediction.memory import pass_memory_of, pretended
 
 
 def norm(channels: int, *, activation: bool = True) -> nn.Sequential:

@@ -10,7 +10,7 @@ import pytest
 from tests.report.pages import HOSTILE, HOSTILE_JOB, MANY_RANKS_JOB, browser, detailed_trace, open_offline
 from tests.synthetic import SyntheticJob, synthetic_trace
 
-from headway.diagnose import Diagnosis, diagnose
+from headway.diagnosis import Diagnosis, diagnose
 from headway.report.page import write_html
 from headway.trace.format import Trace
 

@@ -9,8 +9,8 @@ import pytest
 from tests.report.pages import detailed_trace, served_trace
 from tests.synthetic import SyntheticJob, synthetic_trace
 
-from headway.diagnose import diagnose
-from headway.diagnose.findings import Finding
+from headway.diagnosis import diagnose
+from headway.diagnosis.findings import Finding
 from headway.report.boxes import COMMUNICATION, COMPUTE, OPERATORS
 from headway.report.choice import MAX_RANKS, blamed_ranks, interesting_ranks
 from headway.report.drawing import MAX_BOXES, Drawing, draw

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace
 
-from headway.diagnose import diagnose
-from headway.diagnose.breakdown import PARTS
-from headway.diagnose.communication import match
+from headway.diagnosis import diagnose
+from headway.diagnosis.breakdown import PARTS
+from headway.diagnosis.communication import match
 from headway.report.history import MAX_BARS, MAX_OUTLIERS, History, history, rank_times
 from headway.report.history_chart import top_ms
 

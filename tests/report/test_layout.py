@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from headway.diagnose.breakdown import Breakdown
+from headway.diagnosis.breakdown import Breakdown
 from headway.report.boxes import COMMUNICATION, COMPUTE, OPERATORS, Box
 from headway.report.layout import PITCH, Layout
 from headway.report.ranks import ALL_SHOWN, SHOWN_FIRST, rank_views, split_by_interest

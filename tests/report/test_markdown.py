@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from tests.synthetic import Connections, SyntheticJob, synthetic_trace, with_ranks
 
-from headway.diagnose import Diagnosis, diagnose
-from headway.diagnose.breakdown import PARTS
-from headway.diagnose.comparison import compare
-from headway.diagnose.findings import Finding
+from headway.diagnosis import Diagnosis, diagnose
+from headway.diagnosis.breakdown import PARTS
+from headway.diagnosis.comparison import compare
+from headway.diagnosis.findings import Finding
 from headway.report.markdown import MAX_RANKS, markdown
 from headway.report.palette import PART_LABELS
 

@@ -19,8 +19,8 @@ from tests.report.pages import (
 )
 from tests.synthetic import SyntheticJob, synthetic_trace
 
-from headway.diagnose import diagnose
-from headway.diagnose.findings import Finding
+from headway.diagnosis import diagnose
+from headway.diagnosis.findings import Finding
 from headway.errors import UserError
 from headway.report.choice import blamed_ranks
 from headway.report.page import SCRIPTS, render_html, write_html

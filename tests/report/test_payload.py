@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace
 
-from headway.diagnose import diagnose
-from headway.diagnose.communication import match
+from headway.diagnosis import diagnose
+from headway.diagnosis.communication import match
 from headway.report import payload, words
 from headway.report.drawing import Drawing, draw
 from headway.report.history import history, rank_times

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
 
 from headway.cli.diagnose import diagnose as command
-from headway.diagnose import diagnose
+from headway.diagnosis import diagnose
 from headway.errors import ClusterError, TraceError
 from headway.report.text import print_diagnosis
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from tests.models import layered_model
-from tests.optimize.jobs import MS, PlannedJob, layered_job
+from tests.planning.jobs import MS, PlannedJob, layered_job
 
 from headway.graph.update_cost import UpdateCost
 from headway.plan import Plan, PlannedModel

@@ -58,8 +58,8 @@ def diagnose(
     if not math.isfinite(threshold):
         raise click.BadParameter("a number of percent is expected.", param_hint="--threshold")
     from headway.cluster import Cluster
-    from headway.diagnose import diagnose as diagnose_trace
-    from headway.diagnose.comparison import compare, unlike
+    from headway.diagnosis import diagnose as diagnose_trace
+    from headway.diagnosis.comparison import compare, unlike
     from headway.report.markdown import markdown
     from headway.report.text import print_diagnosis
     from headway.trace.folder import load_trace

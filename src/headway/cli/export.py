@@ -40,7 +40,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
     notes: list[str] = []
     operations: int | None = None
     if format_name == PERFETTO:
-        from headway.trace.export.perfetto import require_perfetto, write_perfetto
+        from headway.interop.exporters.perfetto import require_perfetto, write_perfetto
 
         if output.is_dir():
             raise UserError("the output is a folder", got=output, expected="the name of a new file")
@@ -52,7 +52,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
         following = "open it in https://ui.perfetto.dev"
     elif format_name == GOAL:
         from headway.graph.goal import GoalWriter
-        from headway.replay.replayer import Replayer
+        from headway.replayer.replayer import Replayer
 
         trace = load_trace(folder)
         with output_of.progress("Exporting"):
@@ -62,7 +62,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
         written = [output]
         following = "make it binary with txt2bin and play it with LogGOPSim"
     else:
-        from headway.trace.export.chakra import write_chakra
+        from headway.interop.exporters.chakra import write_chakra
 
         trace = load_trace(folder)
         with output_of.progress("Exporting"):

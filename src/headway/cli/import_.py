@@ -9,7 +9,7 @@ import click
 
 from headway.cli import output as output_of
 from headway.errors import UserError, one_line
-from headway.trace.readers.formats import FORMATS
+from headway.interop.readers.formats import FORMATS
 
 MAX_SHOWN = 20
 
@@ -34,7 +34,7 @@ MAX_SHOWN = 20
 def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json: bool) -> None:
     """Turn what other tools recorded (a file, a folder or an archive SOURCE) into a trace."""
     _require_readers()
-    from headway.trace.readers.importing import import_trace
+    from headway.interop.readers.importing import import_trace
 
     workers = os.cpu_count() or 1
     with output_of.progress("Importing") as show:

@@ -13,7 +13,7 @@ from headway.cli import output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headway.optimize.search import Candidate, SearchResult
+    from headway.optimization.search import Candidate, SearchResult
 
 MOST_NAMED = 2
 
@@ -33,15 +33,15 @@ MOST_NAMED = 2
 def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str, as_json: bool) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
     from headway.cluster import Cluster
-    from headway.replay.incomplete import check_takes_plans
+    from headway.replayer.incomplete import check_takes_plans
     from headway.trace.folder import load_trace
 
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = load_trace(trace)
     check_takes_plans(loaded)
 
-    from headway.optimize.search import plan_of, search
-    from headway.replay.replayer import Replayer
+    from headway.optimization.search import plan_of, search
+    from headway.replayer.replayer import Replayer
     from headway.strategies.registry import STRATEGIES
 
     with output.progress("searching") as advance:

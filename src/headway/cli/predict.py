@@ -14,8 +14,8 @@ from headway.errors import UserError, one_line
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
-    from headway.predict.replayed import Prediction
-    from headway.predict.workload import Workload
+    from headway.prediction.replayed import Prediction
+    from headway.prediction.workload import Workload
 
 MOST_SIZES = 64
 LONGEST = 2000  # of a sentence, in characters
@@ -62,10 +62,10 @@ def predict(
     MODEL is a model that ships (resnet50, bert-large, gpt2, ...), a layer table in a YAML file, or a function that
     builds a torch module, as in package.module:function.
     """
-    from headway.predict.clusters import cluster_named
-    from headway.predict.models import workload_named
-    from headway.predict.scaling import crossovers, scaling
-    from headway.predict.strategies import strategies_named
+    from headway.prediction.clusters import cluster_named
+    from headway.prediction.models import workload_named
+    from headway.prediction.scaling import crossovers, scaling
+    from headway.prediction.strategies import strategies_named
 
     if plot_path is not None:
         from headway.report.scaling import kind_of_picture
@@ -139,7 +139,7 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
 
 
 def _world_sizes(text: str | None, most: int) -> list[int]:
-    from headway.replay.what_if import MAX_WORKERS
+    from headway.replayer.what_if import MAX_WORKERS
 
     if text is None:
         sizes = [1]

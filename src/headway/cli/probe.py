@@ -32,7 +32,7 @@ def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
     import torch.distributed as dist
 
     from headway import torch_private
-    from headway.network.probe import probe_cluster
+    from headway.measuring.probe import probe_cluster
 
     words = output.error_console()
     try:

@@ -23,7 +23,7 @@ from headway.integrations.reports import Report
 
 if TYPE_CHECKING:
     from headway.trace.format import Trace
-    from headway.trace.record.place import Recording
+    from headway.recording.place import Recording
 
 FIRST_STEP, LAST_STEP = 5, 25
 OUTCOME_WITHIN_S = 120.0  # of the command's end, in which another launcher assembles
@@ -165,8 +165,8 @@ def _finish(staging: Path, output: Path, ended: Ended) -> bool:
 
     Raises LaunchError where nothing was recorded, unless Headway was told to end: then one line says so.
     """
-    from headway.trace.record.finish import finish_recording
-    from headway.trace.record.place import elsewhere
+    from headway.recording.finish import finish_recording
+    from headway.recording.place import elsewhere
 
     status = ended.exit_status
     found = elsewhere(staging)

@@ -44,8 +44,8 @@ def replay(
     """Replay the steps of TRACE: first as recorded, then as asked."""
     from headway.cluster import Cluster
     from headway.plan import Plan
-    from headway.replay.incomplete import check_takes_plans
-    from headway.replay.what_if import WhatIf
+    from headway.replayer.incomplete import check_takes_plans
+    from headway.replayer.what_if import WhatIf
     from headway.trace.folder import load_trace
 
     what_if = WhatIf.parse(what_ifs)
@@ -55,9 +55,9 @@ def replay(
     if plan is not None:
         check_takes_plans(loaded)
 
-    from headway.diagnose.diagnosis import diagnose
-    from headway.replay.as_trace import replayed_trace
-    from headway.replay.replayer import Replayer
+    from headway.diagnosis.diagnosis import diagnose
+    from headway.replayer.as_trace import replayed_trace
+    from headway.replayer.replayer import Replayer
 
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.collectives.program import ChunkProgram, ProgramOf
-from headway.graph.dataflow import NONE, Edges, edges_of
+from headway.simulation.operations import NONE, Edges, edges_of
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]

@@ -10,7 +10,16 @@ from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.columns import OUTSIDE, Structure, structure_of
 from headway.collectives.links import Links, Messages
 from headway.collectives.program import ProgramOf
-from headway.graph.dataflow import DURATION, NONE, ROUTE, SPILL, SUCCESSORS, WAITS, Dataflow, DataflowBuilder
+from headway.simulation.operations import (
+    DURATION,
+    NONE,
+    ROUTE,
+    SPILL,
+    SUCCESSORS,
+    WAITS,
+    Dataflow,
+    DataflowBuilder,
+)
 
 __all__ = ["ProgramOf", "alone", "expand"]
 

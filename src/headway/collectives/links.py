@@ -10,7 +10,7 @@ import numpy as np
 from headway.cluster import AlgorithmCost, Cluster, Traffic
 from headway.collectives.columns import ProgramColumns, columns_of, message_bytes
 from headway.collectives.program import ProgramOf
-from headway.graph.dataflow import (
+from headway.simulation.operations import (
     LATEST_NS,
     NO_RESOURCE,
     WHOLE,

@@ -14,20 +14,20 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
-from headway.diagnose.diagnosis import Diagnosis, diagnose
+from headway.diagnosis.diagnosis import Diagnosis, diagnose
 from headway.errors import HeadwayError
 from headway.integrations.launch import injected_environment
 from headway.lab import launch
 from headway.lab.spec import LabSpec
-from headway.optimize.search import Candidate, SearchResult, plan_of, search
-from headway.replay.replayer import Replayer
+from headway.optimization.search import Candidate, SearchResult, plan_of, search
+from headway.recording.finish import finish_recording
+from headway.replayer.replayer import Replayer
 from headway.report.page import write_html
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace
-from headway.trace.record.finish import finish_recording
 
 MODELS = {"gpt": "headway.demo.train_gpt", "digits": "headway.demo.train_digits"}
 WARM_UP_STEPS = 5

@@ -11,10 +11,10 @@ from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.collectives.dataflow import expand
 from headway.collectives.links import Links
 from headway.collectives.selection import Selection, native
-from headway.graph.dataflow import Dataflow
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
+from headway.simulation.operations import Dataflow
 
 
 @dataclass(slots=True)

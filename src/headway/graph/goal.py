@@ -16,7 +16,7 @@ from headway import files
 from headway.collectives.columns import columns_of, message_bytes, structure_of
 from headway.errors import UserError
 from headway.graph.build import GraphBuilder, PlacedCollective
-from headway.graph.dataflow import DURATION, Dataflow
+from headway.simulation.operations import DURATION, Dataflow
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits

@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from headway.errors import TraceError
-from headway.graph.intervals import Intervals
 from headway.graph.quickened import Quickened
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.graph.update_cost import is_beside, update_cost_beside
 from headway.model import ModelSpec
+from headway.simulation.intervals import Intervals
 from headway.trace.events import SHARDED, Event, Events, Kind
 from headway.trace.format import Trace
 

@@ -41,8 +41,8 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+        from headway.measuring.probe import probe_cluster
         from headway.network.collective_costs import SHORT
-        from headway.network.probe import probe_cluster
 
         with _undisturbed():
             cluster = probe_cluster(effort=SHORT)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.integrations.followable import check_followable
+from headway.integrations.parallelize import check
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
@@ -29,7 +30,6 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.loading import driver
-from headway.strategies.parallelize import check
 from headway.torch_private import sharded_by_fully_shard
 from headway.units import format_bytes
 

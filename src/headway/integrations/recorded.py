@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.integrations import interruption, measured, reports
-from headway.trace.record import collecting
-from headway.trace.record.attach import record_this_rank
-from headway.trace.record.place import Place, agree_on_place
-from headway.trace.record.recorder import PATIENCE_WHEN_FAILED_S, Recorder, RecordOptions
+from headway.recording import collecting
+from headway.recording.attach import record_this_rank
+from headway.recording.place import Place, agree_on_place
+from headway.recording.recorder import PATIENCE_WHEN_FAILED_S, Recorder, RecordOptions
 
 PATIENCE_S = 60.0  # with one piece of a file
 

@@ -31,7 +31,7 @@ from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import native
 from headway.network.beside import Timing, Work, repeat, timed
 from headway.network.cost_fit import Measured, as_quick_as_seen, fit_cost
-from headway.replay.engine import play
+from headway.simulation.engine import play
 
 STEADY = 0.03
 MOST_BYTES = 2**26  # larger collectives are left out

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headway.cluster import AlgorithmCost, Cluster, MessageCost
 from headway.collectives.dataflow import repeated
 from headway.collectives.program import ProgramOf
-from headway.replay.engine import play
+from headway.simulation.engine import play
 
 LARGE = 2  # sizes that decide about bytes
 HALVINGS = 10  # to a thousandth

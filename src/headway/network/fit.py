@@ -13,8 +13,8 @@ import numpy.typing as npt
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, UPDATE_BESIDE, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import KINDS, NATIVE, NCCL, RING, SERVERS, cost_name, sent_bytes
 from headway.errors import TraceError
-from headway.graph.intervals import Intervals
 from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.simulation.intervals import Intervals
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 

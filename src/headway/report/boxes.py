@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.diagnose.communication import Communications
-from headway.diagnose.timeline import COMPUTE_KINDS, REST, Segment, segments
+from headway.diagnosis.communication import Communications
+from headway.diagnosis.timeline import COMPUTE_KINDS, REST, Segment, segments
 from headway.report import words
 from headway.report.palette import KIND_LABELS
 from headway.trace.events import Event, Events, Kind, Stream

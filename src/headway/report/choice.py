@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.diagnose import Diagnosis
+from headway.diagnosis import Diagnosis
 from headway.report import words
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace

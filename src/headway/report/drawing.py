@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.diagnose import Diagnosis
-from headway.diagnose.communication import Communications, match
+from headway.diagnosis import Diagnosis
+from headway.diagnosis.communication import Communications, match
 from headway.report import choice as choosing
 from headway.report import words
 from headway.report.boxes import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.diagnose.breakdown import NS_A_MS, PARTS
-from headway.diagnose.communication import Communications
-from headway.diagnose.timeline import RankTime, rank_time
+from headway.diagnosis.breakdown import NS_A_MS, PARTS
+from headway.diagnosis.communication import Communications
+from headway.diagnosis.timeline import RankTime, rank_time
 from headway.trace.format import Trace
 
 MAX_BARS = 400

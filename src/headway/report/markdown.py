@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from headway.diagnose import Diagnosis
-from headway.diagnose.breakdown import PARTS
-from headway.diagnose.comparison import Comparison
+from headway.diagnosis import Diagnosis
+from headway.diagnosis.breakdown import PARTS
+from headway.diagnosis.comparison import Comparison
 from headway.errors import one_line
 from headway.report.palette import PART_LABELS
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from headway import files
-from headway.diagnose import Diagnosis
-from headway.diagnose.breakdown import PARTS
-from headway.diagnose.communication import match
+from headway.diagnosis import Diagnosis
+from headway.diagnosis.breakdown import PARTS
+from headway.diagnosis.communication import match
 from headway.report import palette, payload, words
 from headway.report.boxes import OPERATORS
 from headway.report.choice import blamed_ranks

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from headway.diagnose.breakdown import Breakdown
+from headway.diagnosis.breakdown import Breakdown
 from headway.report import words
 
 ALL_SHOWN = 12  # a table of so many ranks shows them all

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headway import files
 from headway.errors import UserError
-from headway.predict.replayed import Prediction
+from headway.prediction.replayed import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.diagnose import Diagnosis
-from headway.diagnose.breakdown import PARTS
+from headway.diagnosis import Diagnosis
+from headway.diagnosis.breakdown import PARTS
 from headway.report.palette import short_label
 from headway.report.words import plain
 from headway.units import format_rate

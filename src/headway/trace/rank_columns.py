@@ -14,7 +14,7 @@ from headway import files
 from headway.errors import TraceError
 from headway.trace.events import TEXT_COLUMNS
 from headway.trace.page_sizes import unpacked_bytes
-from headway.trace.readers.unpacking import most_bytes
+from headway.trace.unpacking import most_bytes
 
 MAX_RANK_BYTES = 2 * 2**30
 """What one rank may come to in memory: some 20 million events."""

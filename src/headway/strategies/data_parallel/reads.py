@@ -3,7 +3,7 @@
 ``clip_grad_norm_`` and its relatives of ``torch.nn.utils``, and what ``GradScaler`` unscales by, are replaced once, by
 functions that ask whoever may know better and tell whoever watches, and else do what they always did. A script that has
 imported one of the former by name before calls the stock one, which nobody then sees; ``headway record`` and ``headway
-run`` come first. A script's own look at ``.grad`` passes no function at all: ``trace/record/looks.py`` notes those.
+run`` come first. A script's own look at ``.grad`` passes no function at all: ``recording/looks.py`` notes those.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headway.network.trusted import receive_exactly, remaining_s
+from headway.rpc.trusted import receive_exactly, remaining_s
 
 _SIZES = struct.Struct("!QQ")  # of the header and of the payload, in bytes
 HEADER_BYTES = 64 * 2**10

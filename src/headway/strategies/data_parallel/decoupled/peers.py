@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError, one_line
-from headway.network import interface, trusted
+from headway.rpc import interface, trusted
 from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.decoupled import messages
 from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply

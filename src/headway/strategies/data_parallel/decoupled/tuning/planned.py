@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from headway.model import ModelSpec
-from headway.optimize import planner
-from headway.optimize.predict import Predictor
+from headway.planning import planner
+from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.errors import UserError
-from headway.optimize.bayesian import ThresholdSearch
+from headway.planning.bayesian import ThresholdSearch
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial

@@ -1,7 +1,0 @@
-"""Where the step time went, and who is to blame."""
-
-from __future__ import annotations
-
-from headway.diagnose.diagnosis import Diagnosis, diagnose
-
-__all__ = ["Diagnosis", "diagnose"]

@@ -1,0 +1,233 @@
+"""Diagnosis: where the time of a recorded job went, and who is to blame, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headway import files
+from headway.cluster import Cluster
+from headway.diagnosis.breakdown import NS_A_MS, Breakdown, breakdown, mean_breakdown, overlap_percent
+from headway.diagnosis.causes import find_causes
+from headway.diagnosis.communication import Communications, match
+from headway.diagnosis.critical_path import PathPiece, critical_path, typical_step
+from headway.diagnosis.findings import Finding
+from headway.diagnosis.links import Link, find_links
+from headway.diagnosis.stragglers import Straggler, blames, find_stragglers
+from headway.diagnosis.timeline import RankTime, rank_time
+from headway.diagnosis.verdict import verdict
+from headway.errors import TraceError
+from headway.trace.events import Kind
+from headway.trace.format import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How a rank's clock was brought onto rank 0's."""
+
+    offset_us: float
+    drift_ppm: float
+    uncertainty_us: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where a recorded job's time went.
+
+    ``step_ms`` is the mean step over ranks and recorded steps, and ``breakdown`` each rank's mean step in parts that
+    add up to it. ``findings`` are what makes steps longer, the first of them in ``verdict``. ``critical_path``
+    belongs to ``typical_step``, the step of median length, and adds up to that.
+    """
+
+    verdict: str
+    steps: tuple[int, ...]
+    step_ms: float
+    typical_step: int
+    typical_step_ms: float
+    breakdown: dict[int, Breakdown]
+    overlap_percent: float
+    stragglers: tuple[Straggler, ...]
+    links: tuple[Link, ...]
+    critical_path: tuple[PathPiece, ...]
+    clock: dict[int, Clock]
+    notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    step_times_ms: tuple[float, ...] = ()  # of each recorded step, the mean over ranks
+
+    def to_document(self) -> dict[str, Any]:
+        """The document that ``headway diagnose --json`` prints."""
+        return files.document(
+            "diagnosis",
+            verdict=self.verdict,
+            findings=[finding.to_document() for finding in self.findings],
+            steps=list(self.steps),
+            step_ms=round(self.step_ms, 6),
+            typical_step=self.typical_step,
+            typical_step_ms=round(self.typical_step_ms, 6),
+            breakdown_ms={str(rank): parts.rounded() for rank, parts in self.breakdown.items()},
+            overlap_percent=round(self.overlap_percent, 3),
+            stragglers=[_straggler_document(straggler) for straggler in self.stragglers],
+            critical_path=[
+                {"rank": piece.rank, "kind": piece.kind, "name": piece.name, "ms": round(piece.ms, 6)}
+                for piece in self.critical_path
+            ],
+            clock={
+                str(rank): {
+                    "offset_us": clock.offset_us,
+                    "drift_ppm": clock.drift_ppm,
+                    "uncertainty_us": clock.uncertainty_us,
+                }
+                for rank, clock in self.clock.items()
+            },
+            links=[_link_document(link) for link in self.links],
+            notes=list(self.notes),
+        )
+
+
+def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
+    """Find where the time of ``trace`` went.
+
+    Raises TraceError where the ranks share no recorded step, ClusterError where ``cluster`` does not fit.
+    """
+    steps = _common_steps(trace)
+    rows = match(trace)
+    times = {
+        rank: rank_time(rank, events, steps, rows.of_rank(rank))
+        for rank, events in sorted(trace.events.items())
+    }
+    parts = {rank: breakdown(time) for rank, time in times.items()}
+    mean = mean_breakdown(list(parts.values()))
+    step_ms = mean.total_ms
+    clock = _clock(trace)
+    found = blames(times, rows)
+    stragglers = find_stragglers(
+        times,
+        rows,
+        found,
+        step_ms=step_ms,
+        uncertainty_ms=max((one.uncertainty_us for one in clock.values()), default=0.0) / 1e3,
+    )
+    path = critical_path(trace, times, rows)
+    index, rank = typical_step(times)
+    length_ns = int(times[rank].step_end_ns[index] - times[rank].step_start_ns[index])
+    findings = find_causes(trace, times, rows, mean, stragglers, found, steps)
+    return Diagnosis(
+        verdict=verdict(mean, findings, stragglers, world_size=len(times)),
+        findings=tuple(findings),
+        steps=steps,
+        step_ms=step_ms,
+        typical_step=steps[index],
+        typical_step_ms=length_ns / NS_A_MS,
+        breakdown=parts,
+        overlap_percent=overlap_percent(list(times.values())),
+        stragglers=stragglers,
+        links=find_links(trace, times, rows, cluster),
+        critical_path=path,
+        clock=clock,
+        notes=(*trace.manifest.notes, *_notes(trace, times, rows, clock, step_ms)),
+        step_times_ms=_step_times_ms(times),
+    )
+
+
+def _step_times_ms(times: dict[int, RankTime]) -> tuple[float, ...]:
+    lengths = np.stack([time.step_end_ns - time.step_start_ns for time in times.values()])
+    return tuple((lengths.mean(axis=0) / NS_A_MS).tolist())
+
+
+def _common_steps(trace: Trace) -> tuple[int, ...]:
+    steps = set(trace.steps)
+    for events in trace.events.values():
+        steps &= events.whole_steps
+    if not steps:
+        raise TraceError(
+            "no step was recorded on every rank",
+            got=trace.path,
+            expected="at least one whole step that all ranks share",
+            fix="Record more steps.",
+        )
+    return tuple(sorted(steps))
+
+
+def _clock(trace: Trace) -> dict[int, Clock]:
+    return {
+        info.rank: Clock(
+            offset_us=info.clock.offset_ns / 1e3,
+            drift_ppm=info.clock.drift_ppm,
+            uncertainty_us=info.clock.uncertainty_ns / 1e3,
+        )
+        for info in trace.manifest.ranks
+    }
+
+
+def _notes(
+    trace: Trace, times: dict[int, RankTime], rows: Communications, clock: dict[int, Clock], step_ms: float
+) -> tuple[str, ...]:
+    """What a reader must know before trusting the numbers."""
+    notes = []
+    dropped = {info.rank: info.dropped_events for info in trace.manifest.ranks if info.dropped_events}
+    if dropped:
+        rank = max(dropped, key=lambda one: dropped[one])
+        notes.append(
+            f"{sum(dropped.values())} events were dropped while recording (most on rank {rank}): "
+            "their time counts as rest."
+        )
+    if trace.missing_ranks:
+        notes.append(
+            "Communication with ranks that are not in this trace holds what was waited for them, which cannot be told "
+            "apart."
+        )
+    blank = [rank for rank, time in times.items() if not len(time.forward) and not len(time.backward)]
+    if blank:
+        notes.append(
+            f"No forward or backward was recorded on {_ranks(blank)}: that time counts as rest, and causes of lateness "
+            "there stay unknown."
+        )
+    silent = [rank for rank in times if not (rows.rank == rank).any()]
+    if silent and len(times) > 1:
+        notes.append(
+            f"No communication was recorded on {_ranks(silent)}: what others wait for there is rest."
+        )
+    alone = np.bincount(rows.instance)[rows.instance] == 1 if len(rows) else np.zeros(0, dtype=bool)
+    alone &= rows.kind == Kind.COLLECTIVE
+    if len(times) > 1 and alone.sum() > 0.05 * len(rows):
+        notes.append(
+            f"{int(alone.sum())} of {len(rows)} communication events have no counterpart on another rank: time spent "
+            "waiting for their members counts as exposed communication."
+        )
+    vague = max(clock, key=lambda rank: clock[rank].uncertainty_us, default=None)
+    if vague is not None and clock[vague].uncertainty_us / 1e3 > 0.02 * step_ms:
+        notes.append(
+            f"Clocks are aligned to {clock[vague].uncertainty_us:.0f} us at best on rank {vague}, more than 2 % of a "
+            "step: smaller differences between ranks mean nothing."
+        )
+    return tuple(notes)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _straggler_document(straggler: Straggler) -> dict[str, Any]:
+    return {
+        "rank": straggler.rank,
+        "blame_ms": round(straggler.blame_ms, 6),
+        "cause": straggler.cause,
+        "late_ms": round(straggler.late_ms, 6),
+        "own_ms": round(straggler.own_ms, 6),
+        "others_ms": round(straggler.others_ms, 6),
+    }
+
+
+def _link_document(link: Link) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "from": link.source,
+        "to": link.target,
+        "gbps": round(link.gbps, 6),
+        "utilisation": round(link.utilisation, 4),
+    }
+    if link.capacity_gbps is not None:
+        document["capacity_gbps"] = round(link.capacity_gbps, 6)
+    return document

@@ -1,0 +1,121 @@
+"""What exposed communication costs, why it is exposed, and what could change that.
+
+It costs less than what ranks wait for it, where they wait for one another as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headway.diagnosis.breakdown import NS_A_MS, Breakdown
+from headway.diagnosis.communication import Communications
+from headway.diagnosis.findings import milliseconds, percent
+from headway.diagnosis.gradients import CommunicationShape
+from headway.diagnosis.timeline import RankTime
+from headway.trace.events import Kind
+from headway.units import format_bytes
+
+SMALL_BYTES = 256 * 1024
+MANY = 16  # collectives a step
+MOST = 0.5  # of what is waited: what a cause that is told has to explain
+
+
+def communication_cost_ms(times: dict[int, RankTime], rows: Communications) -> float:
+    """By how much a mean step would be shorter without communication, in ms.
+
+    Where ranks communicate all together, who waits for it longer than another rank does waits for that rank as well,
+    and would go on to: what counts is who waits least, in each step anew. Else it is the mean over ranks.
+    """
+    exposed = np.stack([time.per_step(time.exposed) for time in times.values()])
+    collective = rows.where(rows.kind == Kind.COLLECTIVE)
+    lengths = collective.end_ns - collective.arrival_ns
+    members = np.bincount(collective.instance, minlength=1)[collective.instance]
+    together = 2 * int(lengths[members == len(times)].sum()) >= int(lengths.sum()) > 0
+    each_step = exposed.min(axis=0) if together else exposed.mean(axis=0)
+    return float(each_step.mean()) / NS_A_MS
+
+
+def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
+    """What is waited for, why, and what to do: only what could change it."""
+    if not shape.backward_ms and not mean.computation:
+        return (
+            f"{shape.blocking_name or 'communication'}, {shape.collectives:.3g} collectives of "
+            f"{format_bytes(shape.mean_bytes)} on average a step; what was computed meanwhile is not recorded, so why "
+            "nothing hides it cannot be said"
+        )
+    if shape.sharded:
+        return (
+            f"the all-gathers and reduce-scatters of a fully sharded model, {shape.collectives:.3g} of "
+            f"{format_bytes(shape.mean_bytes)} on average a step, which the computation of its layers does not "
+            "hide; prefetch more, shard larger groups, or keep parameters gathered (reshard_after_forward=False)"
+        )
+    if shape.blocking_ms > MOST * mean.exposed_communication:
+        others = " and others" if shape.blocking_kinds > 1 else ""
+        return (
+            f"{shape.blocking_name or 'communication'}{others} outside of the gradients, because the program waits on "
+            f"the spot for {shape.blocking_count:.3g} of them a step; drop them, do them less often, or start them "
+            "asynchronously"
+        )
+    return _latency(shape) or _link(shape, mean.exposed_communication) or _buckets(shape)
+
+
+def _latency(shape: CommunicationShape) -> str:
+    """Gradients so small that each collective's latency is what they cost; empty where they are not."""
+    if shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES and shape.largest_bytes < SMALL_BYTES:
+        return _many(shape)
+    if 0 < shape.gradient_bytes < SMALL_BYTES:
+        return (
+            f"gradients, of which there are only {format_bytes(shape.gradient_bytes)}: what they cost is the network's "
+            "latency, which no other buckets change; communicate less often (larger batches, accumulation), or over a "
+            "network of less latency"
+        )
+    return ""
+
+
+def _link(shape: CommunicationShape, exposed_ms: float) -> str:
+    """Gradients whose bytes alone take longer than all that could hide them; empty where they do not."""
+    beyond_ms = shape.volume_ms - shape.hiding_ms
+    if not shape.backward_ms or not shape.buckets or beyond_ms < MOST * exposed_ms:
+        return ""
+    return (
+        f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it, "
+        f"{milliseconds(shape.volume_ms)} for the bytes alone, and forward and backward, all that could hide that, "
+        f"take {milliseconds(shape.hiding_ms)}: the link is the limit, and other buckets gain little; use a faster "
+        "link or send less (larger batches, accumulation, lower precision)"
+    )
+
+
+def _buckets(shape: CommunicationShape) -> str:
+    """Gradients that could be hidden, but set out too late or in too many pieces."""
+    if shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES:
+        return _many(shape)
+    share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0
+    late = 0.5 if share >= 0.9 else 0.8
+    if share >= 0.5 and shape.largest_ready >= late:
+        of_them = "all" if shape.buckets == 1 else f"{percent(share)} of them"
+        one = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
+        when = (
+            "starts only when backward ends"
+            if shape.largest_ready >= 0.95
+            else f"starts only when {percent(shape.largest_ready)} of backward is done"
+        )
+        return f"gradients, because {one} and {when}; try smaller buckets (headway optimize)"
+    if shape.buckets and shape.first_ready >= 0.6:
+        return (
+            f"gradients, because the first bucket starts only when {percent(shape.first_ready)} of backward is done; "
+            "try smaller buckets (headway optimize)"
+        )
+    if shape.backward_ms and shape.busy_ms > shape.backward_ms:
+        return (
+            f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it and backward, which could "
+            f"hide that, takes only {milliseconds(shape.backward_ms)}; send less (larger batches, accumulation, lower "
+            "precision) or hide it under forward as well (headway optimize)"
+        )
+    return "gradients, which start too late to hide under backward; try other buckets (headway optimize)"
+
+
+def _many(shape: CommunicationShape) -> str:
+    return (
+        f"gradients, because they travel in {shape.collectives:.0f} collectives of {format_bytes(shape.mean_bytes)} on "
+        "average and each pays the network's latency; try larger buckets (headway optimize)"
+    )

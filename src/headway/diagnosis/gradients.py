@@ -1,0 +1,139 @@
+"""Why communication is exposed: what the gradients' buckets look like, and when they set out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway import intervals
+from headway.diagnosis.communication import Communications
+from headway.diagnosis.links import sent_volumes
+from headway.diagnosis.timeline import RankTime
+from headway.trace.events import Events, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationShape:
+    """How one step communicates, averaged over ranks and steps."""
+
+    collectives: float  # a step and rank
+    mean_bytes: float
+    buckets: int
+    gradient_bytes: int  # the sum of the buckets' sizes
+    largest_bytes: int
+    largest_ready: float  # how much of backward was computed when the largest bucket set out, from 0 to 1
+    first_ready: float  # the same for the first bucket
+    busy_ms: float  # communication with all members there, a step
+    volume_ms: float  # what the gradients' bytes alone take of it, at the best rate that large buckets reach
+    backward_ms: float
+    hiding_ms: float  # backward and forward: all computation that gradients could hide under
+    blocking_ms: float  # exposed communication that carries no bucket of gradients, a step
+    blocking_name: str  # of those the one that is waited for longest
+    blocking_kinds: int  # how many names they have
+    blocking_count: float  # a step
+    sharded: bool = False  # parameters are gathered and gradients scattered a layer at a time, by fully_shard
+
+
+def communication_shape(
+    times: dict[int, RankTime], rows: Communications, events: dict[int, Events], *, sharded: bool = False
+) -> CommunicationShape:
+    """Measure how the steps communicate."""
+    steps = sum(len(time.step_start_ns) for time in times.values())
+    within = np.zeros(len(rows), dtype=bool)
+    ready = np.full(len(rows), np.nan)
+    for rank, time in times.items():
+        own = np.flatnonzero(rows.rank == rank)
+        windows = intervals.union(time.step_start_ns, time.step_end_ns)
+        within[own] = intervals.inside(windows, rows.end_ns[own] - 1)
+        ready[own] = _computed_share(time, events[rank], rows.enqueue_ns[own])
+    counted = within & (rows.kind == Kind.COLLECTIVE) & (rows.size_bytes > 0)
+    carrying = counted & (rows.bucket >= 0)
+    sizes: dict[int, int] = {}
+    for bucket, size in zip(rows.bucket[carrying].tolist(), rows.size_bytes[carrying].tolist(), strict=True):
+        sizes[bucket] = max(sizes.get(bucket, 0), size)
+    largest = max(sizes, key=lambda bucket: sizes[bucket], default=-1)
+    blocking_ms, of_name, blocking_count = _blocking(times, rows, steps)
+    return CommunicationShape(
+        collectives=float(counted.sum()) / steps,
+        mean_bytes=float(rows.size_bytes[counted].mean()) if counted.any() else 0.0,
+        buckets=len(sizes),
+        gradient_bytes=sum(sizes.values()),
+        largest_bytes=sizes.get(largest, 0),
+        largest_ready=_mean(ready[carrying & (rows.bucket == largest)]),
+        first_ready=min((_mean(ready[carrying & (rows.bucket == bucket)]) for bucket in sizes), default=0.0),
+        busy_ms=sum(int(time.per_step(time.communicating).sum()) for time in times.values()) / steps / 1e6,
+        volume_ms=_volume_ns(times, rows, carrying) / steps / 1e6,
+        backward_ms=_computed_ns(times, "backward") / steps / 1e6,
+        hiding_ms=(_computed_ns(times, "backward") + _computed_ns(times, "forward")) / steps / 1e6,
+        blocking_ms=blocking_ms,
+        blocking_name=max(of_name, key=lambda name: of_name[name], default=""),
+        blocking_kinds=len(of_name),
+        blocking_count=blocking_count,
+        sharded=sharded,
+    )
+
+
+def _computed_ns(times: dict[int, RankTime], part: str) -> int:
+    return sum(int(time.per_step(getattr(time, part)).sum()) for time in times.values())
+
+
+def _volume_ns(times: dict[int, RankTime], rows: Communications, carrying: np.ndarray) -> float:
+    """What the bytes of the rows in ``carrying`` alone take of the time in which they are in flight, over all ranks.
+
+    The rate is what the best of the large ones reach, those that queue behind no other: what small ones take beyond it
+    is latency. Several that are in flight at once reach less each, but take no longer than they are seen to.
+    """
+    length_ns = (rows.end_ns - np.maximum(rows.arrival_ns, rows.start_ns)).astype(np.float64)
+    sent = sent_volumes(rows)
+    large = carrying & (length_ns > 0) & (sent > 0)
+    large &= sent >= 0.5 * sent[large].max(initial=0.0)
+    if not large.any():
+        return 0.0
+    bytes_a_ns = float(np.quantile(sent[large] / length_ns[large], 0.9))
+    busy_ns = 0
+    for rank, time in times.items():
+        own = carrying & (rows.rank == rank)
+        busy_ns += int(time.per_step(intervals.union(rows.arrival_ns[own], rows.end_ns[own])).sum())
+    return min(float(busy_ns), float(sent[carrying].sum()) / bytes_a_ns)
+
+
+def _computed_share(time: RankTime, events: Events, moments: intervals.Ints) -> np.ndarray:
+    """How much of its backward pass this rank had computed at each moment; NaN outside of every pass."""
+    passes = events.of_kind(Kind.BACKWARD_PASS)
+    shares = np.full(len(moments), np.nan)
+    if not len(passes):
+        return shares
+    index = np.searchsorted(passes.start_ns, moments, side="right") - 1
+    inside = (index >= 0) & (moments <= passes.end_ns[np.maximum(index, 0)])
+    chosen = index[inside]
+    done = intervals.length_within(time.backward, passes.start_ns[chosen], moments[inside])
+    whole = intervals.length_within(time.backward, passes.start_ns[chosen], passes.end_ns[chosen])
+    shares[inside] = done / np.maximum(whole, 1)
+    return shares
+
+
+def _blocking(
+    times: dict[int, RankTime], rows: Communications, steps: int
+) -> tuple[float, dict[str, int], float]:
+    """The collectives outside the gradients that blocked: their exposed time a step in ms, by name, how many a step.
+
+    What of a name is waited for is in nanoseconds, over all steps.
+    """
+    total_ns = count = 0
+    of_name: dict[str, int] = {}
+    for rank, time in times.items():
+        own = np.flatnonzero((rows.rank == rank) & (rows.bucket < 0))
+        spans = intervals.union(rows.arrival_ns[own], rows.end_ns[own])
+        total_ns += int(time.per_step(intervals.intersect(time.exposed, spans)).sum())
+        waited = intervals.length_within(time.exposed, rows.arrival_ns[own], rows.end_ns[own])
+        count += int(np.count_nonzero(waited))
+        for name, waited_ns in zip(rows.name[own].tolist(), waited.tolist(), strict=True):
+            if waited_ns:
+                of_name[name] = of_name.get(name, 0) + waited_ns
+    return total_ns / steps / 1e6, of_name, count / steps
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 1.0

@@ -1,0 +1,238 @@
+"""Links: what crossed from host to host, how fast, and for how much of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from headway import intervals
+from headway.cluster import Cluster
+from headway.diagnosis.communication import Communications, inner_messages
+from headway.diagnosis.timeline import RankTime
+from headway.errors import ClusterError
+from headway.trace.events import Events, Kind
+from headway.trace.format import Trace
+
+BITS_A_NS_IN_GBPS = 8.0  # bytes a nanosecond, in Gbit/s
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two hosts, over the recorded steps.
+
+    ``gbps`` is the goodput while the link was in use, and ``utilisation`` the share of the step in which it was; where
+    the cluster's rates are known, that is the share of their capacity that the step used, and ``capacity_gbps`` is set.
+    """
+
+    source: str
+    target: str
+    gbps: float
+    utilisation: float
+    capacity_gbps: float | None = None
+
+
+@dataclass(slots=True)
+class _Use:
+    """What ranks sent from one host to another, and for how long they did."""
+
+    senders: set[int] = field(default_factory=set)
+    moved_bytes: float = 0.0
+    active_ns: float = 0.0
+
+
+_Uses = dict[tuple[str, str], _Use]
+
+
+def find_links(
+    trace: Trace, times: dict[int, RankTime], rows: Communications, cluster: Cluster | None
+) -> tuple[Link, ...]:
+    """Add up what ranks sent to each other, host by host. ``rows`` are ``match(trace)``.
+
+    What a rank sent is taken from the first of these that its recording holds: what its kernel counted of each
+    connection (events of the kind ``link``), the messages of its collectives, or the assumption that a collective is
+    a ring through its members (``sent_volumes``). By the kernel, a link is in use while a connection is busy, where
+    several are taken to be busy independently of each other, and no shorter than delivery took; otherwise while a
+    collective with all its members is under way.
+
+    Where all ranks share one host, the one entry is that host's memory. Raises ClusterError where ``cluster`` does not
+    fit the trace.
+    """
+    hosts = _hosts(trace, cluster)
+    uses: _Uses = {}
+    counted = [rank for rank in times if (trace.events[rank].kind == Kind.LINK).any()]
+    _add_connections(uses, trace, times, counted, hosts)
+    _add_collectives(uses, trace, times, counted, rows, hosts)
+    apart = any(source != target for source, target in uses)
+    capacities = _capacities(cluster)
+    found = []
+    for (source, target), use in sorted(uses.items()):
+        if (source == target and apart) or use.active_ns <= 0:
+            continue  # memory is no link
+        windows = intervals.join(*(_windows(times[rank]) for rank in sorted(use.senders)))
+        whole_ns = intervals.length_ns(windows)
+        gbps = BITS_A_NS_IN_GBPS * use.moved_bytes / use.active_ns
+        capacity = capacities.get((source, target))
+        share = min(use.active_ns / whole_ns, 1.0)
+        if capacity is not None:
+            share = BITS_A_NS_IN_GBPS * use.moved_bytes / whole_ns / capacity
+        found.append(Link(source, target, gbps, share, capacity))
+    return tuple(found)
+
+
+def _add_connections(
+    uses: _Uses, trace: Trace, times: dict[int, RankTime], counted: list[int], hosts: dict[int, str]
+) -> None:
+    """What the kernels of the ranks ``counted`` counted in the recorded steps."""
+    idle: dict[tuple[str, str, int], tuple[Floats, int]] = {}  # shares of a step, and its length
+    for rank in counted:
+        time, rows = times[rank], trace.events[rank].of_kind(Kind.LINK)
+        steps = np.searchsorted(time.step_start_ns, rows.start_ns, side="right") - 1
+        within = (steps >= 0) & (rows.start_ns < time.step_end_ns[np.maximum(steps, 0)])
+        within &= (rows.size_bytes > 0) & (rows.duration_ns > 0)
+        rows, steps = rows.where(within), steps[within]
+        lengths = (time.step_end_ns - time.step_start_ns)[steps]
+        shares = np.minimum(np.stack([rows.duration_ns, _least_ns(trace.events[rank], rows)]) / lengths, 1.0)
+        for row, peer in enumerate(rows.peer.tolist()):
+            if rank not in hosts or peer not in hosts:
+                continue
+            ends = hosts[rank], hosts[peer]
+            use = uses.setdefault(ends, _Use())
+            use.senders.add(rank)
+            use.moved_bytes += float(rows.size_bytes[row])
+            before, longest_ns = idle.get((*ends, int(steps[row])), (np.ones(2), 0))
+            idle[*ends, int(steps[row])] = before * (1 - shares[:, row]), max(longest_ns, int(lengths[row]))
+    active_ns: dict[tuple[str, str], Floats] = {}
+    for (source, target, _), (share, length_ns) in idle.items():
+        active_ns[source, target] = active_ns.get((source, target), np.zeros(2)) + (1 - share) * length_ns
+    for ends, in_use_ns in active_ns.items():
+        uses[ends].active_ns += float(in_use_ns.max())
+
+
+def _least_ns(events: Events, rows: Events) -> Floats:
+    """What ``rows`` took at least, by the rate at which the kernel saw them delivered; 0 where it says nothing.
+
+    It counts the time for which a connection is busy in ticks of some milliseconds, which may all miss what is short.
+    """
+    rates = events.of_kind(Kind.DELIVERY_RATE)
+    known = zip(rates.peer.tolist(), rates.step.tolist(), rates.size_bytes.tolist(), strict=True)
+    rate_of = {(peer, step): rate for peer, step, rate in known if rate > 0}
+    keys = zip(rows.peer.tolist(), rows.step.tolist(), strict=True)
+    rate = np.array([rate_of.get(key, np.inf) for key in keys], dtype=np.float64)
+    least_ns: Floats = rows.size_bytes / rate * 1e9
+    return least_ns
+
+
+def _add_collectives(
+    uses: _Uses,
+    trace: Trace,
+    times: dict[int, RankTime],
+    counted: list[int],
+    rows: Communications,
+    hosts: dict[int, str],
+) -> None:
+    """What ranks other than those ``counted`` sent in the recorded steps: in collectives, and in other messages."""
+    within = np.zeros(len(rows))
+    for rank, time in times.items():
+        own = rows.rank == rank
+        ends = np.maximum(rows.end_ns[own], rows.arrival_ns[own])
+        covered = intervals.length_within(_windows(time), rows.arrival_ns[own], ends)
+        within[own] = covered / np.maximum(ends - rows.arrival_ns[own], 1)
+    crossing: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    for row, target, size_bytes in _sent(trace, rows, counted):
+        rank, moved_bytes = int(rows.rank[row]), size_bytes * float(within[row])
+        if moved_bytes > 0 and rank in hosts and target in hosts:
+            picked, moved = crossing.setdefault((hosts[rank], hosts[target]), ([], []))
+            picked.append(row)
+            moved.append(moved_bytes)
+    for ends, (picked, moved) in crossing.items():
+        indices = np.unique(picked)
+        senders = set(rows.rank[indices].tolist())
+        windows = intervals.join(*(_windows(times[rank]) for rank in sorted(senders)))
+        active = intervals.intersect(intervals.union(rows.arrival_ns[indices], rows.end_ns[indices]), windows)
+        if active_ns := intervals.length_ns(active):
+            use = uses.setdefault(ends, _Use())
+            use.senders |= senders
+            use.moved_bytes += sum(moved)
+            use.active_ns += active_ns
+
+
+def _sent(trace: Trace, rows: Communications, but: list[int]) -> Iterator[tuple[int, int, float]]:
+    """What all ranks ``but`` some sent: the row that it is of, the receiver and the bytes."""
+    others = ~np.isin(rows.rank, but)
+    by_messages = np.zeros(len(rows), dtype=bool)
+    for rank in np.unique(rows.rank[others]).tolist():
+        events = trace.events[rank]
+        sends = events.where(inner_messages(events) & (events.kind == Kind.SEND))
+        if not len(sends):
+            continue
+        rows_of: dict[tuple[str, str, int], list[int]] = {}
+        for row in np.flatnonzero((rows.rank == rank) & (rows.kind == Kind.COLLECTIVE)).tolist():
+            rows_of.setdefault((rows.group[row], rows.name[row], int(rows.sequence[row])), []).append(row)
+        for one in sends:
+            same = rows_of[one.group, one.name, one.sequence]
+            by_messages[same] = True
+            yield same[0], one.peer, max(one.size_bytes, 0)
+    volumes, targets = sent_volumes(rows), ring_targets(rows)
+    for row in np.flatnonzero(others & ~by_messages & (volumes > 0) & (targets >= 0)).tolist():
+        yield row, int(targets[row]), float(volumes[row])
+
+
+def _windows(time: RankTime) -> intervals.Spans:
+    return intervals.union(time.step_start_ns, time.step_end_ns)
+
+
+def _hosts(trace: Trace, cluster: Cluster | None) -> dict[int, str]:
+    if cluster is None:
+        return trace.hosts
+    if cluster.world_size != trace.world_size:
+        raise ClusterError(
+            "the cluster does not fit the trace",
+            got=f"{cluster.world_size} workers in the cluster",
+            expected=f"{trace.world_size}, as recorded",
+            fix="Give the cluster that the trace was recorded on, or none.",
+        )
+    return {rank: cluster.hosts[index].name for rank, index in enumerate(cluster.host_of_rank)}
+
+
+def _capacities(cluster: Cluster | None) -> dict[tuple[str, str], float]:
+    if cluster is None:
+        return {}
+    return {
+        (a.name, b.name): cluster.local_gbps if a is b else min(a.up_gbps, b.down_gbps)
+        for a in cluster.hosts
+        for b in cluster.hosts
+    }
+
+
+def sent_volumes(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """The bytes that each row's rank sends: of a collective, to its ring neighbour; of a message, to its peer.
+
+    A ring over P ranks sends 2(P-1)/P of an all-reduced tensor over each of its edges, and (P-1)/P of one that is
+    reduce-scattered, gathered or broadcast.
+    """
+    members = np.bincount(rows.instance, minlength=1)[rows.instance] if len(rows) else np.zeros(0)
+    factors = np.where(rows.name == "all_reduce", 2.0, 1.0) * (members - 1) / np.maximum(members, 1)
+    factors = np.where(rows.kind == Kind.SEND, 1.0, factors)
+    factors = np.where(rows.kind == Kind.RECEIVE, 0.0, factors)
+    volumes: np.ndarray[tuple[int], np.dtype[np.float64]] = rows.size_bytes * factors
+    return volumes
+
+
+def ring_targets(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The rank to which each row's rank sends: the next member of the instance, or the peer."""
+    targets = np.where(rows.kind == Kind.SEND, rows.peer, -1)
+    order = np.lexsort((rows.rank, rows.instance))
+    instance, rank = rows.instance[order], rows.rank[order]
+    first = np.searchsorted(instance, instance, side="left")
+    following = np.arange(1, len(order) + 1)
+    follows = np.append(instance[1:] == instance[:-1], False) if len(order) else np.zeros(0, dtype=bool)
+    following = np.where(follows, following, first)
+    collective = rows.kind[order] == Kind.COLLECTIVE
+    targets[order[collective]] = rank[following[collective]]
+    return targets

@@ -1,0 +1,65 @@
+"""Clocks that would have misled: a rank whose clock is off looks late, or makes all others look late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.diagnosis.findings import Finding, milliseconds
+from headway.trace.format import Trace
+
+LEAST_SHARE = 0.05  # of a step: an offset that would be taken for a straggler
+LONGEST_NS = 60e9  # clocks further apart never were meant to agree, and mislead nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """A clock that was off: by how much it was behind the others' (below 0: ahead), and how sure that is."""
+
+    rank: int
+    behind_ns: float
+    uncertainty_ns: float
+
+
+def find_skew(trace: Trace, step_ms: float) -> Skew | None:
+    """The clock that was furthest off, of those that were set right by causality and would have misled.
+
+    Fits are counted from rank 0's clock. It is the one that was off where most of the others lie apart from it alike.
+    """
+    fits = {info.rank: info.clock for info in trace.manifest.ranks}
+    told = {rank: fit for rank, fit in fits.items() if fit.by == "causality"}
+    if not told:
+        return None
+    offsets = {rank: fit.offset_ns if rank in told else 0.0 for rank, fit in fits.items()}
+    ordered = sorted(offsets.values())
+    usual = min(ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2], key=abs)
+    vague = max(fit.uncertainty_ns for fit in told.values())
+    found = [
+        Skew(rank, offset - usual, max(fits[rank].uncertainty_ns, vague if usual else 0.0))
+        for rank, offset in offsets.items()
+    ]
+    least_ns = LEAST_SHARE * step_ms * 1e6
+    misleading = [
+        one for one in found if max(least_ns, 2 * one.uncertainty_ns) < abs(one.behind_ns) < LONGEST_NS
+    ]
+    return max(misleading, key=lambda one: abs(one.behind_ns), default=None)
+
+
+def skew_finding(skew: Skew, *, slow: bool) -> Finding:
+    """A misleading clock in words. It costs nothing, and so stands behind whatever does.
+
+    ``slow`` says whether that rank is a straggler even so.
+    """
+    ahead = skew.behind_ns < 0
+    looks = "looks late" if ahead else "makes all others look late"
+    by = milliseconds(abs(skew.behind_ns) / 1e6)
+    within = milliseconds(skew.uncertainty_ns / 1e6)
+    it_is = (
+        f"It is also the clock of rank {skew.rank}"
+        if slow
+        else f"It is the clock of rank {skew.rank}, not slowness,"
+    )
+    sentence = (
+        f"{it_is} that {looks}: it is {by} {'ahead' if ahead else 'behind'} (± {within}) and was set right here, from "
+        "what the ranks did together; keep that host's clock in step (chrony, PTP)."
+    )
+    return Finding("clock_skew", 0.0, sentence, (skew.rank,), False)

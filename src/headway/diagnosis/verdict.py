@@ -1,0 +1,184 @@
+"""The verdict: one plain sentence that names the bottleneck, with numbers, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway.diagnosis.breakdown import Breakdown
+from headway.diagnosis.exposure import why_exposed
+from headway.diagnosis.findings import HALF, Finding, listed, milliseconds, of_each_step, percent, unexplained
+from headway.diagnosis.gradients import CommunicationShape
+from headway.diagnosis.pauses import Pause, pause_advice
+from headway.diagnosis.stragglers import UNKNOWN, Straggler
+
+STANDS_OUT = 0.10  # of the step
+REST_STANDS_OUT = 0.25
+
+_ADVICE = {
+    "forward": "look at what else that machine runs, its clock rate and temperature",
+    "backward": "look at what else that machine runs, its clock rate and temperature",
+    "input": "look at that rank's storage and its data loader's workers",
+    "optimizer": "look at what else that machine runs, and whether only that rank has extra work",
+    "rest": "look at what that rank does between its passes, such as logging, evaluation and checkpoints",
+    UNKNOWN: "look at that machine and its network",
+}
+_PART_WORDS = {
+    "forward": "its forward",
+    "backward": "its backward",
+    "input": "its wait for input",
+    "optimizer": "its optimizer",
+    "rest": "its work outside of forward, backward and optimizer",
+}
+_SHARE_WORDS = {
+    "exposed_communication": "waiting for communication",
+    "straggler_wait": "waiting for other ranks",
+    "input": "waiting for input",
+    "optimizer": "the optimizer",
+    "rest": "everything else",
+}
+
+
+class Waits(NamedTuple):
+    """What the mean rank waits for the last to arrive, ``mean_ms`` a step, and what of that would be noise.
+
+    ``uneven`` is whether it is more than equal workers wait for one another, ``least_blame_ms`` from which blame on a
+    rank stands out.
+    """
+
+    mean_ms: float
+    uneven: bool
+    least_blame_ms: float
+
+
+def usual_findings(
+    mean: Breakdown,
+    stragglers: tuple[Straggler, ...],
+    shape: CommunicationShape,
+    *,
+    moving: bool,
+    waits: Waits,
+    pause: Pause | None,
+    communication_ms: float,
+    world_size: int,
+) -> list[Finding]:
+    """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left.
+
+    ``moving`` says whether ranks are late in turns, ``pause`` what the program does most besides training;
+    ``communication_ms`` is what communication costs of a step.
+    """
+    step_ms = mean.total_ms
+    found = []
+    if stragglers and not moving:
+        worst = stragglers[0]
+        sentence = _straggler(stragglers, step_ms, UNKNOWN if not mean.computation else worst.cause)
+        stands_out = worst.blame_ms >= waits.least_blame_ms
+        # Part of what it is late by is hidden under what others wait for anyway, and would be gained as well.
+        cost_ms = max(worst.blame_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
+        found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
+    else:
+        sentence = (
+            f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, for a different one each time; "
+            "look for uneven inputs or noisy machines, as no single rank is to blame."
+        )
+        found.append(Finding("moving_imbalance", waits.mean_ms, sentence, (), waits.uneven))
+    of_step = f"{percent(mean.exposed_communication / step_ms)} of each {milliseconds(step_ms)} step"
+    found.append(
+        Finding(
+            "communication",
+            communication_ms,
+            f"Communication is the bottleneck: {of_step} waits for {why_exposed(mean, shape)}.",
+            (),
+            communication_ms >= STANDS_OUT * step_ms,
+        )
+    )
+    of_step = f"{percent(mean.input / step_ms)} of each {milliseconds(step_ms)} step"
+    found.append(
+        Finding(
+            "input",
+            mean.input,
+            f"Input is the bottleneck: {of_step} waits for the data loader; give it more workers, prefetch, or move "
+            "work out of it.",
+            (),
+            mean.input >= STANDS_OUT * step_ms,
+        )
+    )
+    found.append(_rest(mean, pause))
+    if stragglers and not moving:  # a part that is long on the straggler above all is not the job's
+        of_mean_rank_ms = (stragglers[0].own_ms - stragglers[0].others_ms) / world_size
+        found = unexplained(found, found[0], stragglers[0].cause, explained_ms=of_mean_rank_ms)
+    return found
+
+
+def _rest(mean: Breakdown, pause: Pause | None) -> Finding:
+    step_ms = mean.total_ms
+    of_step = f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step"
+    stands_out = mean.rest >= REST_STANDS_OUT * step_ms and mean.computation > 0
+    look = "look at what the loop does between them, such as logging, copies and evaluation"
+    if pause is not None and pause.mean_ms >= HALF * mean.rest:
+        stands_out |= pause.mean_ms >= STANDS_OUT * step_ms
+        look = f"{milliseconds(pause.mean_ms)} of it is {pause.name}; {pause_advice(pause.name)}"
+    sentence = (
+        f"Time outside of the training passes is the bottleneck: {of_step} is neither forward, backward, "
+        f"optimizer, input nor communication; {look}."
+    )
+    return Finding("rest", mean.rest, sentence, (), stands_out)
+
+
+def verdict(
+    mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], *, world_size: int
+) -> str:
+    """The first sentence: the costliest finding that stands out, and what comes next to it."""
+    step_ms = mean.total_ms
+    if step_ms <= 0:
+        return "Nothing can be said: the recorded steps have no length."
+    skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
+    return " ".join([*skewed, _costliest(mean, findings, stragglers, world_size)])
+
+
+def _costliest(
+    mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], world_size: int
+) -> str:
+    step_ms = mean.total_ms
+    standing = [one for one in findings if one.stands_out]
+    if not standing:
+        return _nothing(mean, step_ms, world_size)
+    first, *others = standing
+    second = next((one for one in others if one.cause == "straggler"), None)
+    if second is None:
+        return first.sentence
+    waited_ms = sum(one.blame_ms for one in stragglers if one.rank in second.ranks)
+    besides = f"; besides, the others wait for {listed(second.ranks)} for {percent(waited_ms / step_ms)}."
+    return first.sentence.removesuffix(".") + besides
+
+
+def _straggler(stragglers: tuple[Straggler, ...], step_ms: float, cause: str) -> str:
+    worst = stragglers[0]
+    sentence = f"Rank {worst.rank} is a straggler: the other ranks wait {of_each_step(worst.blame_ms, step_ms)} for it"
+    if cause != UNKNOWN:
+        sentence += f", because {_PART_WORDS[cause]} takes longer before it arrives"
+        if worst.own_ms > 1.05 * worst.others_ms:
+            own, others = milliseconds(worst.own_ms), milliseconds(worst.others_ms)
+            sentence += f" ({own} a step, the others {others})"
+    else:
+        sentence += ", and no recorded part of its own work explains it"
+    if len(stragglers) > 1:
+        also = ", ".join(str(one.rank) for one in stragglers[1:4])
+        sentence += f"; rank{'s' if len(stragglers) > 2 else ''} {also} to a lesser degree"
+    return f"{sentence}; {_ADVICE[cause]}."
+
+
+def _nothing(mean: Breakdown, step_ms: float, world_size: int) -> str:
+    others = {part: getattr(mean, part) / step_ms for part in _SHARE_WORDS}
+    second = max(others, key=lambda part: others[part])
+    if not mean.computation:
+        return (
+            "Nothing stands out of what is recorded. Computation is not, and may be all of the "
+            f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step that nothing else accounts for."
+        )
+    alone = " on the only rank" if world_size == 1 else ""
+    follows = f", {_SHARE_WORDS[second]} {percent(others[second])}" if others[second] >= 0.01 else ""
+    return (
+        f"Nothing stands out: computation is {percent(mean.computation / step_ms)} of each {milliseconds(step_ms)} step"
+        f"{alone}{follows}."
+    )

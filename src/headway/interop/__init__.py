@@ -1,0 +1,1 @@
+"""Other tools' traces: read into ours, and ours written for them."""

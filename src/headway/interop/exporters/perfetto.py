@@ -1,0 +1,244 @@
+"""A trace as a native Perfetto file of TrackEvents, to look at in ui.perfetto.dev or to query with trace_processor.
+
+Every rank is a process with tracks for its computation, its communication, its steps and its gradients; every link
+has a counter of its goodput. Each rank's packets are one sequence, whose names are said once. Arrows (flows) lead
+from sends to receives and from who came last to a collective to its members. A viewer draws an arrow from what
+began earlier; where the effect began before its cause, as a receive that waits for its send does, the arrow leads to
+a mark on the effect at the moment of the cause. Marks come last in the file, so that at equal times the cause is
+read first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.interop.exporters.arrows import find_arrows
+from headway.interop.exporters.link_rates import link_rates
+from headway.interop.exporters.packets import Chunk, Column, Packets, protos
+from headway.interop.exporters.rank_pieces import RankPieces
+from headway.interop.exporters.rank_tracks import clean, rank_tracks
+from headway.interop.exporters.whole_file import packed_file_written_whole
+from headway.trace.events import Events, Kind
+from headway.trace.format import RankInfo, Trace
+
+MARK = "cause"  # the category of marks
+_LINKS, _MARKS, _FIRST_PROCESS = 2, 3, 4  # sequences; 1 is that of Perfetto's own service
+_MOST_PIDS = 2**31 - 1
+
+
+def require_perfetto() -> None:
+    """Raise UserError where the library that knows Perfetto's format is not installed."""
+    protos()
+
+
+def write_perfetto(trace: Trace, path: Path, progress: Callable[[int, int], None] | None = None) -> int:
+    """Write ``trace`` to the file ``path``, compressed where its name ends in .gz. Returns the number of packets.
+
+    ``progress`` is called with how many processes are done and how many there are. Raises UserError where the file
+    cannot be written or the package perfetto is not installed.
+    """
+    require_perfetto()
+    written = 0
+    with packed_file_written_whole(path) as file:
+        for count, content in _Writer(trace).chunks(progress):
+            file.write(content)
+            written += count
+    return written
+
+
+def origin_ns(trace: Trace) -> int:
+    """What is taken off all times: nothing, unless some lie before zero, where Perfetto has none."""
+    everyone = (*trace.events.values(), *trace.servers.values())
+    return min((int(events.start_ns.min(initial=0)) for events in everyone), default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Process:
+    """A rank, or a server (whose ``rank`` is -1), as a viewer shows it."""
+
+    name: str
+    rank: int
+    pid: int
+    info: RankInfo | None
+    events: Events
+
+
+def _processes(trace: Trace) -> list[_Process]:
+    """Ranks, then servers. No two have the same pid, since viewers would take them for one."""
+    manifest = trace.manifest
+    ranks = {info.rank: info for info in manifest.ranks}
+    servers = {info.rank: info for info in manifest.servers}
+    found = [
+        *((f"rank {rank}", rank, ranks.get(rank), events) for rank, events in sorted(trace.events.items())),
+        *((f"server {one}", -1, servers.get(one), events) for one, events in sorted(trace.servers.items())),
+    ]
+    times = Counter(info.pid for _, _, info, _ in found if info is not None)
+    usable = {pid for pid, count in times.items() if count == 1 and 0 < pid < _MOST_PIDS - len(found)}
+    following = max(usable, default=0)
+    processes = []
+    for name, rank, info, events in found:
+        if info is not None and info.pid in usable:
+            pid = info.pid
+        else:
+            following += 1
+            pid = following
+        host = f" ({clean(info.host)})" if info is not None and info.host else ""
+        processes.append(_Process(name + host, rank, pid, info, events))
+    return processes
+
+
+class _Writer:
+    """Turns a trace into packets, a part of a process at a time."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._packets = Packets(origin_ns(trace))
+        self._messages = self._packets.messages
+        self._arrows = find_arrows(trace)
+        self._track_of_row = np.zeros(len(self._arrows.rows), dtype=np.int64)
+        self._next_uuid = 1  # 0 is the trace's own track
+
+    def chunks(self, progress: Callable[[int, int], None] | None) -> Iterator[Chunk]:
+        """All packets of the file, in order."""
+        yield self._root()
+        processes = _processes(self._trace)
+        for place, process in enumerate(processes):
+            yield from self._process(place, process)
+            if progress is not None:
+                progress(place + 1, len(processes))
+        yield from self._links()
+        yield from self._marks()
+
+    def _root(self) -> Chunk:
+        """Ask viewers to keep the processes in order."""
+        packet = self._packet(_LINKS)
+        packet.track_descriptor.uuid = 0
+        if "process_ordering" in packet.track_descriptor.DESCRIPTOR.fields_by_name:  # not in older versions
+            packet.track_descriptor.process_ordering = packet.track_descriptor.PROCESS_ORDERING_EXPLICIT
+        return self._packets.one(packet)
+
+    def _process(self, place: int, process: _Process) -> Iterator[Chunk]:
+        sequence = _FIRST_PROCESS + place
+        events = process.events
+        tracks = rank_tracks(events)
+        communication = np.flatnonzero(self._arrows.rows.rank == process.rank)
+        uuid = self._uuids(1 + len(tracks.names))
+        self._track_of_row[communication] = uuid + 1 + tracks.track[self._arrows.event[communication]]
+        pieces = RankPieces(
+            self._messages, events, tracks, self._arrows, communication,
+            first_uuid=uuid + 1, origin_ns=self._packets.origin_ns,
+        )  # fmt: skip
+        first = self._first_packet(sequence)
+        pieces.intern(first.interned_data)
+        yield self._packets.one(first)
+        yield self._packets.one(self._descriptor(sequence, uuid, place, process))
+        for number, name in enumerate(tracks.names, uuid + 1):
+            yield self._packets.one(self._track(sequence, number, name, uuid))
+        ends = (
+            len(events) + tracks.track[tracks.moves >> 1]
+        )  # behind the events: the end of each track's slices
+        rows = np.where(tracks.moves & 1, ends, tracks.moves >> 1)
+        yield from self._packets.many(sequence, tracks.times_ns, rows, pieces.columns())
+
+    def _descriptor(self, sequence: int, uuid: int, place: int, process: _Process) -> Any:
+        packet = self._packet(sequence)
+        descriptor = packet.track_descriptor
+        descriptor.uuid = uuid
+        descriptor.sibling_order_rank = place
+        descriptor.process.pid = process.pid
+        descriptor.process.process_name = process.name
+        if process.info is not None:
+            software = f"{self._trace.manifest.framework} {process.info.version}"
+            labels = (
+                f"pid {process.info.pid}" if process.info.pid > 0 else "",
+                process.info.backend,
+                software,
+            )
+            descriptor.process.process_labels.extend(clean(label) for label in labels if label)
+        return packet
+
+    def _links(self) -> Iterator[Chunk]:
+        """A counter of Gbit/s for each link."""
+        rates = link_rates(self._trace, self._arrows.rows)
+        if not rates:
+            return
+        event = self._messages.TrackEvent
+        yield self._packets.one(self._first_packet(_LINKS))
+        parent = self._uuids(1 + len(rates))
+        yield self._packets.one(self._track(_LINKS, parent, "links"))
+        for uuid, ((source, target), (times_ns, gbps)) in enumerate(rates.items(), parent + 1):
+            name = f"{clean(source)} to {clean(target)}" if source != target else f"within {clean(source)}"
+            packet = self._track(_LINKS, uuid, name, parent)
+            packet.track_descriptor.counter.unit_name = "Gbit/s"
+            packet.track_descriptor.counter.y_axis_share_key = "links"
+            yield self._packets.one(packet)
+            columns = [
+                Column.of_messages(np.full(len(gbps), uuid), self._count),
+                Column.of_messages(gbps, lambda rate: event(double_counter_value=rate)),
+            ]
+            yield from self._packets.many(_LINKS, times_ns, np.arange(len(gbps)), columns)
+
+    def _marks(self) -> Iterator[Chunk]:
+        """The ends of the arrows whose effect began before its cause."""
+        numbers = np.flatnonzero(~self._arrows.on_start)
+        if not len(numbers):
+            return
+        numbers = numbers[np.argsort(self._arrows.at_ns[numbers], kind="stable")]
+        rows = self._arrows.rows
+        cause = self._arrows.cause[numbers]
+        causes = 2 * rows.rank[cause] + (rows.kind[cause] == Kind.SEND)
+        first = self._first_packet(_MARKS)
+        first.interned_data.event_categories.add(iid=1, name=MARK)
+        for value in np.unique(causes).tolist():
+            did = "sent" if value % 2 else "came last"
+            first.interned_data.event_names.add(iid=value + 1, name=f"rank {value // 2} {did}")
+        yield self._packets.one(first)
+        event = self._messages.TrackEvent
+        columns = [
+            Column.of_messages(self._track_of_row[self._arrows.effect[numbers]], self._mark),
+            Column.of_messages(causes, lambda value: event(name_iid=value + 1)),
+            Column.of_messages(numbers, lambda number: event(terminating_flow_ids=[number + 1])),
+        ]
+        at_ns = self._arrows.at_ns[numbers]
+        yield from self._packets.many(_MARKS, at_ns, np.arange(len(numbers)), columns)
+
+    def _count(self, uuid: int) -> Any:
+        event = self._messages.TrackEvent
+        return event(type=event.TYPE_COUNTER, track_uuid=uuid)
+
+    def _mark(self, uuid: int) -> Any:
+        event = self._messages.TrackEvent
+        return event(type=event.TYPE_INSTANT, track_uuid=uuid, category_iids=[1])
+
+    def _packet(self, sequence: int) -> Any:
+        return self._messages.TracePacket(trusted_packet_sequence_id=sequence)
+
+    def _first_packet(self, sequence: int) -> Any:
+        """The packet behind which a sequence's names hold. Its clock is the one that viewers need not convert."""
+        packet = self._packet(sequence)
+        packet.first_packet_on_sequence = True
+        packet.sequence_flags = packet.SEQ_INCREMENTAL_STATE_CLEARED
+        packet.trace_packet_defaults.timestamp_clock_id = self._messages.BUILTIN_CLOCK_BOOTTIME
+        return packet
+
+    def _track(self, sequence: int, uuid: int, name: str, parent: int = 0) -> Any:
+        packet = self._packet(sequence)
+        descriptor = packet.track_descriptor
+        descriptor.uuid = uuid
+        descriptor.name = name
+        descriptor.sibling_merge_behavior = descriptor.SIBLING_MERGE_BEHAVIOR_NONE
+        if parent:
+            descriptor.parent_uuid = parent
+        return packet
+
+    def _uuids(self, count: int) -> int:
+        """The first of ``count`` numbers for tracks."""
+        first = self._next_uuid
+        self._next_uuid += count
+        return first

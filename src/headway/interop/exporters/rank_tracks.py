@@ -1,0 +1,144 @@
+"""What one rank's timeline shows: which track each event lies on, and in which order they begin and end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.interop.exporters.lanes import disjoint_lanes, nesting_lanes
+from headway.intervals import Ints
+from headway.trace.events import Events, Kind, Stream
+
+MATCHED = (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE)  # what can be matched across ranks
+LONGEST_TEXT = 500
+GRADIENTS, STEPS = "gradients ready", "steps"
+# Viewers sort a rank's tracks by name, which puts the computation above the network.
+_STREAM_NAMES: dict[object, str] = {Stream.COMPUTE: "computation", Stream.COMMUNICATION: "network"}
+_BY_NAME_ALONE = (Kind.COLLECTIVE, Kind.OPERATOR, Kind.GRADIENT_READY)
+_INWARDS = {
+    kind: level
+    for level, kind in enumerate(
+        (
+            Kind.STEP, Kind.FORWARD_PASS, Kind.BACKWARD_PASS, Kind.OPTIMIZER, Kind.INPUT,
+            Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.WAIT,
+        )
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankTracks:
+    """One rank's events on tracks.
+
+    ``track`` (one an event) are positions in ``names``, ``label`` positions in ``labels``, which are pairs of kind and
+    title. ``moves`` are the beginnings (2 · row) and ends (2 · row + 1) in the order of ``times_ns``; what lies on the
+    track ``instants`` has no end (-1 where there is no such track).
+    """
+
+    names: tuple[str, ...]
+    labels: tuple[tuple[str, str], ...]
+    track: Ints
+    label: Ints
+    instants: int
+    moves: Ints
+    times_ns: Ints
+
+
+def rank_tracks(events: Events) -> RankTracks:
+    """Lay out one rank's events.
+
+    Computation nests; where it cannot, and where communication overlaps, there are further tracks of that stream.
+    """
+    starts, ends = events.start_ns, ends_ns(events)
+    pairs, label = _labels(events)
+    inwards = np.array([_INWARDS.get(kind, len(_INWARDS)) << 32 | len(title) for kind, title in pairs])
+    inwards = inwards.astype(np.int64)[label]
+    instant = (events.kind == Kind.GRADIENT_READY) & (events.duration_ns == 0)
+    names: list[str] = []
+    track = np.zeros(len(events), dtype=np.int64)
+    moves: list[Ints] = []
+    for name, rows, nested in _groups(events, instant):
+        if nested:
+            lanes = nesting_lanes(starts[rows], ends[rows], inwards[rows])
+        else:
+            lanes = disjoint_lanes(starts[rows], ends[rows])
+        digits = len(str(len(lanes)))
+        for number, lane in enumerate(lanes, 1):
+            own = rows[lane >> 1]
+            track[own] = len(names)
+            names.append(name if number == 1 else f"{name} {number:0{digits}}")
+            moves.append(2 * own + (lane & 1))
+    instants = -1
+    if instant.any():
+        instants = len(names)
+        track[instant] = instants
+        names.append(GRADIENTS)
+        moves.append(2 * np.flatnonzero(instant))
+    together = np.concatenate(moves) if moves else np.zeros(0, dtype=np.int64)
+    times = np.where(together & 1, ends[together >> 1], starts[together >> 1])
+    order = np.argsort(times, kind="stable")  # the order within a lane stays as it is
+    return RankTracks(tuple(names), tuple(pairs), track, label, instants, together[order], times[order])
+
+
+def ends_ns(events: Events) -> Ints:
+    """When each event ended; at the end of countable time where that would be later."""
+    ends = events.end_ns
+    return np.where(ends < events.start_ns, np.iinfo(np.int64).max, ends)
+
+
+def clean(text: object) -> str:
+    """``text`` with what cannot be printed (control characters, halves of surrogates) escaped, and not too long."""
+    if not isinstance(text, str):
+        return ""
+    if not text.isprintable():
+        text = "".join(
+            c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST_TEXT + 1]
+        )
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+
+
+def title(kind: str, name: str) -> str:
+    """How an event is called: "forward layer1", "optimizer SGD", "all_reduce"; ``name`` of a step is its number."""
+    words = kind.replace("_", " ")
+    if name and (kind in _BY_NAME_ALONE or name.startswith(f"{words} ")):
+        return name
+    return f"{words} {name}".strip()
+
+
+def _labels(events: Events) -> tuple[list[tuple[str, str]], Ints]:
+    names = events.name
+    steps = np.flatnonzero(events.kind == Kind.STEP)
+    if len(steps):
+        names = names.copy()
+        names[steps] = [str(step) for step in events.step[steps].tolist()]
+    seen: dict[tuple[object, object], int] = {}
+    index = np.fromiter(
+        (seen.setdefault(pair, len(seen)) for pair in zip(events.kind.tolist(), names.tolist(), strict=True)),
+        dtype=np.int64,
+        count=len(events),
+    )
+    return [(clean(kind), title(clean(kind), clean(name))) for kind, name in seen], index
+
+
+def _groups(events: Events, instant: npt.NDArray[np.bool_]) -> list[tuple[str, Ints, bool]]:
+    """Name, rows and whether they nest, of every group of events that has tracks of its own."""
+    steps = events.kind == Kind.STEP
+    network = events.stream == Stream.COMMUNICATION
+    for kind in MATCHED:
+        network |= events.kind == kind
+    network &= ~(steps | instant)
+    groups = [
+        (STEPS, np.flatnonzero(steps), True),
+        (_STREAM_NAMES[Stream.COMMUNICATION], np.flatnonzero(network), False),
+    ]
+    rest = np.flatnonzero(~(steps | network | instant))
+    streams: dict[object, list[int]] = {}
+    for row, stream in zip(rest.tolist(), events.stream[rest].tolist(), strict=True):
+        streams.setdefault(stream, []).append(row)
+    groups.extend(
+        (_STREAM_NAMES.get(stream, clean(stream)) or "other", np.array(rows), True)
+        for stream, rows in streams.items()
+    )
+    return [group for group in groups if len(group[1])]

@@ -1,0 +1,174 @@
+"""A rank whose computation runs on a device: its time is the kernels', not the host's.
+
+A kernel belongs to the step, and to forward, backward or optimizer, in which it was launched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from headway import intervals
+from headway.interop.readers.kineto import phases
+from headway.interop.readers.kineto.collectives import (
+    Collectives,
+    bucket_numbers,
+    collective_events,
+    device_collectives,
+    is_communication,
+)
+from headway.interop.readers.kineto.companions import Known
+from headway.interop.readers.kineto.document import DEVICE, LAUNCHES, KinetoDocument
+from headway.interop.readers.kineto.idle import idle_reasons, long_enough
+from headway.interop.readers.kineto.steps import Steps
+from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
+
+Indices = npt.NDArray[np.intp]
+
+
+def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:
+    """The events of a rank with a device; and what has to be said of them."""
+    kernels = document.of_category(*DEVICE)
+    launches = _launches(document, kernels)
+    step = _steps(document, kernels, launches, steps)
+    inside = step >= 0  # what was launched before the first step belongs to none
+    communicating = is_communication(document, kernels)
+    phase = phases.of_moments(document, launches)
+    stretch_of, start_ns, end_ns = _stretches(document, kernels, step, inside, communicating)
+    computing = inside & ~communicating
+    own = kernels[computing]
+    parts = [
+        steps.rows(stretch_of, start_ns, end_ns),
+        Events.from_columns(
+            kind=phase[computing], name=document.name[own], stream=Stream.COMPUTE,
+            step=steps.number[step[computing]], start_ns=document.start_ns[own], duration_ns=document.duration_ns[own],
+        ),
+    ]  # fmt: skip
+    communicating &= inside
+    found = device_collectives(document, kernels[communicating], launches[communicating], known)
+    bucket = bucket_numbers(found, step[communicating], phase[communicating])
+    parts.append(collective_events(document, found, steps, step[communicating], bucket))
+    parts.append(
+        _gradients_ready(document, found, own, launches[computing], bucket, steps.number[step[communicating]])
+    )
+    busy = intervals.union(document.start_ns[own], document.end_ns[own])
+    exposed = _exposed(document, kernels[communicating], busy)
+    parts.append(_spans(Kind.WAIT, exposed, steps.number[stretch_of], start_ns, end_ns))
+    reading = intervals.subtract(phases.input_spans(document), intervals.join(busy, exposed))
+    parts.append(_spans(Kind.INPUT, reading, steps.number[stretch_of], start_ns, end_ns))
+    whole = intervals.union(start_ns, end_ns)
+    gaps = intervals.subtract(whole, intervals.join(busy, exposed, reading))
+    parts.append(_idle(document, gaps[long_enough(gaps)], steps.number[stretch_of], start_ns))
+    return Events.concatenated(parts), found.notes()
+
+
+def _gradients_ready(
+    document: KinetoDocument,
+    found: Collectives,
+    computing: Indices,
+    launches: Indices,
+    bucket: Ints,
+    number: Ints,
+) -> Events:
+    """When the computation was done that each bucket waited for: all that had been launched when its collective was.
+
+    The collective itself may begin later, behind the one before it.
+    """
+    asked = found.asked != found.index  # otherwise nothing tells when it was launched
+    launched = launches >= 0
+    order = np.argsort(document.start_ns[launches[launched]], kind="stable")
+    launch_ns = document.start_ns[launches[launched]][order]
+    done_ns = np.maximum.accumulate(document.end_ns[computing[launched]][order])
+    before = np.searchsorted(launch_ns, document.start_ns[found.asked]) - 1
+    told = asked & (bucket >= 0) & (before >= 0)
+    ready_ns = np.minimum(done_ns[before[told]], document.start_ns[found.index[told]])
+    return Events.from_columns(
+        kind=Kind.GRADIENT_READY, stream=Stream.COMPUTE, name=texts([f"bucket {one}" for one in bucket[told].tolist()]),
+        step=number[told], start_ns=ready_ns, bucket=bucket[told],
+    )  # fmt: skip
+
+
+def _idle(document: KinetoDocument, gaps: intervals.Spans, number: Ints, start_ns: Ints) -> Events:
+    """Events for the stretches in which the device has nothing to do."""
+    step = number[np.searchsorted(start_ns, gaps[:, 0], side="right") - 1] if len(number) else gaps[:, 0]
+    return Events.from_columns(
+        kind=Kind.IDLE, stream=Stream.COMPUTE, name=idle_reasons(document, gaps), step=step,
+        start_ns=gaps[:, 0], duration_ns=gaps[:, 1] - gaps[:, 0],
+    )  # fmt: skip
+
+
+def _steps(document: KinetoDocument, kernels: Indices, launches: Indices, steps: Steps) -> Indices:
+    """The step (its index) of each kernel: that of its launch.
+
+    A kernel whose launch is not recorded was launched before recording began, or else its record was lost: it is at
+    the step of the kernel before it, as a device works in the order of launches.
+    """
+    if not (launches >= 0).any():
+        return steps.of(document.start_ns[kernels])
+    known = steps.of(document.start_ns[launches])
+    before = np.maximum.accumulate(np.where(launches >= 0, np.arange(len(kernels)), -1))
+    found: Indices = np.where(before >= 0, known[before], -1)
+    return found
+
+
+def _launches(document: KinetoDocument, kernels: Indices) -> Indices:
+    """The runtime call that launched each kernel, or -1."""
+    calls = document.of_category(*LAUNCHES)
+    by_correlation = dict(zip(document.correlations(calls), calls.tolist(), strict=True))
+    by_correlation.pop(-1, None)
+    found = [by_correlation.get(one, -1) for one in document.correlations(kernels)]
+    return np.array(found, dtype=np.intp)
+
+
+def _stretches(
+    document: KinetoDocument,
+    kernels: Indices,
+    step: Indices,
+    inside: npt.NDArray[np.bool_],
+    communicating: npt.NDArray[np.bool_],
+) -> tuple[Ints, Ints, Ints]:
+    """When the device was at each step: indices of steps, starts and ends.
+
+    From a step's first kernel to the next step's first; the last ends with its last kernel. Communication does not
+    count: it may start on a stream of its own while the device is still at the step before.
+    """
+    counted = inside & ~communicating
+    counted = counted if counted.any() else inside
+    if not counted.any():
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing, nothing
+    of_step, starts = step[counted], document.start_ns[kernels[counted]]
+    indices = np.unique(of_step)
+    firsts = np.full(int(indices[-1]) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(firsts, of_step, starts)
+    order = indices[np.argsort(firsts[indices], kind="stable")]
+    begin = firsts[order]
+    last = document.end_ns[kernels[inside]].max()
+    end = np.append(begin[1:], max(int(last), int(begin[-1])))
+    some = end > begin
+    return order[some].astype(np.int64), begin[some], end[some]
+
+
+def _exposed(document: KinetoDocument, communication: Indices, busy: intervals.Spans) -> intervals.Spans:
+    """Communication that no computation hides."""
+    spans = intervals.union(document.start_ns[communication], document.end_ns[communication])
+    return intervals.subtract(spans, busy)
+
+
+def _spans(kind: str, spans: intervals.Spans, number: Ints, start_ns: Ints, end_ns: Ints) -> Events:
+    """Events of the compute stream, cut where steps end."""
+    parts = []
+    for one, start, end in zip(number.tolist(), start_ns.tolist(), end_ns.tolist(), strict=True):
+        within = intervals.intersect(spans, np.array([[start, end]], dtype=np.int64))
+        parts.append((within, np.full(len(within), one, dtype=np.int64)))
+    cut = np.concatenate([within for within, _ in parts]) if parts else intervals.EMPTY
+    steps = np.concatenate([numbers for _, numbers in parts]) if parts else np.zeros(0, dtype=np.int64)
+    names: Texts = np.full(len(cut), "communication" if kind == Kind.WAIT else "data loader", dtype=object)
+    return Events.from_columns(
+        kind=kind,
+        stream=Stream.COMPUTE,
+        name=names,
+        step=steps,
+        start_ns=cut[:, 0],
+        duration_ns=cut[:, 1] - cut[:, 0],
+    )

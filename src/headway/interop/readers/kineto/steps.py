@@ -1,0 +1,70 @@
+"""Steps of a Kineto document: when each was begun by its main thread."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.interop.readers.kineto.document import KinetoDocument
+from headway.trace.events import Events, Ints, Kind, Stream
+
+_STEP = re.compile(r"^ProfilerStep\s?#\s?(\d{1,15})$")
+_MARKS = ("user_annotation", "cpu_op", "Operator")
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The windows of the main thread, in order. ``stated`` says that the document names them."""
+
+    number: Ints
+    start_ns: Ints
+    end_ns: Ints
+    main_thread: int
+    stated: bool
+
+    def of(self, moments: Ints) -> npt.NDArray[np.intp]:
+        """The index of the step in which each moment lies, or of the one before; -1 before all of them."""
+        found: npt.NDArray[np.intp] = np.searchsorted(self.start_ns, moments, side="right") - 1
+        return found
+
+    def rows(self, indices: Ints, start_ns: Ints, end_ns: Ints) -> Events:
+        """STEP events for these steps."""
+        numbers = self.number[indices]
+        names = np.array([f"step {number}" for number in numbers.tolist()], dtype=object)
+        return Events.from_columns(
+            kind=Kind.STEP, stream=Stream.COMPUTE, name=names, step=numbers,
+            start_ns=start_ns, duration_ns=end_ns - start_ns,
+        )  # fmt: skip
+
+
+def steps_of(document: KinetoDocument) -> Steps:
+    """The steps that ``profiler.step()`` marked, or else one step of everything."""
+    marks = document.of_category(*_MARKS)
+    found = [
+        (int(match[1]), index)
+        for index, name in zip(marks.tolist(), document.name[marks].tolist(), strict=True)
+        if name.startswith("ProfilerStep") and (match := _STEP.match(name))
+    ]
+    if not found:
+        first, last = document.start_ns[:1], document.end_ns.max(keepdims=True)
+        return Steps(np.zeros(1, dtype=np.int64), first, last, _busiest(document), stated=False)
+    once = dict(reversed(found))  # a step that is there twice counts where it began
+    picked = np.array(sorted(once.values()), dtype=np.intp)
+    number_of = {index: number for number, index in once.items()}
+    return Steps(
+        number=np.array([number_of[index] for index in picked.tolist()], dtype=np.int64),
+        start_ns=document.start_ns[picked],
+        end_ns=document.end_ns[picked],
+        main_thread=int(document.threads(picked[:1])[0]),
+        stated=True,
+    )
+
+
+def _busiest(document: KinetoDocument) -> int:
+    """The thread with the most operators."""
+    operators = document.of_category("cpu_op", "Operator")
+    threads, counts = np.unique(document.threads(operators), return_counts=True)
+    return int(threads[np.argmax(counts)]) if len(threads) else -1

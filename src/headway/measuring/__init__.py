@@ -1,0 +1,1 @@
+"""Measuring a machine: its links, its cores, and what plans cost there."""

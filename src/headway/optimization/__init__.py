@@ -1,0 +1,1 @@
+"""The search over plans, each judged by a replay."""

@@ -1,0 +1,88 @@
+"""Drafts: groups of parts on their way to a schedule, with what a prediction has to know of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headway.planning.early_gathers import gathers_after
+from headway.planning.surrogate import BucketFacts, Predictor
+from headway.scheduling.buckets import BucketSchedule, Gather, Part, make_buckets
+from headway.scheduling.partition import coalesced
+
+
+class Group(NamedTuple):
+    """Parts that share a bucket."""
+
+    parts: tuple[Part, ...]
+    facts: BucketFacts
+
+
+Groups = tuple[Group, ...]
+CAUTION = 2e-5
+"""What each group counts for beside its prediction, as a share of the step: no model knows all that a job costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """Everything of a schedule but its groups. ``patience`` lets gathers in early (see ``early_gathers``)."""
+
+    gather: Gather
+    channels: int = 1
+    patience: float | None = None
+
+
+class Drafter:
+    """Predicts drafts and makes schedules of them. ``evaluated`` counts predictions."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.evaluated = 0
+
+    def group(self, parts: Iterable[Part]) -> Group:
+        """A group of these parts."""
+        own = tuple(coalesced(parts))
+        return Group(own, self.predictor.facts(own))
+
+    def groups(self, parts: Iterable[Sequence[Part]]) -> Groups:
+        """Groups of these parts."""
+        return tuple(self.group(each) for each in parts)
+
+    def step_ns(self, groups: Sequence[Group], manner: Manner) -> float:
+        """The predicted step."""
+        self.evaluated += 1
+        facts = [group.facts for group in groups]
+        order = _gather_order(facts)
+        behind: list[list[int]] = [[] for _ in groups]
+        if manner.gather == "gradients":
+            for bucket, after in zip(order, self._after(facts, order, manner), strict=True):
+                behind[after].append(bucket)
+        return self.predictor.step_ns(facts, order, behind, manner.gather, manner.channels)
+
+    def cost_ns(self, groups: Sequence[Group], manner: Manner) -> float:
+        """The predicted step, and a little for every group."""
+        return self.step_ns(groups, manner) * (1 + CAUTION * len(groups))
+
+    def schedule(self, groups: Sequence[Group], manner: Manner) -> BucketSchedule:
+        """The draft as a schedule."""
+        facts = [group.facts for group in groups]
+        order = _gather_order(facts)
+        early = manner.gather == "gradients" and manner.patience is not None
+        return BucketSchedule(
+            buckets=make_buckets([group.parts for group in groups], self.predictor.model),
+            gather_order=order,
+            gather=manner.gather,
+            channels=manner.channels,
+            gathers_after=self._after(facts, order, manner) if early else (),
+            algorithms=self.predictor.algorithms,
+        )
+
+    def _after(self, facts: Sequence[BucketFacts], order: tuple[int, ...], manner: Manner) -> tuple[int, ...]:
+        if manner.patience is None:
+            return (len(facts) - 1,) * len(facts)
+        return gathers_after(facts, order, self.predictor.cost, manner.patience)
+
+
+def _gather_order(facts: Sequence[BucketFacts]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(facts)), key=lambda index: (facts[index].need, index)))

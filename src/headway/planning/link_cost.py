@@ -1,0 +1,89 @@
+"""What a collective costs on a cluster, alone and beside others: measured once on its replay, then looked up."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.cluster import Cluster
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
+from headway.collectives.dataflow import alone
+from headway.collectives.selection import RINGS, Algorithms
+from headway.simulation.engine import play
+from headway.simulation.operations import Dataflow
+
+_SIZES_BYTES = tuple(2**exponent for exponent in range(10, 32, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """The cost of one collective over all ranks of a cluster, as replay has it.
+
+    Alone, a collective of ``sizes_bytes[i]`` takes ``alone_ns[i]``: ``overhead_ns``, then ``messages`` rounds that
+    each use the slowest link for a while and then wait for the message to arrive. ``ns_per_byte`` is how long that link
+    is busy for a byte of the tensor.
+    """
+
+    overhead_ns: float
+    ns_per_byte: float
+    messages: int
+    sizes_bytes: tuple[int, ...]
+    alone_ns: tuple[float, ...]
+
+    def time_ns(self, size_bytes: float) -> float:
+        """How long a collective of ``size_bytes`` takes alone, interpolated between the measured sizes."""
+        index = min(max(1, bisect_right(self.sizes_bytes, size_bytes)), len(self.sizes_bytes) - 1)
+        x0, x1 = self.sizes_bytes[index - 1 : index + 1]
+        y0, y1 = self.alone_ns[index - 1 : index + 1]
+        return y0 + (y1 - y0) * (size_bytes - x0) / (x1 - x0)
+
+    @property
+    def alpha_ns(self) -> float:
+        """What a collective costs beside its bytes."""
+        return max(0.0, self.alone_ns[-1] - self.ns_per_byte * self.sizes_bytes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """What the two halves of an all-reduce cost on a cluster of ``world_size`` ranks."""
+
+    world_size: int
+    reduce_scatter: CollectiveCost
+    all_gather: CollectiveCost
+
+    @classmethod
+    def of(cls, cluster: Cluster, algorithms: Algorithms = RINGS) -> LinkCost:
+        """Measure both halves, by ``algorithms``, on the links of ``cluster``."""
+        return cls(
+            cluster.world_size,
+            _measure(cluster, algorithms, REDUCE_SCATTER),
+            _measure(cluster, algorithms, ALL_GATHER),
+        )
+
+
+def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveCost:
+    least = algorithms.select(kind, 1, cluster.world_size, cluster.library)
+    alone_ns = []
+    ns_per_byte = 0.0
+    for size_bytes in _SIZES_BYTES:
+        selection = algorithms.select(kind, size_bytes, cluster.world_size, cluster.library)
+        graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
+        alone_ns.append(float(play(graph).end_ns.max()))
+        if selection == least:  # the bytes of larger ones, in pieces, may have another factor
+            ns_per_byte = _busiest_ns(graph) / size_bytes
+    messages = len(least.program_of(0, cluster.world_size).steps)
+    overhead_ns = least.cost(cluster).overhead_us * 1e3
+    return CollectiveCost(overhead_ns, ns_per_byte, messages, _SIZES_BYTES, tuple(alone_ns))
+
+
+def _busiest_ns(graph: Dataflow) -> float:
+    """For how long the link that is used the most is used."""
+    busiest = 0.0
+    for side in (graph.sender, graph.receiver):
+        used = side >= 0
+        if used.any():
+            busy_ns = np.bincount(side[used], weights=graph.duration_ns[used])
+            busiest = max(busiest, float(busy_ns.max()))
+    return busiest

@@ -1,0 +1,115 @@
+"""The planner: bucket schedules for a recorded step, proposed, predicted and improved within seconds.
+
+It starts from published fusion policies and from caps of many sizes, predicts each with ``predict.Predictor``, and goes
+on from the best by local search. Everything is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headway.cluster import Cluster
+from headway.graph.step_profile import StepProfile
+from headway.model import ModelSpec
+from headway.planning.algorithm_choices import algorithm_choices
+from headway.planning.dependency_bound import Bounds, bounds_of
+from headway.planning.draft import Drafter, Groups, Manner
+from headway.planning.refine import refine
+from headway.planning.starts import starting_groups
+from headway.planning.surrogate import Predictor
+from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
+
+_PATIENCES = (None, 0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSchedule:
+    """A schedule and the step predicted of it, in nanoseconds."""
+
+    schedule: BucketSchedule
+    step_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The best schedules, quickest first, the bounds of the step, and how many predictions that took."""
+
+    schedules: tuple[PlannedSchedule, ...]
+    bounds: Bounds
+    evaluated: int
+
+    def best(self, gather: Gather | None = None) -> PlannedSchedule:
+        """The quickest schedule, of one form where given."""
+        return next(s for s in self.schedules if gather is None or s.schedule.gather == gather)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    cost_ns: float
+    groups: Groups
+    manner: Manner
+
+
+def plan(
+    model: ModelSpec,
+    profile: StepProfile,
+    cluster: Cluster,
+    *,
+    forms: Sequence[Gather] = FORMS,
+    channels: Sequence[int] = (1, 2),
+    keep: int = 2,
+    effort: int = 400,
+) -> Planned:
+    """Plan the communication of ``model``'s gradients for steps like ``profile`` on ``cluster``.
+
+    For each form of gathering and each of ``channels``, the numbers of collectives that may be under way at a time,
+    the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions. So they are for each
+    choice of algorithms that the cluster's measured costs speak for.
+    """
+    drafters = [
+        Drafter(Predictor(model, profile, cluster, algorithms))
+        for algorithms in algorithm_choices(cluster, model.size_bytes)
+    ]
+    found = [each for drafter in drafters for each in _planned(drafter, forms, channels, keep, effort)]
+    found.sort(key=lambda planned: planned.step_ns)
+    evaluated = sum(drafter.evaluated for drafter in drafters)
+    return Planned(tuple(found), Bounds.least(bounds_of(d.predictor) for d in drafters), evaluated)
+
+
+def _planned(
+    drafter: Drafter, forms: Sequence[Gather], channels: Sequence[int], keep: int, effort: int
+) -> Iterator[PlannedSchedule]:
+    starts = list(starting_groups(drafter))
+    for form in forms:
+        drafts = _predicted(drafter, starts, [Manner(form, channels[0], p) for p in _patiences(form)])
+        for count in channels:
+            counted = [
+                _Draft(drafter.cost_ns(draft.groups, manner), draft.groups, manner)
+                for draft in drafts[: 2 * keep]
+                for manner in (replace(draft.manner, channels=count),)
+            ]
+            best = sorted(counted, key=lambda draft: draft.cost_ns)[:keep]
+            yield from _improved(drafter, best, effort)
+
+
+def _patiences(form: Gather) -> tuple[float | None, ...]:
+    return _PATIENCES if form == "gradients" else (None,)
+
+
+def _predicted(drafter: Drafter, starts: Iterable[Groups], manners: Sequence[Manner]) -> list[_Draft]:
+    drafts = [
+        _Draft(drafter.cost_ns(groups, manner), groups, manner) for groups in starts for manner in manners
+    ]
+    return sorted(drafts, key=lambda draft: draft.cost_ns)
+
+
+def _improved(drafter: Drafter, drafts: Iterable[_Draft], effort: int) -> list[PlannedSchedule]:
+    """What local search makes of the drafts, best first, each schedule once."""
+    found: dict[BucketSchedule, tuple[float, float]] = {}
+    for draft in drafts:
+        cost_ns, groups = refine(drafter, draft.groups, draft.manner, effort)
+        step_ns = drafter.step_ns(groups, draft.manner)
+        found.setdefault(drafter.schedule(groups, draft.manner), (cost_ns, step_ns))
+    ranked = sorted(found.items(), key=lambda pair: pair[1])
+    return [PlannedSchedule(schedule, step_ns) for schedule, (_, step_ns) in ranked]

@@ -1,0 +1,163 @@
+"""Predicting a step from its profile: what replay would say of a decoupled schedule, in a fraction of the time.
+
+It holds for ranks that are alike and computation that communication does not slow down. A backward's first gradient is
+accumulated only when every gather of the step before is done, so the time from one first gradient to the next
+is a step in the steady state, and nothing else is carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from headway.cluster import DEFERRED_UPDATE, STEP_CALL, Cluster
+from headway.collectives.selection import RINGS, Algorithms
+from headway.graph.step_profile import StepProfile
+from headway.model import DTYPE_BYTES, ModelSpec
+from headway.planning.link_cost import LinkCost
+from headway.planning.serving import Job, serve
+from headway.scheduling.buckets import BucketSchedule, Gather, Part, joined
+
+
+class BucketFacts(NamedTuple):
+    """What the time of a step depends on: a bucket's size, when it is full, who needs it first, what it shares."""
+
+    size_bytes: int
+    ready_ns: float  # after the first gradient of all
+    need: int  # the place of its first parameter in the order of forward
+    cut: tuple[str, ...] = ()  # the parameters of which it holds a part only
+
+
+class Predictor:
+    """Predicts the step time of schedules of one model, step and cluster.
+
+    Their collectives are carried out by ``algorithms``.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        profile: StepProfile,
+        cluster: Cluster,
+        algorithms: Algorithms = RINGS,
+    ) -> None:
+        self.model = model
+        self.profile = profile
+        self.cluster = cluster
+        self.algorithms = algorithms
+        self.cost = LinkCost.of(cluster, algorithms)
+        self.world_size = cluster.world_size
+        self.total_bytes = max(1, model.size_bytes)
+        first_ns = min(profile.ready_ns.values(), default=0)
+        self.first_ns = first_ns
+        self._numel = {p.name: p.numel for p in model.parameters}
+        self._bytes = {p.name: DTYPE_BYTES[p.dtype] for p in model.parameters}
+        self.ready_ns = {
+            p.name: profile.ready_ns.get(p.name, profile.backward_ns) - first_ns for p in model.parameters
+        }
+        order = list(profile.needs_ns)
+        place = {
+            module: index for index, module in enumerate(sorted(order, key=profile.needs_ns.__getitem__))
+        }
+        needed = sorted(model.parameters, key=lambda p: place.get(p.module, len(place)))
+        self.need = {p.name: index for index, p in enumerate(needed)}
+        # What forward never asks for is waited for before the next backward.
+        self.need_ns = [profile.needs_ns.get(p.module, -1) for p in needed]
+        self.step_call_ns = cluster.cost_of(STEP_CALL).overhead_us * 1e3
+        self.update_overhead_ns = cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
+        self.beside_overhead_ns = cluster.update_beside_us * 1e3
+        self.step_at_ns = profile.backward_ns + profile.tail_ns - first_ns
+
+    def facts(self, parts: Iterable[Part]) -> BucketFacts:
+        """The facts of one bucket."""
+        size_bytes, ready_ns, need = 0, 0.0, len(self.need)
+        cut: list[str] = []
+        for part in parts:
+            parameter, numel = part.parameter, part.end - part.start
+            size_bytes += numel * self._bytes[parameter]
+            if numel < self._numel[parameter]:
+                cut.append(parameter)
+            ready_ns = max(ready_ns, self.ready_ns[parameter])
+            need = min(need, self.need[parameter])
+        return BucketFacts(size_bytes, ready_ns, need, tuple(cut))
+
+    def predict(self, schedule: BucketSchedule) -> float:
+        """The predicted step of ``schedule``, in nanoseconds; whatever its algorithms are."""
+        if schedule.algorithms != self.algorithms:
+            return Predictor(self.model, self.profile, self.cluster, schedule.algorithms).predict(schedule)
+        return self.step_ns(
+            [self.facts(bucket.parts) for bucket in schedule.buckets],
+            schedule.gather_order,
+            schedule.gathers_behind_each(),
+            schedule.gather,
+            schedule.channels,
+        )
+
+    def step_ns(
+        self,
+        facts: Sequence[BucketFacts],
+        gather_order: Sequence[int],
+        behind: Sequence[Sequence[int]],
+        gather: Gather,
+        channels: int,
+    ) -> float:
+        """The same from the facts of a schedule's buckets. ``behind`` is its ``gathers_behind_each()``."""
+        jobs: list[Job] = []
+        reduced, gathered = [0] * len(facts), [0] * len(facts)
+        launched_ns = 0.0
+        for index, bucket in enumerate(facts):
+            launched_ns = max(launched_ns, bucket.ready_ns)
+            reduced[index] = len(jobs)
+            jobs.append(Job(launched_ns, bucket.size_bytes, self.cost.reduce_scatter))
+            for other in behind[index]:
+                gathered[other] = len(jobs)
+                jobs.append(Job(launched_ns, facts[other].size_bytes, self.cost.all_gather, reduced[other]))
+        if gather == "parameters":
+            called_ns = self.step_at_ns + self.step_call_ns
+            for index in gather_order:
+                gathered[index] = len(jobs)
+                size = facts[index].size_bytes
+                update_ns = self.update_ns(size) / self.world_size + self.beside_overhead_ns
+                jobs.append(Job(called_ns, size, self.cost.all_gather, reduced[index], update_ns))
+        ends = serve(jobs, channels)
+        arrival_ns = [ends[number] for number in gathered]
+        return self._forward(facts, gather_order, arrival_ns, gather)
+
+    def update_ns(self, size_bytes: float) -> float:
+        """A bucket's share of the optimizer's whole update."""
+        return self.profile.optimizer_ns * size_bytes / self.total_bytes
+
+    def _forward(
+        self,
+        facts: Sequence[BucketFacts],
+        gather_order: Sequence[int],
+        arrival_ns: Sequence[float],
+        gather: Gather,
+    ) -> float:
+        """From the optimizer's step to the first gradient of the next backward."""
+        profile = self.profile
+        late_ns = self.step_call_ns if gather == "parameters" else 0.0
+        forward_ns = self.step_at_ns + profile.rest_ns
+        place = {bucket: index for index, bucket in enumerate(gather_order)}
+        untouched: list[tuple[int, float, float]] = []  # place of its first gather, arrival, update
+        for unit in _by_need(facts):
+            arrived_ns = max(arrival_ns[index] for index in unit)
+            update_ns = 0.0
+            if gather == "gradients":
+                size_bytes = sum(facts[index].size_bytes for index in unit)
+                update_ns = self.update_ns(size_bytes) + self.update_overhead_ns
+            need_ns = self.need_ns[min(facts[index].need for index in unit)]
+            if need_ns < 0:
+                untouched.append((min(place[index] for index in unit), arrived_ns, update_ns))
+            else:
+                late_ns = max(late_ns, arrived_ns - forward_ns - need_ns) + update_ns
+        end_ns = forward_ns + profile.forward_ns + profile.between_ns + self.first_ns + late_ns
+        for _, arrived_ns, update_ns in sorted(untouched):
+            end_ns = max(end_ns, arrived_ns) + update_ns
+        return end_ns
+
+
+def _by_need(facts: Sequence[BucketFacts]) -> list[tuple[int, ...]]:
+    """Units of buckets, those that forward needs first before the others."""
+    units = joined([bucket.cut for bucket in facts])
+    return sorted(units, key=lambda unit: min((facts[index].need, index) for index in unit))

@@ -1,0 +1,82 @@
+"""A torch module costed by one forward: the work of every layer.
+
+On the meta device nothing is computed and nothing is allocated, so a model of any size is costed in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from headway.models.table import Work
+from headway.prediction.function import Built
+
+
+class LayerWork:
+    """The modules of a model that own parameters, in the order in which forward first runs them, with their work."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self.work: dict[str, Work] = {}
+        with _layers_entered(built, self._enter), _Counter(self._add):
+            built.forward()
+
+    def _enter(self, name: str) -> None:
+        self._name = name
+        self.work.setdefault(name, Work())
+
+    def _add(self, work: Work) -> None:
+        if self.work:  # what comes before the first layer is not a layer's
+            self.work[self._name] += work
+
+
+@contextmanager
+def _layers_entered(built: Built, enter: Callable[[str], None]) -> Iterator[None]:
+    handles = [
+        built.module.get_submodule(name).register_forward_pre_hook(
+            lambda _module, _args, name=name: enter(name)
+        )
+        for name in built.layers
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Counter(TorchDispatchMode):
+    """Tells the work of every operation that is not a view: its FLOPs, the bytes it reads and writes, one kernel."""
+
+    def __init__(self, add: Callable[[Work], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._add = add
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.name in _FREE or any(
+            r.alias_info and not r.alias_info.is_write for r in func._schema.returns
+        ):
+            return out
+        count = flop_registry.get(func._overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
+        moved = sum(_size_bytes(value) for value in (args, tuple(kwargs.values()), out))
+        self._add(Work(flops, float(moved), 1))
+        return out
+
+
+_FREE = ("aten::detach", "aten::empty", "aten::empty_like", "aten::lift_fresh")
+
+
+def _size_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (tuple, list)):
+        return sum(_size_bytes(part) for part in value)
+    return 0

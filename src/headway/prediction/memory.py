@@ -1,0 +1,42 @@
+"""What a pass of a module holds in memory: watched while it computes, or while it only pretends to.
+
+Pretended tensors have shapes and no data, and unlike those of the meta device take the kernels of the one that they
+pretend to be on. So attention keeps what its fused kernel keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from headway import torch_private
+from headway.model import PassMemory
+from headway.pass_memory import PassMemoryWatch
+from headway.prediction.function import Built
+
+
+def pretended(text: str, make: Callable[[], Any]) -> Built:
+    """What ``make`` builds, of tensors without data. Raises UserError as ``Built`` does."""
+    return Built(text, make, torch_private.pretended_tensors())
+
+
+def pass_memory_of(built: Built) -> PassMemory | None:
+    """What one forward and backward of ``built`` hold. Raises UserError where they fail."""
+    module = built.module
+    module.zero_grad(set_to_none=True)
+    watch = PassMemoryWatch()
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(watch.gradient_done, name))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        built.backward(watch.begin, watch.forward_done)
+        watch.update_begins()
+    finally:
+        found = watch.end()
+        for handle in handles:
+            handle.remove()
+        module.zero_grad(set_to_none=True)
+    return found

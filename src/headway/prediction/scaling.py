@@ -1,0 +1,66 @@
+"""Predictions over world sizes, and where one strategy overtakes another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from headway.cluster import Cluster
+from headway.prediction.replayed import Prediction, predict
+from headway.prediction.workload import Workload
+from headway.strategies.base import Strategy
+
+NOTICED = 0.002  # a difference that is said to be one
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Between ``below`` and ``above`` workers, ``to`` becomes quicker than ``of``."""
+
+    of: str
+    to: str
+    below: int
+    above: int
+
+    def to_document(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return asdict(self)
+
+
+def scaling(
+    workload: Workload,
+    cluster: Cluster,
+    strategies: Mapping[str, Strategy],
+    world_sizes: Sequence[int],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[Prediction]:
+    """Every strategy at every world size, whose hosts are those of ``cluster`` in turn."""
+    found = []
+    for workers in world_sizes:
+        sized = cluster.resized(workers)
+        for name, strategy in strategies.items():
+            found.append(predict(workload, sized, name, strategy))
+            progress(len(found), len(world_sizes) * len(strategies))
+    return found
+
+
+def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
+    """Every change of the quicker of two strategies, between world sizes that were predicted one after the other."""
+    by_size: dict[int, dict[str, float]] = {}
+    for each in predictions:
+        by_size.setdefault(each.workers, {})[each.strategy] = each.step_ms
+    sizes = sorted(by_size)
+    names = list(dict.fromkeys(each.strategy for each in predictions))
+    return [
+        Crossover(one, other, before, after)
+        for before, after in pairwise(sizes)
+        for one in names
+        for other in names
+        if _quicker(by_size[before], one, other) and _quicker(by_size[after], other, one)
+    ]
+
+
+def _quicker(step_ms: Mapping[str, float], one: str, other: str) -> bool:
+    return step_ms[one] < step_ms[other] * (1 - NOTICED)

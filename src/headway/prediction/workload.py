@@ -1,0 +1,95 @@
+"""Workload: what one worker computes in a step, and the timeline that strategies are laid over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from headway.graph.step_profile import LayerTimes
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.model import ModelSpec
+from headway.models.roofline import MODELLED_ERROR, Device, layer_times
+from headway.models.table import LayerTable
+from headway.prediction.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with the times of its layers on some device.
+
+    ``samples`` is what one worker trains on in a step, ``batch`` says so in words, ``times`` where the times are from
+    and ``times_error`` by what share they may all be off. ``layers`` are in the order of forward.
+    """
+
+    name: str
+    batch: str
+    samples: int
+    times: str
+    spec: ModelSpec
+    layers: tuple[LayerTimes, ...] = field(repr=False)
+    optimizer_ns: int = 0
+    times_error: float = 0.0
+
+    def trained_by(self, optimizer: Optimizer, bytes_per_s: float) -> Workload:
+        """The same with the state and the update of ``optimizer``, on a device that moves so many bytes a second."""
+        size_bytes = self.spec.size_bytes
+        held: dict[str, object] = {"optimizer_state_bytes": optimizer.state_bytes(size_bytes)}
+        if self.spec.pass_memory is not None:
+            update = {"update_bytes": optimizer.update_bytes(size_bytes)}
+            held["pass_memory"] = self.spec.pass_memory.model_copy(update=update)
+        spec = self.spec.model_copy(update=held)
+        return replace(self, spec=spec, optimizer_ns=optimizer.update_ns(size_bytes, bytes_per_s))
+
+    @property
+    def computation_ns(self) -> int:
+        """One worker's step alone."""
+        return sum(layer.forward_ns + layer.backward_ns for layer in self.layers) + self.optimizer_ns
+
+    def timeline(self, rank: int = 0, step: int = 0) -> Timeline:
+        """One step of a worker: forward, backward in reverse, each gradient ready at its layer's end, the update.
+
+        A parameter that several layers use is ready when backward is done with the first of them.
+        """
+        items: list[Item] = []
+        for layer in self.layers:
+            items += [Item(Point.USE, layer.module), Item(Part.FORWARD, "", layer.forward_ns)]
+        uses = _uses(self.layers)
+        for layer in reversed(self.layers):
+            items.append(Item(Part.BACKWARD, "", layer.backward_ns))
+            for parameter in reversed(layer.parameters):
+                uses[parameter] -= 1
+                if uses[parameter] == 0:
+                    items.append(Item(Point.READY, parameter))
+        items += [Item(Point.BACKWARD_END), Item(Point.STEP), Item(Part.OPTIMIZER, "", self.optimizer_ns)]
+        return Timeline(rank, step, tuple(items))
+
+
+def _uses(layers: Sequence[LayerTimes]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for layer in layers:
+        for parameter in layer.parameters:
+            found[parameter] = found.get(parameter, 0) + 1
+    return found
+
+
+def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -> Workload:
+    """A published model on a modelled device."""
+    layers = tuple(
+        LayerTimes(
+            layer.name,
+            (*(layer.full_name(parameter) for parameter in layer.parameters), *layer.tied),
+            round(times.forward_s * 1e9),
+            round(times.backward_s * 1e9),
+        )
+        for layer, times in zip(table.layers, layer_times(table, device), strict=True)
+    )
+    workload = Workload(
+        name=table.name,
+        batch=table.batch,
+        samples=table.samples,
+        times=device.name,
+        spec=table.spec,
+        layers=layers,
+        times_error=MODELLED_ERROR,
+    )
+    return workload.trained_by(optimizer, device.bytes_per_s)

@@ -1,0 +1,188 @@
+"""Where recording begins: at the job's first process group, or where code asks for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headway import files, torch_private
+from headway.errors import LaunchError, TraceError, UserError
+from headway.recording.derive import StrategySpan
+from headway.recording.finish import finish_recording
+from headway.recording.recorder import Recorder, RecordOptions
+from headway.strategies.data_parallel.channels import observer
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.trace.events import Kind, Stream
+
+
+class _RuntimeObserver(observer.Observer):
+    """Hands what a strategy's runtime reports of itself to a recorder."""
+
+    wants_transfers = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def collective(self, done: observer.Collective) -> None:
+        self._recorder.span(
+            StrategySpan(
+                Kind.COLLECTIVE, done.name, done.bucket, done.start_ns, done.end_ns,
+                done.size_bytes, done.enqueue_ns, done.sequence, done.algorithm, transfers=done.transfers,
+            )
+        )  # fmt: skip
+
+    def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
+        self._recorder.span(StrategySpan(Kind.WAIT, name, bucket, start_ns, end_ns))
+
+    def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        self._recorder.span(StrategySpan(Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns))
+
+    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        self._recorder.span(
+            StrategySpan(
+                Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns, stream=Stream.COMMUNICATION
+            )
+        )
+
+
+def record_this_rank(options: RecordOptions) -> Recorder:
+    """Record this process from now on; its default process group stands."""
+    recorder = Recorder(options)
+    _attach(recorder)
+    return recorder
+
+
+def _attach(recorder: Recorder) -> None:
+    observer.set_observer(_RuntimeObserver(recorder))
+    recorder.when_finished(lambda: observer.set_observer(None))
+    _watch_constructions(DistributedDataParallel, recorder)
+    _watch_constructions(DecoupledDataParallel, recorder)
+    _watch_compiling(recorder)
+    _finish_before_the_group_goes(recorder)
+    recorder.attach()
+
+
+def _patch(recorder: Recorder, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` in the place of a function, until the recording is over."""
+    original = getattr(owners[0], name)
+    patched = functools.wraps(original)(wrapper)
+    for owner in owners:
+        setattr(owner, name, patched)
+
+    def undo() -> None:
+        for owner in owners:
+            if getattr(owner, name) is patched:
+                setattr(owner, name, original)
+
+    recorder.when_finished(undo)
+
+
+def _finish_before_the_group_goes(recorder: Recorder) -> None:
+    """End a recording whose job ends early while its process group still stands."""
+    original = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> Any:
+        if group is None or group is dist.group.WORLD:
+            recorder.finish()
+        return original(group)
+
+    _patch(recorder, (dist, dist.distributed_c10d), "destroy_process_group", destroy_process_group)
+
+
+def _watch_constructions(wrapper: type, recorder: Recorder) -> None:
+    original: Callable[..., None] = wrapper.__init__  # type: ignore[misc]
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        recorder.watch(self, self.module)
+
+    _patch(recorder, (wrapper,), "__init__", construct)
+
+
+def _watch_compiling(recorder: Recorder) -> None:
+    compile_code, compile_module = torch.compile, nn.Module.compile
+
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is not None:
+            recorder.compiles(model)
+        result = compile_code(model, *args, **kwargs)
+        recorder.compiled(model, result)
+        return result
+
+    def compile_in_place(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        recorder.compiles(self)
+        compile_module(self, *args, **kwargs)
+
+    _patch(recorder, (torch,), "compile", compile)
+    _patch(recorder, (nn.Module,), "compile", compile_in_place)
+
+
+@contextmanager
+def record(
+    folder: str | Path, model: Any = None, *, first_step: int = 5, last_step: int = 25
+) -> Iterator[Recorder]:
+    """Record the optimizer steps ``first_step`` to ``last_step - 1`` that run inside the block, as a trace.
+
+    Every rank enters the block, after ``init_process_group``, with the same ``folder`` on a file system that all
+    ranks see. ``model`` is the wrapped model, where it was wrapped before the block. Rank 0 assembles the trace
+    when the block ends.
+
+    Raises LaunchError without a process group and, on rank 0, where the block ends before ``first_step`` steps;
+    TraceError where the folder exists.
+    """
+    if not dist.is_initialized():
+        raise LaunchError(
+            "nothing to record yet", expected="a process group", fix="Call init_process_group first."
+        )
+    out = Path(folder)
+    staging = out.parent / f".{out.name}.recording"
+    _prepare(out, staging)
+    recorder = Recorder(RecordOptions(folder=staging, first_step=first_step, last_step=last_step))
+    _attach(recorder)
+    if model is not None:
+        wrapped = torch_private.compiled_from(model)
+        recorder.watch(wrapped, wrapped.module)
+        if wrapped is not model:
+            recorder.compiles(wrapped)
+            recorder.compiled(wrapped, model)
+    first = dist.get_rank() == 0
+    try:
+        yield recorder
+    except BaseException:
+        if first:
+            recorder.give_up()
+            files.remove_folder(staging)
+        else:
+            recorder.finish()  # rank 0 may have come to the end
+        raise
+    recorder.finish()
+    if first:
+        finish_recording(staging, out, dist.get_world_size())
+
+
+def _prepare(out: Path, staging: Path) -> None:
+    """Make room on rank 0, and raise on every rank where that cannot be done."""
+    failure: UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            files.check_absent(out, TraceError)
+            files.remove_folder(staging)
+            staging.mkdir(parents=True)
+        except UserError as error:
+            failure = error
+        except OSError as error:
+            failure = TraceError(f"{out} cannot be written", got=error.strerror)
+    verdict = torch.tensor([failure is not None])
+    dist.broadcast(verdict, 0)
+    if failure is not None:
+        raise failure
+    if bool(verdict):
+        raise TraceError("the recording cannot be written", got=out, fix="Rank 0 says why.")

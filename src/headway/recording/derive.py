@@ -1,0 +1,182 @@
+"""From observations to events: when collectives really started, and when computation waited."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, SERVERS
+from headway.collectives.transfers import Transfer
+from headway.recording.collectives import ObservedCollective
+from headway.recording.connections import Endpoint, Use
+from headway.trace.events import Event, Kind, Stream
+
+WAITED_FOR_AT_THE_END = ("gloo", SERVERS)  # of a backward, by DDP
+
+
+@dataclass(slots=True)
+class StrategySpan:
+    """What a strategy's runtime reports of itself; ``kind`` is collective, wait or update."""
+
+    kind: str
+    name: str
+    bucket: int
+    start_ns: int
+    end_ns: int
+    size_bytes: int = -1
+    enqueue_ns: int = -1
+    sequence: int = -1
+    algorithm: str = ""
+    step: int = 0
+    stream: str = Stream.COMPUTE
+    transfers: Sequence[Transfer] = ()
+
+
+def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
+    """Collective events. Buckets number the all-reduces that a backward issues, in each step anew."""
+    rows: list[Event] = []
+    bucket_count: dict[int, int] = defaultdict(int)
+    free_ns: dict[str, list[int]] = defaultdict(lambda: [0] * GLOO_THREADS)
+    for seen in observed:
+        if seen.end_ns == 0:
+            continue
+        bucket = -1
+        if seen.phase == "backward" and seen.name == ALL_REDUCE and not seen.is_of_uses:
+            bucket = bucket_count[seen.step]
+            bucket_count[seen.step] += 1
+        start_ns = max(seen.enqueue_ns, heapq.heappop(free_ns[seen.group]))
+        start_ns = min(start_ns, seen.end_ns)
+        heapq.heappush(free_ns[seen.group], seen.end_ns)
+        rows.append(
+            Event(
+                Kind.COLLECTIVE,
+                seen.name,
+                Stream.COMMUNICATION,
+                seen.step,
+                start_ns,
+                seen.end_ns - start_ns,
+                enqueue_ns=seen.enqueue_ns,
+                group=seen.group,
+                sequence=seen.sequence,
+                size_bytes=seen.size_bytes,
+                bucket=bucket,
+                algorithm="gloo",
+            )
+        )
+    rows += [
+        Event(
+            Kind.COLLECTIVE,
+            span.name,
+            Stream.COMMUNICATION,
+            span.step,
+            span.start_ns,
+            span.end_ns - span.start_ns,
+            enqueue_ns=span.enqueue_ns,
+            group="decoupled",
+            sequence=span.sequence,
+            size_bytes=span.size_bytes,
+            bucket=span.bucket,
+            algorithm=span.algorithm,
+        )
+        for span in spans
+        if span.kind == Kind.COLLECTIVE
+    ]
+    return rows
+
+
+def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
+    """The messages of a strategy's collectives: they have the sequence and the name of theirs."""
+    return [
+        Event(
+            Kind.SEND if one.sends else Kind.RECEIVE,
+            span.name,
+            Stream.COMMUNICATION,
+            span.step,
+            one.posted_ns,
+            one.done_ns - one.posted_ns,
+            enqueue_ns=one.posted_ns,
+            group="decoupled",
+            sequence=span.sequence,
+            size_bytes=one.size_bytes,
+            bucket=span.bucket,
+            peer=one.peer,
+        )
+        for span in spans
+        for one in span.transfers
+    ]
+
+
+def link_rows(uses: Iterable[Use], peers: Mapping[tuple[Endpoint, Endpoint], int]) -> list[Event]:
+    """What connections to other ranks carried in each step, and how fast."""
+    rows = []
+    for use in uses:
+        peer = peers.get((use.local, use.remote))
+        if peer is None:
+            continue
+        busy_ns = min(use.busy_ns, use.end_ns - use.start_ns)
+        carried = Event(
+            Kind.LINK,
+            "",
+            Stream.COMMUNICATION,
+            use.step,
+            use.start_ns,
+            busy_ns,
+            size_bytes=use.size_bytes,
+            peer=peer,
+        )
+        rows.append(carried)
+        if use.delivered_bytes_a_s:
+            rate = min(use.delivered_bytes_a_s, 2**62)
+            rows.append(
+                carried._replace(kind=Kind.DELIVERY_RATE, start_ns=use.end_ns, duration_ns=0, size_bytes=rate)
+            )
+    return rows
+
+
+def wait_rows(
+    rows: Iterable[Event],
+    observed: Iterable[ObservedCollective],
+    compute_ends_ns: Mapping[int, int],
+    spans: Iterable[StrategySpan],
+) -> list[Event]:
+    """When the main thread was blocked: on gradients after a backward, on its own collectives, on a strategy."""
+    waits = []
+    bucket_ends: dict[int, list[int]] = defaultdict(list)
+    observed = list(observed)
+    uses = {(c.group, c.sequence) for c in observed if c.is_of_uses}
+    blocking = {
+        (c.group, c.sequence)
+        for c in observed
+        if c.phase == "enter" or (not c.asynchronous and c.phase == "")
+    }
+    passes: list[Event] = []
+    rows = list(rows)
+    for row in rows:
+        if row.kind == Kind.COLLECTIVE and (
+            (row.bucket >= 0 and row.algorithm in WAITED_FOR_AT_THE_END) or (row.group, row.sequence) in uses
+        ):
+            bucket_ends[row.step].append(row.end_ns)
+        elif row.kind == Kind.COLLECTIVE and (row.group, row.sequence) in blocking:
+            waits.append(_span(Kind.WAIT, row.name, row.step, row.enqueue_ns, row.end_ns))
+        elif row.kind == Kind.BACKWARD_PASS:
+            passes.append(row)
+    for row in passes:
+        compute_end_ns = compute_ends_ns.get(row.end_ns, row.end_ns)
+        ends = [end_ns for end_ns in bucket_ends[row.step] if compute_end_ns < end_ns]
+        if ends:
+            end_ns = min(max(ends), row.end_ns)
+            waits.append(_span(Kind.WAIT, "gradients", row.step, compute_end_ns, end_ns))
+    waits += [
+        _span(span.kind, span.name, span.step, span.start_ns, span.end_ns)._replace(
+            bucket=span.bucket, stream=span.stream
+        )
+        for span in spans
+        if span.kind != Kind.COLLECTIVE
+    ]
+    return waits
+
+
+def _span(kind: str, name: str, step: int, start_ns: int, end_ns: int) -> Event:
+    return Event(kind, name, Stream.COMPUTE, step, start_ns, max(0, end_ns - start_ns))

@@ -1,0 +1,178 @@
+"""From the rank files of a recording to a trace, or to one line that says why there is none."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway import files
+from headway.clocks import aligned, fit_clocks, meetings_of
+from headway.clocks.comparing import UNKNOWN_NS
+from headway.errors import LaunchError, TraceError, UserError
+from headway.recording.place import ATTEMPT, Recording, described
+from headway.trace.events import Events
+from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
+from headway.trace.format import ClockFit
+
+WAIT_FOR_RANKS_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What the ranks of one attempt have left in its folder so far."""
+
+    folder: Path
+    description: Recording | None
+    recorded: tuple[Path, ...]
+    idle: tuple[dict[str, object], ...]
+    world_size: int | None
+
+    @property
+    def everybody_is_heard(self) -> bool:
+        return self.world_size is not None and len(self.recorded) + len(self.idle) >= self.world_size
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Which of several to take: a whole recording before others, then the newest."""
+        started_s = self.description.started_s if self.description else 0.0
+        return self.world_size is not None and len(self.recorded) >= self.world_size, started_s
+
+
+def finish_recording(
+    staging: Path,
+    out: Path,
+    world_size: int | None,
+    *,
+    wait_s: float = WAIT_FOR_RANKS_S,
+    incomplete: bool = False,
+) -> None:
+    """Assemble ``staging`` into a trace at ``out``: of several attempts that it holds the newest whole one.
+
+    ``world_size`` of None takes it from the files. Waits up to ``wait_s`` for ranks that run elsewhere; where some
+    never wrote, ``incomplete`` has the others kept and the trace say so.
+    Raises LaunchError where the job gave nothing to record; ``staging`` is removed in every case.
+    """
+    try:
+        attempts = _awaited(staging, world_size, wait_s)
+        recorded = [attempt for attempt in attempts if attempt.recorded]
+        if not recorded:
+            raise _why_nothing(attempts[-1].idle)
+        chosen = max(recorded, key=lambda attempt: attempt.rank)
+        _remove_all_but_the_trace(chosen.folder)
+        manifest = assemble(chosen.folder, missing_ok=incomplete)
+        if not manifest.steps:
+            raise _why_nothing(({"steps": "no"},))
+        if chosen.description is not None:
+            named = {"run": chosen.description.run, "attempt": chosen.description.attempt}
+            write_manifest(chosen.folder, manifest.model_copy(update=named))
+        if any(info.clock.uncertainty_ns >= UNKNOWN_NS for info in manifest.ranks):
+            _compare_clocks(chosen.folder)
+        chosen.folder.replace(out)
+    except OSError as failure:
+        raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
+    finally:
+        files.remove_folder(staging)
+
+
+def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Attempt]:
+    """The attempts in ``staging``, the newest last, once everybody of the newest is heard or ``wait_s`` is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        if not staging.is_dir():
+            raise TraceError("the recording vanished while it was made", got=staging, fix="Record again.")
+        folders = [each for each in staging.glob(f"{ATTEMPT}*") if each.is_dir()] or [staging]
+        attempts = sorted((_attempt(each, world_size) for each in folders), key=lambda each: each.rank[1])
+        newest = attempts[-1]
+        if newest.everybody_is_heard or newest.world_size is None or time.monotonic() > deadline:
+            return attempts
+        time.sleep(0.1)
+
+
+def _attempt(folder: Path, world_size: int | None) -> _Attempt:
+    description = described(folder)
+    recorded = tuple(sorted(folder.glob("rank-*.parquet")))
+    idle = tuple(_status(path) for path in sorted(folder.glob("status-*.json")))
+    expected = world_size or (description.world_size if description else _stated_world_size(recorded, idle))
+    return _Attempt(folder, description, recorded, idle, expected)
+
+
+def _status(path: Path) -> dict[str, object]:
+    status = json.loads(files.read_text(path, TraceError, "status", 65_536))
+    return status if isinstance(status, dict) else {}
+
+
+def _remove_all_but_the_trace(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != CLUSTER and not (path.name.startswith("rank-") and path.suffix == ".parquet"):
+            files.remove_folder(path) if path.is_dir() else path.unlink()
+
+
+def _compare_clocks(folder: Path) -> None:
+    """Tell the clocks that could not be compared by round trips from what their ranks did together.
+
+    Ranks of one host read one clock: what is known of it on one of them is known on all.
+    """
+    trace = load_trace(folder)
+    known: dict[str, ClockFit] = {}
+    unknown = []
+    for info in sorted(trace.manifest.ranks, key=lambda info: info.clock.uncertainty_ns):
+        if info.clock.uncertainty_ns < UNKNOWN_NS:
+            known.setdefault(info.host, info.clock)
+        else:
+            unknown.append(info)
+    fits = {info.rank: known[info.host] for info in unknown if info.host in known}
+    events = _brought_on(trace.events, fits)
+    notes = trace.manifest.notes
+    if len(fits) < len(unknown):
+        # Events of the known ones are on rank 0's clock by now.
+        prior = {host: ClockFit(uncertainty_ns=fit.uncertainty_ns) for host, fit in known.items()}
+        try:
+            found = fit_clocks(
+                meetings_of(events, trace.hosts), list(dict.fromkeys(trace.hosts.values())), prior=prior
+            )
+        except UserError as missing:
+            notes = (*notes, f"Clocks were not compared: {missing}")
+        else:
+            told = {info.rank: found[info.host] for info in unknown if info.host not in known}
+            events = _brought_on(events, told)
+            fits |= told
+    ranks = tuple(
+        info.model_copy(update={"clock": fits.get(info.rank, info.clock)}) for info in trace.manifest.ranks
+    )
+    manifest = trace.manifest.model_copy(update={"ranks": ranks, "notes": notes})
+    write_trace(folder, manifest, trace.model, events)
+
+
+def _brought_on(events: dict[int, Events], fits: dict[int, ClockFit]) -> dict[int, Events]:
+    return {rank: aligned(rows, fits[rank]) if rank in fits else rows for rank, rows in events.items()}
+
+
+def _stated_world_size(recorded: Sequence[Path], idle: Sequence[dict[str, object]]) -> int | None:
+    for status in idle:
+        return int(str(status["world_size"]))
+    for path in recorded:
+        import pyarrow.parquet as pq
+
+        metadata = pq.read_schema(path).metadata or {}
+        return int(json.loads(metadata[b"rank"])["world_size"])
+    return None
+
+
+def _why_nothing(idle: Sequence[dict[str, object]]) -> LaunchError:
+    if not idle:
+        return LaunchError(
+            "nothing was recorded",
+            got="a command none of whose ranks initialised a process group",
+            expected="torchrun, or another launcher, of ranks that call init_process_group",
+            fix="Check that the command starts ranks whose Python can import headway, and is not told -I or -E.",
+        )
+    steps = idle[0]["steps"]
+    return LaunchError(
+        "nothing was recorded",
+        got=f"{steps} optimizer steps",
+        expected="more steps than the warm-up that --steps A:B leaves out",
+        fix="Let the script step longer, or record earlier with --steps 1:4.",
+    )

@@ -1,0 +1,83 @@
+"""What one pass of the job holds in memory, watched in the step before those that are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headway import torch_private
+from headway.model import PassMemory
+from headway.pass_memory import PassMemoryWatch
+from headway.recording.modules import JobHook
+
+
+class MemoryWatch:
+    """Watches the first forward of a step with its backward and update, once, where stock DDP keeps the gradients.
+
+    Watching slows that step, which is not recorded. Nothing is watched where the script has dispatch modes of its own,
+    or compiles.
+    """
+
+    def __init__(self) -> None:
+        self.found: PassMemory | None = None
+        self._watch: PassMemoryWatch | None = None
+        self._handles: list[Any] = []
+
+    def arm(self, model: nn.Module, root: nn.Module) -> None:
+        """Have the next forward of ``model``, whose parameters live in ``root``, begin it."""
+        if type(model) is not DistributedDataParallel or self._is_compiled(root):
+            return
+        self._apart = not model.gradient_as_bucket_view
+        self._trained = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
+        self._hook(model.register_forward_pre_hook, self._begin, prepend=True)
+        self._hook(model.register_forward_hook, self._forward_done)
+        for name, parameter in self._trained:
+            self._hook(parameter.register_post_accumulate_grad_hook, partial(self._gradient_done, name))
+
+    @staticmethod
+    def _is_compiled(root: nn.Module) -> bool:
+        """Whether a dispatch mode would keep ``root`` from running compiled, for good."""
+        return torch_private.has_compiled() or any(map(torch_private.is_compiled, root.modules()))
+
+    def update_begins(self) -> None:
+        """The optimizer is about to update."""
+        if self._watch is not None:
+            self._watch.update_begins()
+
+    def end(self) -> None:
+        """The update is done, or nothing more is to be watched."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._watch is not None:
+            self.found = self._watch.end()
+            self._watch = None
+
+    def _hook(self, register: Callable[..., Any], observe: Callable[..., None], **how: Any) -> None:
+        self._handles.append(register(JobHook(observe), **how))
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        ready = torch.is_grad_enabled() and model.training
+        if self._watch is not None:
+            if ready:  # a further pass before the update
+                self.update_begins()
+                self.end()
+                if self.found is not None:
+                    self.found = self.found.model_copy(update={"gradients_accumulate": True})
+        elif ready and not torch_private.dispatch_modes() and not self._is_compiled(model):
+            kept = self._apart and any(p.grad is not None for _, p in self._trained)
+            self._watch = PassMemoryWatch(apart=self._apart, kept=kept)
+            self._watch.begin(inputs)
+
+    def _forward_done(self, _model: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._watch is not None:
+            self._watch.forward_done()
+
+    def _gradient_done(self, name: str, parameter: torch.Tensor) -> None:
+        if self._watch is not None:
+            self._watch.gradient_done(name, parameter)

@@ -1,0 +1,368 @@
+"""What the main thread does in a step: passes, modules, gradients as they become ready.
+
+Modules are watched by hooks that leave the autograd graph as it is: a hook before the node that made a
+module's output marks the begin of that module's backward. (Full backward hooks would insert nodes and views,
+and break in-place activations.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from headway import torch_private
+from headway.recording.now import Now
+from headway.trace.events import Event, Kind, Stream
+
+LOSS = "(loss)"
+
+Noted = tuple[str, str, int, int, int]  # kind, name, step, start and end
+
+
+class Between(Protocol):
+    """Told of the time between a backward and what follows."""
+
+    def backward_ended(self) -> None:
+        """A backward has ended well."""
+
+    def looking_ends(self) -> None:
+        """A pass begins."""
+
+
+class JobHook:
+    """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing.
+
+    In compiled code it does nothing either: else that would be compiled anew for all that a hook looks at.
+    """
+
+    def __init__(self, observe: Callable[..., None] | None) -> None:
+        self._observe = observe
+
+    def __call__(self, *arguments: Any) -> None:
+        """Observe, and change nothing."""
+        if self._observe is not None and not torch.compiler.is_compiling():
+            self._observe(*arguments)
+
+    def __deepcopy__(self, _memo: Any) -> JobHook:
+        """A copied model is not the one that is recorded."""
+        return JobHook(None)
+
+    def __reduce__(self) -> Any:
+        """As for a copy."""
+        return JobHook, (None,)
+
+
+class ModuleWatch:
+    """Observes the passes of one wrapped model while attached, in steps that are recorded.
+
+    Between two of its hooks a step computes for milliseconds, which drives what they need out of the caches. So they
+    only note what ``rows`` makes events of later. Times are the own monotonic clock's.
+    """
+
+    def __init__(self, now: Now, between: Between) -> None:
+        self.forward_order: list[str] = []
+        self.activation_bytes = 0
+        self.compute_ends_ns: dict[int, int] = {}  # end of a backward pass -> end of its computation
+        self.noted: list[Noted] = []
+        self.unseen: list[str] = []  # modules with parameters that no hook watches, as they run compiled
+        self._now = now
+        self._between = between
+        self._handles: list[Any] = []
+        self._of_passes: list[Any] = []
+        self._of_modules: list[Any] = []
+        self._owners: list[str] = []
+        self.passes_compiled = False  # whether what is compiled calls the wrapper
+        self._first_phase = "enter"
+        self._pass_start_ns = 0
+        self._backward: _Backward | None = None  # the one under way
+        self._backwards: list[_Backward] = []
+        self._original_backward: Callable[..., Any] | None = None
+        self._to_mark: list[tuple[Any, Callable[..., None]]] = []  # nodes of this pass, and what marks them
+        self._stop_counting: Callable[[], int] | None = None
+
+    def count_activations(self, root: nn.Module) -> None:
+        """Sum what the innermost modules of ``root`` put out in the next forward, into ``activation_bytes``."""
+        self._stop_counting = _count_outputs(root)
+
+    def attach(self, model: nn.Module, root: nn.Module) -> None:
+        """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
+        if not self.passes_compiled:
+            self.watch_passes(model)
+        self._watch_modules(root)
+        for name, parameter in root.named_parameters():
+            if parameter.requires_grad:
+                ready = _Ready(self, self._now, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
+        self.watch_backward()
+
+    def watch_passes(self, model: nn.Module, phase: str = "enter") -> None:
+        """Watch the forwards of ``model``: the wrapper, or what compiling has made of it; they begin with ``phase``."""
+        self._first_phase = phase
+        self._of_passes.append(model.register_forward_pre_hook(JobHook(self._enter_pass), prepend=True))
+        self._of_passes.append(model.register_forward_hook(JobHook(self._leave_pass)))
+
+    def _watch_modules(self, root: nn.Module) -> None:
+        if self.unseen:  # it was attached before
+            return
+        eager = {id(module) for module in torch_private.eager_modules(root)}
+        for name, module in root.named_modules():
+            owns = any(True for _ in module.parameters(recurse=False))
+            if owns:
+                self._owners.append(name)
+            if id(module) not in eager:
+                self.unseen += [name] if owns else []
+            elif owns or not any(True for _ in module.children()):
+                starts_ns: list[int] = []
+                enter = _Enter(self, self._now, name, starts_ns, owns=owns)
+                leave = _Leave(self, self._now, name, starts_ns)
+                self._of_modules.append(module.register_forward_pre_hook(enter))
+                self._of_modules.append(module.register_forward_hook(leave))
+
+    def leave_modules(self, *, passes: bool) -> None:
+        """Remove the hooks on modules, which will be compiled, and those on the wrapper where ``passes`` will be."""
+        self._counted()
+        self.unseen = self._owners
+        _remove(self._of_modules)
+        self.passes_compiled |= passes
+        if passes:
+            _remove(self._of_passes)
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        self._counted()
+        for handles in (self._handles, self._of_passes, self._of_modules):
+            _remove(handles)
+        self._to_mark.clear()
+        if self._original_backward is not None:
+            torch.autograd.backward = self._original_backward
+            self._original_backward = None
+
+    def rows(self) -> list[Event]:
+        """What was observed, as events."""
+        rows = [
+            Event(kind, name, Stream.COMPUTE, step, start_ns, end_ns - start_ns)
+            for kind, name, step, start_ns, end_ns in self.noted
+        ]
+        return rows + [row for backward in self._backwards for row in backward.rows()]
+
+    def forget(self) -> None:
+        """Let go of what was observed."""
+        self.noted.clear()
+        self._backwards.clear()
+
+    # Forward
+
+    def _enter_pass(self, _module: nn.Module, _inputs: Any) -> None:
+        self._between.looking_ends()
+        self._to_mark.clear()  # of a pass that failed
+        self._now.phase = self._first_phase
+        self._pass_start_ns = time.monotonic_ns()
+
+    def _counted(self) -> None:
+        if self._stop_counting is not None:
+            self.activation_bytes = self._stop_counting()
+            self._stop_counting = None
+
+    def _leave_pass(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        now = self._now
+        now.phase = ""
+        self._mark_nodes()
+        self._counted()
+        if now.recording:
+            self.noted.append((Kind.FORWARD_PASS, "", now.step, self._pass_start_ns, time.monotonic_ns()))
+
+    def mark_begin(self, node: Any, begins: Callable[..., None]) -> None:
+        """Have ``begins`` called before ``node`` of the autograd graph runs.
+
+        In a pass nodes are collected, and marked at its end: between two modules torch's code for it is out of the
+        caches, and each would cost 30 microseconds.
+        """
+        if self._now.phase == "forward":
+            self._to_mark.append((node, begins))
+        else:  # computed again in a backward, or outside of the wrapper
+            node.register_prehook(begins)
+
+    def _mark_nodes(self) -> None:
+        for node, begins in self._to_mark:
+            node.register_prehook(begins)
+        self._to_mark.clear()
+
+    # Backward
+
+    def watch_backward(self) -> None:
+        """Watch the backwards of this process."""
+        original = self._original_backward = torch.autograd.backward
+        now = self._now
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self._backward is not None or not now.recording:
+                original(*args, **kwargs)
+                return
+            self._between.looking_ends()
+            self._mark_nodes()  # of a pass that has not ended
+            before, now.phase = now.phase, "backward"
+            self._backward = under_way = _Backward(now.step, time.monotonic_ns())
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._backward = None
+                now.phase = before
+            under_way.end_ns = time.monotonic_ns()
+            self._backwards.append(under_way)
+            self.compute_ends_ns[under_way.end_ns] = under_way.compute_end_ns or under_way.end_ns
+            self._between.backward_ended()
+
+        torch.autograd.backward = backward
+
+    def backward(self) -> _Backward | None:
+        """The backward under way, which will be told of the end of its graph: DDP waits for its buckets after that."""
+        under_way = self._backward
+        if under_way is not None and not under_way.asked:
+            under_way.asked = True
+            torch_private.queue_backward_callback(under_way.graph_done)
+        return under_way
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+class _Backward:
+    """One backward pass: when each module's share of it began."""
+
+    def __init__(self, step: int, start_ns: int) -> None:
+        self.step = step
+        self.marks = [(start_ns, LOSS)]
+        self.asked = False  # to be told of the end of the graph
+        self.compute_end_ns = 0
+        self.end_ns = 0
+
+    def graph_done(self) -> None:
+        """All gradients are there."""
+        self.compute_end_ns = time.monotonic_ns()
+
+    def rows(self) -> Iterator[Event]:
+        """The pass, and each module's share of it."""
+        start_ns = self.marks[0][0]
+        yield Event(Kind.BACKWARD_PASS, "", Stream.COMPUTE, self.step, start_ns, self.end_ns - start_ns)
+        ends_ns = [mark_ns for mark_ns, _ in self.marks[1:]] + [self.compute_end_ns or self.end_ns]
+        for (mark_ns, name), next_ns in zip(self.marks, ends_ns, strict=True):
+            if next_ns > mark_ns:
+                yield Event(Kind.BACKWARD, name, Stream.COMPUTE, self.step, mark_ns, next_ns - mark_ns)
+
+
+class _Enter(JobHook):
+    """A module's forward begins."""
+
+    def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int], *, owns: bool) -> None:
+        super().__init__(None)
+        self._now, self._name, self._starts_ns = now, name, starts_ns
+        self._order = watch.forward_order if owns and name not in watch.forward_order else None
+
+    def __call__(self, *_arguments: Any) -> None:
+        """Note when."""
+        if torch.compiler.is_compiling():
+            return
+        now = self._now
+        if now.phase == "enter":
+            now.phase = "forward"
+        if self._order is not None:
+            self._order.append(self._name)
+            self._order = None
+        if now.recording:
+            self._starts_ns.append(time.monotonic_ns())
+
+
+class _Leave(JobHook):
+    """A module's forward ends; its backward will begin where that of its output does."""
+
+    def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int]) -> None:
+        super().__init__(None)
+        self._watch, self._now, self._name, self._starts_ns = watch, now, name, starts_ns
+        self._begins = self._backward_begins  # bound once
+
+    def __call__(self, *arguments: Any) -> None:
+        """Note when, and ask to be called as the module's backward begins."""
+        now = self._now
+        if torch.compiler.is_compiling() or not now.recording:
+            return
+        end_ns = time.monotonic_ns()
+        _module, inputs, output = arguments
+        if self._starts_ns:
+            self._watch.noted.append((Kind.FORWARD, self._name, now.step, self._starts_ns.pop(), end_ns))
+        if not torch.is_grad_enabled():
+            return
+        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
+            node = tensor.grad_fn
+            if node is not None and not _holds(inputs, tensor):
+                self._watch.mark_begin(node, self._begins)
+
+    def _backward_begins(self, _gradients: Any) -> None:
+        under_way = self._watch.backward()
+        if under_way is not None:
+            under_way.marks.append((time.monotonic_ns(), self._name))
+
+
+class _Ready(JobHook):
+    """A parameter's gradient is complete."""
+
+    def __init__(self, watch: ModuleWatch, now: Now, name: str) -> None:
+        super().__init__(None)
+        self._watch, self._now, self._name = watch, now, name
+
+    def __call__(self, *_arguments: Any) -> None:
+        """Note when."""
+        now = self._now
+        if now.recording and self._watch.backward() is not None:
+            now_ns = time.monotonic_ns()
+            self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
+
+
+def _count_outputs(root: nn.Module) -> Callable[[], int]:
+    """Sum the bytes that the innermost modules put out, until the result is called."""
+    total = 0
+
+    def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        nonlocal total
+        total += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(output))
+
+    handles = [
+        module.register_forward_hook(JobHook(add))
+        for module in root.modules()
+        if not any(True for _ in module.children())
+    ]
+
+    def stop() -> int:
+        for handle in handles:
+            handle.remove()
+        return total
+
+    return stop
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+
+
+def _holds(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in ``value``."""
+    if value is tensor:
+        return True
+    if isinstance(value, (tuple, list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            if one is tensor or (one.__class__ is not torch.Tensor and _holds(one, tensor)):
+                return True
+    return False

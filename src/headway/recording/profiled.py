@@ -1,0 +1,113 @@
+"""Recording finer than modules: operators or a device's kernels, by torch's own profiler."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from headway.errors import UnsupportedError
+from headway.trace.events import Events, Ints, Kind, Stream
+
+Detail = Literal["modules", "operators", "kernels"]
+_EXCHANGES = 16
+
+
+class ProfiledSteps:
+    """Profiles a stretch of steps. Times come out on the monotonic clock, steps as the recorder counts them."""
+
+    def __init__(self, detail: Detail, folder: Path, rank: int, first_step: int) -> None:
+        assert detail != "modules"
+        self.detail = detail
+        self._path = folder / f"profile-{rank:05d}.json"
+        self._first_step = first_step
+        self._profiler: profile | None = None
+        self._ahead_ns = 0
+
+    def begin(self) -> None:
+        """Begin to profile; the first step begins now."""
+        activities = [ProfilerActivity.CPU]
+        if self.detail == "kernels":
+            activities.append(ProfilerActivity.CUDA)
+        self._ahead_ns = _wall_clock_ahead_ns()
+        self._profiler = profile(activities=activities, schedule=lambda _step: ProfilerAction.RECORD)
+        self._profiler.start()
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def end(self) -> None:
+        """Stop, and keep what was profiled beside the recording until it is read."""
+        if self._profiler is not None:
+            if self.detail == "kernels" and torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._path))
+            self._profiler = None
+
+    def events(self) -> Events:
+        """What was profiled: operators of the main thread, or everything that a device did.
+
+        Raises UnsupportedError where kernels were asked for and none ran.
+        """
+        from headway.interop.readers.foreign import Document
+        from headway.interop.readers.kineto.companions import Known
+        from headway.interop.readers.kineto.device import device_events
+        from headway.interop.readers.kineto.document import DEVICE, no_collections, parse
+        from headway.interop.readers.kineto.steps import steps_of
+
+        try:
+            with no_collections():
+                document = parse(Document(self._path.name, self._path.read_bytes()))
+        finally:
+            self._path.unlink(missing_ok=True)
+        steps = steps_of(document)
+        if self.detail == "kernels":
+            if not len(document.of_category(*DEVICE)):
+                raise UnsupportedError(
+                    "no kernels were recorded",
+                    expected="a job on a device that torch.profiler can trace",
+                    fix="Record a job on the CPU with --detail modules or operators.",
+                )
+            found, _ = device_events(document, steps, Known([], []))
+        else:
+            own = document.of_category("cpu_op")
+            own = own[document.threads(own) == steps.main_thread]
+            index = steps.of(document.start_ns[own])
+            own, index = own[index >= 0], index[index >= 0]
+            found = Events.from_columns(
+                kind=Kind.OPERATOR, stream=Stream.COMPUTE, name=document.name[own], step=steps.number[index],
+                start_ns=document.start_ns[own], duration_ns=document.duration_ns[own],
+            )  # fmt: skip
+        return self._on_own_clock(found)
+
+    def _on_own_clock(self, found: Events) -> Events:
+        enqueue_ns: Ints = np.where(found.enqueue_ns >= 0, found.enqueue_ns - self._ahead_ns, -1)
+        columns = {
+            name: getattr(found, name)
+            for name in ("kind", "name", "stream", "group", "sequence", "size_bytes")
+        }
+        columns |= {name: getattr(found, name) for name in ("bucket", "peer", "algorithm", "duration_ns")}
+        return Events.from_columns(
+            **columns,
+            step=found.step + self._first_step,
+            start_ns=found.start_ns - self._ahead_ns,
+            enqueue_ns=enqueue_ns,
+        )
+
+
+def _wall_clock_ahead_ns() -> int:
+    """By how much the profiler's clock, the wall clock, is ahead of the monotonic one: the quickest of a few looks."""
+    looks = []
+    for _ in range(_EXCHANGES):
+        before_ns = time.monotonic_ns()
+        wall_ns = time.time_ns()
+        after_ns = time.monotonic_ns()
+        looks.append((after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2))
+    return min(looks)[1]

@@ -1,0 +1,469 @@
+"""Recorder: observes one rank from ``init_process_group`` to the last step asked for, then writes its file."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import multiprocessing
+import multiprocessing.util
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from headway import files, torch_private
+from headway.clocks import aligned
+from headway.errors import HeadwayWarning, UnsupportedError
+from headway.recording.collectives import CollectiveTap
+from headway.recording.compiled import FORWARD_UNSEEN, MODULES_UNSEEN, unseen_uses
+from headway.recording.connections import ConnectionWatch
+from headway.recording.derive import (
+    StrategySpan,
+    collective_rows,
+    link_rows,
+    transfer_rows,
+    wait_rows,
+)
+from headway.recording.description import model_described, strategy_in_force, why_not_decoupled
+from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
+from headway.recording.memory import MemoryWatch
+from headway.recording.modules import ModuleWatch
+from headway.recording.now import Now
+from headway.recording.pauses import PauseWatch
+from headway.recording.profiled import Detail, ProfiledSteps
+from headway.recording.reads import ReadWatch
+from headway.recording.shapes import SHARDED, several_models, sharded_root
+from headway.recording.step_clock import StepClock
+from headway.recording.updates import UpdateWatch
+from headway.strategies.data_parallel.decoupled.kinds import name_of
+from headway.trace.events import Event, Events, Kind, Stream
+from headway.trace.folder import write_rank
+from headway.trace.format import ClockFit, RankInfo
+from headway.units import format_bytes
+
+MAX_ROWS = 5_000_000
+PATIENCE_S = 20.0  # with other ranks when a recording ends
+PATIENCE_WHEN_FAILED_S = 3.0  # where the job failed or was told to end
+
+_recordings = itertools.count()  # the same on every rank, for recordings begin on all of them
+
+
+class RecordOptions(BaseModel):
+    """What to record: optimizer steps ``first_step`` to ``last_step - 1``, and where rank files go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path
+    output: Path | None = None  # where the trace will be, for those who are told
+    first_step: int = Field(default=5, ge=1)
+    last_step: int = Field(default=25, ge=2)
+    clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
+    measure: bool = False  # whether ranks measure their links and machines when the last step is recorded
+    detail: Detail = "modules"
+
+
+class Recorder:
+    """One rank's recorder. ``attach`` once the default process group stands; the rest happens by itself.
+
+    The steps before ``first_step`` warm up (DDP rebuilds its buckets after the first). When the last step asked
+    for has ended every hook is removed, clocks are compared once more and the rank's file is written.
+    """
+
+    def __init__(self, options: RecordOptions) -> None:
+        self.options = options
+        self.finished = False
+        self.writing = False
+        self.in_order = True  # whether it ended because the job did, rather than failed
+        self.saw_every_step = False  # whether it ended with the last step asked for, as on other ranks
+        self.stock = False  # whether it recorded DDP by itself
+        self._now = Now()
+        self._rows: list[Event] = []
+        self._spans: list[StrategySpan] = []
+        self._reads = ReadWatch(self._now, self._rows.append)
+        self._watch = ModuleWatch(self._now, self._reads)
+        self._memory = MemoryWatch()
+        self._tap = CollectiveTap(self._now)
+        self._connections = ConnectionWatch()
+        self._pauses = PauseWatch(self._paused)
+        self._profiled: ProfiledSteps | None = None
+        self._handles: list[Any] = []
+        self._model: nn.Module | None = None
+        self._root: nn.Module | None = None
+        self._others: list[str] = []  # models that were wrapped and are not recorded
+        self._sharded = False  # by fully_shard, without a wrapper
+        self._undo: list[Callable[[], None]] = []
+        self._written: list[Callable[[], object]] = []
+        self._place = (0, 1)  # rank and world size, which nobody can ask for once the group is gone
+        self._process = os.getpid()
+        self._number = next(_recordings)
+        self._clocks = ClockComparison(self._number)
+        self._step_clock = StepClock()
+        self._updates = UpdateWatch(self._updated, self._update_begins)
+        self._boundary_ns = 0
+        self._original_next: Any = None
+
+    @property
+    def step(self) -> int:
+        """How many steps of the optimizer have ended."""
+        return self._now.step
+
+    # Attaching
+
+    def attach(self) -> None:
+        """Start observing this rank. Needs the default process group."""
+        self._place = dist.get_rank(), dist.get_world_size()
+        self._process = os.getpid()
+        if self.options.clock_server:
+            self._clocks.begin()
+        if self.options.detail != "modules":
+            place = (self.options.folder, dist.get_rank(), self.options.first_step)
+            self._profiled = ProfiledSteps(self.options.detail, *place)
+        self.resume()
+        atexit.register(self._finish_at_exit)
+        if (
+            multiprocessing.parent_process() is not None
+        ):  # its children may end without Python's exit handlers
+            multiprocessing.util.Finalize(None, self._finish_at_exit, exitpriority=0)
+
+    def resume(self) -> None:
+        """Lay every hook, for the first time or again after ``detach``."""
+        self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
+        self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        self._tap.attach()
+        self._pauses.attach()
+        self._reads.attach()
+        self._watch_input()
+        if self._model is not None and self._root is not None and self.options.detail != "kernels":
+            self._watch.attach(self._model, self._root)
+
+    def when_finished(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called when the recording is over."""
+        self._undo.append(undo)
+
+    def when_written(self, told: Callable[[], object]) -> None:
+        """Have ``told`` called, in the order of these calls, when this rank's file, or its status, is written."""
+        self._written.append(told)
+
+    def watch(self, model: nn.Module, root: nn.Module) -> None:
+        """Observe ``model``, whose parameters live in ``root``. Of several the one with the most gradients is recorded.
+
+        Raises UnsupportedError for a model on a device unless kernels are recorded.
+        """
+        if self.finished or model is self._model:
+            return
+        if self._root is not None and not self._gives_way(self._root, root):
+            return
+        on_device = any(parameter.device.type != "cpu" for parameter in root.parameters())
+        if on_device and self.options.detail != "kernels":
+            raise UnsupportedError(
+                "host clocks do not time work on a device",
+                got="parameters that are not on the CPU",
+                fix="Record with --detail kernels.",
+            )
+        self._model, self._root = model, root
+        self._step_clock.model_is(root)
+        self._reads.model_is(root)
+        if self.options.detail != "kernels":
+            self._watch.attach(model, root)
+            if not self._watch.unseen:
+                self._watch.count_activations(root)
+            self._watch_memory(first=True)
+
+    def _gives_way(self, recorded: nn.Module, root: nn.Module) -> bool:
+        """Whether the model recorded so far gives way to ``root``; the other one is noted."""
+        larger = _gradient_bytes(root) > _gradient_bytes(recorded) and self._now.step == 0
+        kept, other = (root, recorded) if larger else (recorded, root)
+        self._others.append(f"{type(other).__name__} ({format_bytes(_gradient_bytes(other))})")
+        message = (
+            f"more than one model was wrapped; {type(kept).__name__} is recorded by modules and gradients, "
+            f"{type(other).__name__} by what it communicates"
+        )
+        warnings.warn(message, HeadwayWarning, stacklevel=3)
+        if self._now.step == 0:
+            self._step_clock.another_is(other)
+        if larger:
+            self._memory.end()
+            self._watch.detach()
+            self._watch = ModuleWatch(self._now, self._reads)
+        return larger
+
+    def compiles(self, target: Any) -> None:
+        """Code is about to be compiled: leave no hook on modules that it may call. One inside would break it up."""
+        self._reads.leave_parameters()
+        model = self._model
+        target = getattr(target, "__self__", target)  # of a method
+        if model is None or self.finished or isinstance(target, torch.optim.Optimizer):
+            return
+        if not isinstance(target, nn.Module) or any(module is model for module in target.modules()):
+            self._watch.leave_modules(passes=True)
+        elif any(module is target for module in model.modules()):
+            self._watch.leave_modules(passes=False)
+
+    def compiled(self, target: Any, result: Any) -> None:
+        """``target`` has been compiled to ``result``, which is called in its place."""
+        if target is self._model and isinstance(result, nn.Module) and not self.finished:
+            self._watch.watch_passes(result)
+
+    def span(self, span: StrategySpan) -> None:
+        """Take a span that a strategy's runtime reports of itself: a collective, a wait or an update."""
+        if self._now.recording:
+            span.step = self._now.step
+            self._spans.append(span)
+
+    def _watch_input(self) -> None:
+        iterator = torch_private.data_loader_iterator()
+        original = self._original_next = iterator.__next__  # type: ignore[attr-defined]
+        recorder = self
+
+        def timed_next(loader: Any) -> Any:
+            if not recorder._now.recording:
+                return original(loader)
+            start_ns = time.monotonic_ns()
+            batch = original(loader)
+            recorder._put(Kind.INPUT, "data loader", start_ns, time.monotonic_ns())
+            return batch
+
+        iterator.__next__ = timed_next  # type: ignore[attr-defined]
+
+    # Steps
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._reads.looking_ends()
+        return self._updates.step_begins(name_of(optimizer), args, kwargs)
+
+    def _update_begins(self) -> None:
+        self._reads.looking_ends()  # a closure's backward may have been before it
+        self._memory.update_begins()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        now_ns = time.monotonic_ns()
+        now = self._now
+        self._updates.step_ends(name_of(optimizer), now_ns)
+        if self._step_clock.counts(optimizer):
+            self._step_ends(now_ns)
+        if now.recording:
+            self._reads.stepped()
+
+    def _step_ends(self, now_ns: int) -> None:
+        now = self._now
+        if now.recording:
+            self._put(Kind.STEP, f"step {now.step}", self._boundary_ns, now_ns)
+            self._connections.end_step(now.step, now_ns)
+            if self._profiled is not None:
+                self._profiled.end_step()
+        self._memory.end()
+        self._tap.release_finished()
+        now.step += 1
+        if now.step == 1 and self._model is None:
+            self._look_for_sharded()
+        self._watch_memory(first=False)
+        self._boundary_ns = now_ns
+        full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
+        now.recording = self.options.first_step <= now.step < self.options.last_step and not full
+        if now.step == self.options.first_step:
+            self._connections.begin(now_ns)
+            if self._profiled is not None:
+                self._profiled.begin()
+        if now.step >= self.options.last_step or full:
+            self.saw_every_step = not full
+            self.finish()
+
+    def _look_for_sharded(self) -> None:
+        """The first step has ended and no model was wrapped: see what ``fully_shard`` has made, if anything."""
+        root = sharded_root()
+        self._sharded = root is not None
+        if root is not None and self.options.detail != "kernels":
+            self._watch.watch_passes(root, phase="forward")
+            self._watch.watch_backward()
+
+    def _watch_memory(self, *, first: bool) -> None:
+        """Watch the last pass before those recorded, or the ``first`` where the second is that: DDP makes buckets anew.
+
+        With ``detail`` kernels nothing is watched.
+        """
+        if self._model is None or self._root is None or self.options.detail == "kernels":
+            return
+        last = self.options.first_step - 1
+        if not self._now.recording and (first if last <= 1 else self._now.step == last):
+            self._memory.arm(self._model, self._root)
+
+    def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
+        self._rows.append(Event(kind, name, Stream.COMPUTE, self._now.step, start_ns, end_ns - start_ns))
+
+    def _updated(self, name: str, start_ns: int, end_ns: int) -> None:
+        if self._now.recording:
+            self._put(Kind.OPTIMIZER, name, start_ns, end_ns)
+
+    def _paused(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
+        if self._now.recording:
+            self._put(kind, name, start_ns, end_ns)
+
+    # Finishing
+
+    def detach(self) -> None:
+        """Remove every hook; the job goes on as if it had never been observed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watch.detach()
+        self._memory.end()
+        self._pauses.detach()
+        self._reads.detach()
+        self._tap.detach()
+        if self._original_next is not None:
+            torch_private.data_loader_iterator().__next__ = self._original_next  # type: ignore[attr-defined]
+            self._original_next = None
+
+    def finish(self, patience_s: float | None = None) -> None:
+        """Stop, compare clocks once more and write this rank's file, or its status where no step was whole.
+
+        Waits up to ``patience_s``, or ``PATIENCE_S`` where that is None, for each thing that other ranks have to say.
+        A rank's forked child writes nothing.
+        """
+        if self.finished or os.getpid() != self._process:
+            return
+        self.writing = True
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        self.in_order = patience_s >= PATIENCE_S
+        self._stop(self._may_use_store())
+        try:
+            if any(row.kind == Kind.STEP for row in self._rows):
+                self._write(patience_s)
+            else:
+                self._write_status()
+        except Exception as failure:  # training must not end because its recording does
+            print(f"headway: rank {self._place[0]} could not write its recording: {failure}", file=sys.stderr)
+        self._forget()
+        while self._written:
+            self._written.pop(0)()
+        self.writing = False
+
+    def _finish_at_exit(self) -> None:
+        failed = getattr(sys, "last_value", None) is not None  # then others may be gone too
+        self.finish(PATIENCE_WHEN_FAILED_S if failed else None)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.writing and time.monotonic() < deadline:  # in another thread, which ends with this one
+            time.sleep(0.05)
+
+    def give_up(self) -> None:
+        """Stop and write nothing: the script failed, and nobody waits for this rank's file."""
+        if not self.finished:
+            self._stop(True)
+            self._forget()
+
+    def _stop(self, may_use_store: bool) -> None:
+        self.finished = True
+        self._now.recording = False
+        if may_use_store:
+            publish_connections(self._number, self._connections)
+        if self._profiled is not None:
+            self._profiled.end()
+        self.detach()
+        atexit.unregister(self._finish_at_exit)
+        while self._undo:
+            self._undo.pop()()
+
+    def _forget(self) -> None:
+        # What a model holds, its process group among it, must go when the script lets go of it.
+        self._model = self._root = None
+        self._step_clock.forget()
+        self._reads.forget()
+        self._rows.clear()
+        self._watch.forget()
+        self._tap.observed.clear()
+        self._connections.close()
+        self._clocks.close()
+
+    def _write(self, patience_s: float) -> None:
+        rank, world_size = self._place
+        fit = self._clocks.end(rank, world_size, patience_s)
+        events = self._rows + self._watch.rows()
+        events += unseen_uses(events, self._watch.unseen)
+        model = model_described(
+            self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
+        )
+        events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
+        peers = {}
+        if self._may_use_store():
+            peers = connection_peers(self._number, self._connections, rank, world_size, patience_s)
+        events += link_rows(self._connections.uses, peers)
+        events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
+        last = self.options.last_step
+        kept = [row for row in events if self.options.first_step <= row.step < last]
+        recorded = self._with_profile(kept, fit)
+        buckets, strategy = strategy_in_force(self._model)
+        self.stock = "ddp" in strategy
+        info = RankInfo(
+            rank=rank,
+            host=os.environ.get("HEADWAY_HOST") or socket.gethostname(),
+            pid=os.getpid(),
+            world_size=world_size,
+            backend=dist.get_backend() if dist.is_initialized() else "gloo",
+            version=str(torch.__version__),
+            clock=fit,
+            strategy=strategy,
+            buckets=buckets,
+            notes=self._notes(events),
+            other_models=tuple(self._others),
+            fully_sharded=self._sharded,
+            why_not_decoupled=why_not_decoupled(
+                self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
+            ),
+        )
+        write_rank(self.options.folder, info, model, recorded)
+
+    def _notes(self, rows: list[Event]) -> tuple[str, ...]:
+        """What a reader of the recording must know."""
+        notes = []
+        if self._others:
+            notes.append(several_models(self._others))
+        if self._sharded:
+            notes.append(SHARDED)
+        if self._watch.unseen:
+            notes.append(MODULES_UNSEEN)
+            if self._forward_unseen(rows):
+                notes.append(FORWARD_UNSEEN)
+        return tuple(notes)
+
+    def _forward_unseen(self, rows: list[Event]) -> bool:
+        return bool(self._watch.unseen) and not any(row.kind == Kind.FORWARD_PASS for row in rows)
+
+    def _with_profile(self, rows: list[Event], fit: ClockFit) -> Events:
+        """The rows on rank 0's clock, and what was profiled besides; of a device's time only the profile tells."""
+        if self._profiled is not None and self.options.detail == "kernels":
+            rows = [row for row in rows if row.kind in (Kind.LINK, Kind.DELIVERY_RATE)]
+        parts = [Events.from_rows(rows)]
+        if self._profiled is not None:
+            parts.append(self._profiled.events())
+        return aligned(Events.concatenated(parts), fit)
+
+    def _write_status(self) -> None:
+        rank, world_size = self._place
+        status = {
+            "rank": rank,
+            "world_size": world_size,
+            "steps": self._now.step,
+            "model": self._model is not None,
+        }
+        files.write_text(self.options.folder / f"status-{rank:05d}.json", json.dumps(status))
+
+    def _may_use_store(self) -> bool:
+        """Where a job fails, the file that its ranks met in may go at any time."""
+        return self.in_order or not torch_private.kept_in_a_file()
+
+
+def _gradient_bytes(root: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)

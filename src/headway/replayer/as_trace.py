@@ -1,0 +1,109 @@
+"""A replay as a trace: what was simulated, in the form of what is recorded, so that the same diagnosis reads it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from headway.graph.build import Stretch
+from headway.graph.timeline import Part
+from headway.replayer.replayer import Replayer, ReplayResult
+from headway.trace.events import Event, Events, Kind, Stream
+from headway.trace.format import Manifest, RankInfo, Trace
+
+_PASS_KIND = {
+    Part.FORWARD: Kind.FORWARD_PASS,
+    Part.BACKWARD: Kind.BACKWARD_PASS,
+    Part.FINALIZE: Kind.BACKWARD_PASS,
+}
+_SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.READ: Kind.READ, Part.OPTIMIZER: Kind.OPTIMIZER}
+
+
+def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
+    """The replayed steps as a trace. Step 0 is the one played to get under way, and is left out.
+
+    Of a folded replay it has the ranks that stand for all.
+    """
+    rows: dict[int, list[Event]] = defaultdict(list)
+    by_rank: dict[int, list[Stretch]] = defaultdict(list)
+    for stretch in result.graph.stretches:
+        by_rank[stretch.rank].append(stretch)
+    for rank, stretches in by_rank.items():
+        rows[rank] = _main_thread(stretches, result) + _steps(rank, result)
+    for work in result.graph.works:
+        start_ns, end_ns = (
+            int(times[work.operation]) for times in (result.schedule.start_ns, result.schedule.end_ns)
+        )
+        update = _span(Kind.UPDATE, f"bucket {work.bucket}", work.step, start_ns, end_ns, work.bucket)
+        rows[work.rank].append(update._replace(stream=Stream.COMMUNICATION))
+    for number, collective in enumerate(result.graph.collectives):
+        begins = result.schedule.end_ns[collective.begins]
+        ends = result.schedule.end_ns[collective.ends]
+        for rank, (begin_ns, end_ns) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+            rows[rank].append(
+                Event(
+                    Kind.COLLECTIVE, collective.name, Stream.COMMUNICATION, collective.step, begin_ns,
+                    end_ns - begin_ns, begin_ns, "replay", number, collective.size_bytes, collective.bucket,
+                    algorithm=collective.selection.algorithm,
+                )
+            )  # fmt: skip
+    steps = tuple(sorted(result.graph.boundaries))[1:]
+    ranks = result.graph.ranks
+    hosts = replayer.cluster.resized(ranks).hosts
+    host_of = [host.name for host in hosts for _ in range(host.workers)]
+    infos = tuple(
+        RankInfo(
+            rank=rank, host=host_of[rank], pid=0, world_size=ranks, backend="replay", version="",
+            buckets=tuple(bucket.parameters for bucket in result.graph.schedule.buckets),
+        )
+        for rank in sorted(rows)
+    )  # fmt: skip
+    return Trace(
+        path=Path("replay"),
+        manifest=Manifest(world_size=ranks, steps=steps, ranks=infos),
+        model=replayer.trace.model,
+        events={rank: Events.from_rows([row for row in own if row.step > 0]) for rank, own in rows.items()},
+    )
+
+
+def _main_thread(stretches: list[Stretch], result: ReplayResult) -> list[Event]:
+    rows: list[Event] = []
+    open_pass: Event | None = None
+    before_ns = 0
+    for stretch in stretches:
+        start_ns = int(result.schedule.start_ns[stretch.operation])
+        end_ns = int(result.schedule.end_ns[stretch.operation])
+        under_forward = stretch.part == Part.OPTIMIZER and stretch.bucket >= 0
+        if open_pass and not under_forward and _PASS_KIND.get(stretch.part) != open_pass.kind:
+            rows.append(open_pass)
+            open_pass = None
+        if stretch.waited_for and start_ns > before_ns:
+            rows.append(
+                _span(Kind.WAIT, stretch.wait_name, stretch.step, before_ns, start_ns, stretch.bucket)
+            )
+        if stretch.part in _PASS_KIND:
+            if open_pass is None:
+                open_pass = _span(_PASS_KIND[stretch.part], "", stretch.step, start_ns, end_ns)
+            open_pass = open_pass._replace(duration_ns=end_ns - open_pass.start_ns)
+        elif under_forward:
+            rows.append(
+                _span(Kind.UPDATE, f"bucket {stretch.bucket}", stretch.step, start_ns, end_ns, stretch.bucket)
+            )
+        elif stretch.part in _SPAN_KIND and end_ns > start_ns:
+            rows.append(_span(_SPAN_KIND[stretch.part], stretch.part, stretch.step, start_ns, end_ns))
+        before_ns = end_ns
+    return rows + ([open_pass] if open_pass else [])
+
+
+def _steps(rank: int, result: ReplayResult) -> list[Event]:
+    rows = []
+    before_ns = 0
+    for step in sorted(result.graph.boundaries):
+        end_ns = int(result.schedule.end_ns[result.graph.boundaries[step][rank]])
+        rows.append(_span(Kind.STEP, f"step {step}", step, before_ns, end_ns))
+        before_ns = end_ns
+    return rows
+
+
+def _span(kind: str, name: str, step: int, start_ns: int, end_ns: int, bucket: int = -1) -> Event:
+    return Event(kind, name, Stream.COMPUTE, step, start_ns, end_ns - start_ns, bucket=bucket)

@@ -1,0 +1,69 @@
+"""The steps that every rank of a replay takes: its own where it was recorded, those of others where it was not.
+
+Ranks that were not recorded repeat the recorded ones, from another step on: were all in the same step at a time, nobody
+would ever wait longer for the slowest of many than for that of a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from headway.cluster import Cluster
+from headway.graph.timeline import Point, Timeline
+from headway.replayer.folding import period_of
+from headway.replayer.size import operations_of
+from headway.scheduling.buckets import BucketSchedule
+
+MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
+LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
+
+Recorded = Mapping[int, Sequence[Timeline]]
+
+
+def draws_of(recorded: Recorded, cluster: Cluster, schedule: BucketSchedule) -> int:
+    """How often the recorded ranks are drawn, each time from another step on, before they repeat.
+
+    As often as the workers of ``cluster`` need and as there are steps, where so many ranks can be played in good time.
+    """
+    rounds = -(-cluster.world_size // len(recorded))
+    steps = len(recorded[min(recorded)])
+    if rounds == 1 or steps == 1 or not _alike(recorded):
+        return 1
+    a_rank = operations_of([recorded[min(recorded)]], cluster, schedule)
+    for draws in range(min(rounds, steps), 1, -1):
+        if a_rank * period_of(cluster, draws * len(recorded)) <= MOST_OPERATIONS:
+            return draws
+    return 1
+
+
+def ranks_of(recorded: Recorded, draws: int, computes: Iterable[float]) -> list[list[Timeline]]:
+    """One list of timelines a rank, whose computation takes so many times as long, the first of them twice."""
+    names = sorted(recorded)
+    ranks = []
+    for rank, compute in enumerate(computes):
+        timelines = recorded.get(rank) or recorded[names[rank % len(names)]]
+        first = 0 if rank in recorded else rank // len(names) % draws
+        own = [*timelines[first:], *timelines[:first]]
+        if compute != 1.0:
+            own = [timeline.scaled(compute) for timeline in own]
+        ranks.append([own[0], *own])
+    return ranks
+
+
+def may_fold(recorded: Recorded) -> bool:
+    """Whether rank ``r`` takes the steps of rank ``r`` modulo the number of recorded ranks."""
+    return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
+
+
+def _alike(recorded: Recorded) -> bool:
+    """Whether all steps launch the same, so that ranks may be in different ones at a time."""
+    launches = {
+        tuple(
+            sorted(
+                (item.kind, item.name, item.size_bytes) for item in timeline.items if item.kind in LAUNCHING
+            )
+        )
+        for timelines in recorded.values()
+        for timeline in timelines
+    }
+    return len(launches) == 1

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tests.models import layered_model
+from tests.replayer.test_replayer import as_bucketed, cluster_of, job
+from tests.synthetic import synthetic_trace
+
+from headway.cli.optimize import doubts_of
+from headway.cluster import AlgorithmCost
+from headway.errors import UserError
+from headway.graph.step_profile import profile_of
+from headway.optimization.search import TIE, candidate_strategies, plan_of, search
+from headway.planning.bounds import step_bound
+from headway.planning.planner import plan
+from headway.replayer.replayer import Replayer
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.trace.events import Kind
+
+
+@pytest.fixture(scope="module")
+def replayer() -> Replayer:
+    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    return Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+
+
+def test_candidates_decide_on_different_buckets() -> None:
+    model = layered_model(8, numel=100_000)
+    decided = [(s.name, s.decide(model)) for s in candidate_strategies(model)]
+    assert len(set(decided)) == len(decided)
+    forms = {(name, schedule.gather) for name, schedule in decided}
+    assert forms == {("ddp", "gradients"), ("decoupled", "gradients"), ("decoupled", "parameters")}
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        DistributedDataParallelStrategy(bucket_cap_mb=0.3),
+        DistributedDataParallelStrategy(),
+        DecoupledStrategy(bucket_cap_bytes=123_456),
+        DecoupledStrategy(bucket_cap_bytes=2**18).spelled_out(layered_model(8, numel=100_000)),
+    ],
+)
+def test_the_recorded_strategy_is_the_first_candidate(recorded: Strategy) -> None:
+    model = layered_model(8, numel=100_000)
+    found = list(candidate_strategies(model, recorded))
+    assert found[0].decide(model) == recorded.decide(model)
+    assert found[0].name == recorded.name
+    decided = [(s.name, s.decide(model)) for s in found]
+    assert len(set(decided)) == len(decided)
+
+
+def test_servers_are_offered_where_a_probe_has_measured_them(replayer: Replayer) -> None:
+    assert not any(isinstance(c.strategy, ParameterServerStrategy) for c in search(replayer).candidates)
+    probed = replayer.cluster.model_copy(
+        update={"algorithms": {**replayer.cluster.algorithms, "servers": AlgorithmCost(byte_factor=1.1)}}
+    )
+    found = search(Replayer(replayer.trace, probed)).candidates
+    offered = [c for c in found if isinstance(c.strategy, ParameterServerStrategy)]
+    assert offered
+    assert all("parameter_server instead of ddp" in c.changes for c in offered)
+
+
+def test_a_hand_tuned_job_is_not_given_something_slower(replayer: Replayer) -> None:
+    found = search(replayer)
+    assert replayer.recorded_strategy in [candidate.strategy for candidate in found.candidates]
+    recorded = next(c for c in found.candidates if c.strategy == replayer.recorded_strategy)
+    assert (
+        recorded.predicted_ms == pytest.approx(found.baseline_ms) == pytest.approx(replayer.recorded_step_ms)
+    )
+    before = found.candidates[: found.candidates.index(recorded)]
+    assert all(candidate.predicted_ms <= found.baseline_ms for candidate in before)
+
+
+def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> None:
+    seen: list[tuple[int, int]] = []
+    found = search(replayer, lambda done, of: seen.append((done, of)))
+    times = [candidate.predicted_ms for candidate in found.candidates]
+    assert all(later >= (1 - TIE) * earlier for earlier, later in itertools.pairwise(times))
+    assert times[0] <= (1 + TIE) * min(times)
+    assert times[0] >= 0.999 * found.bound_ms
+    assert seen[-1][0] == seen[-1][1] == len(found.candidates)
+    assert found.best(DistributedDataParallelStrategy).predicted_ms >= min(times)
+
+
+def test_the_planners_schedules_are_replayed_and_none_of_a_fixed_cap_is_better(replayer: Replayer) -> None:
+    model, profile = replayer.trace.model, profile_of(replayer.timelines)
+    planned = plan(model, profile, replayer.cluster).schedules
+    found = search(replayer)
+    times = {c.strategy.decide(model): c.predicted_ms for c in found.candidates if c.strategy.name != "ddp"}
+    assert all(each.schedule in times for each in planned)
+    assert min(times[each.schedule] for each in planned) <= 1.002 * min(times.values())
+    for each in planned:
+        assert times[each.schedule] == pytest.approx(each.step_ns / 1e6, rel=0.02)
+    gathered = [c for c in found.candidates if "parameters are gathered" in c.changes]
+    assert gathered
+    assert gathered[0].name.startswith("decoupled")
+
+
+def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:
+    bound = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
+    best = search(replayer).best(DistributedDataParallelStrategy)
+    assert best.predicted_ms >= 0.999 * bound.all_reduce_ms
+    assert bound.decoupled_ms <= bound.all_reduce_ms
+
+
+def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: Replayer) -> None:
+    found = search(replayer)
+    plan = plan_of(found.best(DecoupledStrategy), replayer)
+    plan.check(replayer.trace.model, replayer.trace.world_size)
+    assert plan.prediction is not None
+    assert plan.prediction.step_ms == found.best(DecoupledStrategy).predicted_ms
+    assert replayer.expect(replayer.replay(plan.strategy)).step_ms == plan.prediction.step_ms
+    assert plan.prediction.baseline_ms == replayer.recorded_step_ms
+
+
+def test_gains_are_counted_from_the_record_where_its_replay_is_too_slow(replayer: Replayer) -> None:
+    hosts = tuple(
+        host.model_copy(update={"up_gbps": 0.6 * host.up_gbps, "down_gbps": 0.6 * host.down_gbps})
+        for host in replayer.cluster.hosts
+    )
+    slow = Replayer(replayer.trace, replayer.cluster.model_copy(update={"hosts": hosts}))
+    found = search(slow)
+    assert found.replayed_ms > 1.05 * found.baseline_ms == 1.05 * slow.recorded_step_ms
+    best = found.best(DecoupledStrategy)
+    assert best.expected.speedup == found.baseline_ms / slow.replay(best.strategy).step_ms
+    recorded = next(c for c in found.candidates if not c.changed)
+    assert recorded.expected.speedup == pytest.approx(1.0)
+    assert all(c.uncertainty_ms >= 0.05 * c.predicted_ms for c in found.candidates)
+
+
+def test_plans_that_cannot_be_told_apart_are_named(replayer: Replayer) -> None:
+    found = search(replayer)
+    best = found.candidates[0]
+    like = found.like(best)
+    assert best not in like
+    assert 0 < len(like) < len(found.candidates) - 1
+    near_ms = max(abs(each.predicted_ms - best.predicted_ms) for each in like)
+    assert near_ms <= max(each.uncertainty_ms for each in (best, *like))
+    said = doubts_of(best, like)
+    assert said[-1].startswith(f"It cannot be told apart, by ±, from: {like[0].name}")
+    assert doubts_of(best, ()) == ["That is no more than ±: the job may be no faster for it."] * (
+        best.changed and best.expected.may_gain_nothing
+    )
+
+
+def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:
+    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    trace = as_bucketed(synthetic_trace(one))
+    for events in trace.events.values():
+        events.name[events.kind == Kind.OPTIMIZER] = "own.Shampoo"
+    found = search(Replayer(trace, cluster_of(one)))
+    assert {candidate.strategy.name for candidate in found.candidates} == {"ddp"}
+    with pytest.raises(UserError, match=r"no plan of that strategy: own\.Shampoo may look"):
+        found.best(DecoupledStrategy)

@@ -1,0 +1,123 @@
+"""Synthetic jobs for the planner, and what full replay says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.cluster import AlgorithmCost, Cluster, Host
+from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.step_profile import LayerTimes, StepProfile, profile_of_layers
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.model import ModelSpec, ParameterSpec
+from headway.scheduling.buckets import BucketSchedule
+from headway.simulation.engine import play
+from headway.strategies.data_parallel.decoupled.dataflow import Dataflow
+
+MS = 1_000_000
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A model, the profile of its step, and a cluster."""
+
+    model: ModelSpec
+    profile: StepProfile
+    cluster: Cluster
+
+
+def layered_job(
+    sizes_bytes: list[int],
+    *,
+    forward_ms: float = 30.0,
+    communication: float = 1.0,
+    world_size: int = 4,
+    workers_a_host: int = 1,
+    latency_us: float = 20.0,
+    overhead_us: float = 100.0,
+    optimizer_ms: float = 4.0,
+    rest_ms: float = 1.0,
+    seed: int = 0,
+) -> PlannedJob:
+    """A model with one layer for each of ``sizes_bytes``, each a weight and a small bias; backward takes twice forward.
+
+    ``communication`` is the time of one way of all bytes, in units of the backward.
+    """
+    random = np.random.default_rng(seed)
+    shares = random.uniform(0.5, 1.5, len(sizes_bytes))
+    times_ns = shares / shares.sum() * forward_ms * MS
+    names = [f"layer{index}" for index in range(len(sizes_bytes))]
+    parameters = tuple(
+        ParameterSpec(name=f"{name}.{kind}", shape=(max(1, numel),), dtype="float32", module=name)
+        for name, size in zip(names, sizes_bytes, strict=True)
+        for kind, numel in (("weight", size // 4), ("bias", 16))
+    )
+    layers = [
+        LayerTimes(name, (f"{name}.weight", f"{name}.bias"), round(time_ns), round(2 * time_ns))
+        for name, time_ns in zip(names, times_ns, strict=True)
+    ]
+    profile = profile_of_layers(
+        layers, tail_ns=round(0.3 * MS), rest_ns=round(rest_ms * MS), optimizer_ns=round(optimizer_ms * MS)
+    )
+    model = ModelSpec(parameters=parameters, forward_order=tuple(names), ready_order=tuple(profile.ready_ns))
+    one_way = model.size_bytes * (world_size - 1) / world_size
+    gbps = one_way * 8 / (communication * 2 * forward_ms * MS)
+    cluster = cluster_of(world_size, gbps, workers_a_host, latency_us, overhead_us)
+    return PlannedJob(model, profile, cluster)
+
+
+def cluster_of(
+    world_size: int, gbps: float, workers_a_host: int, latency_us: float, overhead_us: float
+) -> Cluster:
+    hosts = tuple(
+        Host(name=f"host{index}", workers=workers_a_host, up_gbps=gbps, down_gbps=gbps)
+        for index in range(world_size // workers_a_host)
+    )
+    algorithms = {
+        "ring": AlgorithmCost(overhead_us=overhead_us),
+        "deferred_update": AlgorithmCost(overhead_us=overhead_us / 2),
+        "step_call": AlgorithmCost(overhead_us=overhead_us),
+    }
+    return Cluster(
+        hosts=hosts, latency_us=latency_us, local_gbps=8 * gbps, local_latency_us=5.0, algorithms=algorithms
+    )
+
+
+def timeline_of(profile: StepProfile, rank: int, step: int) -> Timeline:
+    """The profile as a rank's step without waits."""
+    uses = sorted(profile.needs_ns.items(), key=lambda pair: pair[1])
+    readies = sorted(profile.ready_ns.items(), key=lambda pair: pair[1])
+    items = [
+        *_along(Part.FORWARD, Point.USE, uses, profile.forward_ns),
+        Item(Part.REST, "", profile.between_ns),
+        *_along(Part.BACKWARD, Point.READY, readies, profile.backward_ns),
+        Item(Point.BACKWARD_END),
+        Item(Part.REST, "", profile.tail_ns),
+        Item(Point.STEP),
+        Item(Part.OPTIMIZER, "", profile.optimizer_ns),
+        Item(Part.REST, "", profile.rest_ns),
+    ]
+    return Timeline(rank, step, tuple(items))
+
+
+def _along(part: str, point: str, moments: list[tuple[str, int]], length_ns: int) -> list[Item]:
+    items = []
+    before = 0
+    for name, moment in moments:
+        items += [Item(part, "", moment - before), Item(point, name)]
+        before = moment
+    return [*items, Item(part, "", length_ns - before)]
+
+
+def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> float:
+    """What the full engine says: the last of ``steps`` steps, over all ranks."""
+    graph = GraphBuilder(job.cluster, job.model, schedule)
+    ranks = [
+        [timeline_of(job.profile, rank, step) for step in range(steps)]
+        for rank in range(job.cluster.world_size)
+    ]
+    walk_timelines(graph, Dataflow(graph), ranks)
+    played = play(graph.close())
+    ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
+    return float(ends[-1] - ends[-2])

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from headway.graph.step_profile import LayerTimes
+from headway.graph.timeline import Part, Point
+from headway.model import ModelSpec, ParameterSpec
+from headway.models.catalogue import MODELS
+from headway.models.devices import DEVICES
+from headway.prediction.optimizers import OPTIMIZERS
+from headway.prediction.workload import Workload, workload_of_table
+
+
+def tied_workload() -> Workload:
+    """Two layers of which the second uses the first one's parameter as well."""
+    parameters = tuple(
+        ParameterSpec(name=name, shape=(10,), dtype="float32", module=name[0]) for name in ("a.w", "b.w")
+    )
+    layers = (LayerTimes("a", ("a.w",), 10, 20), LayerTimes("b", ("b.w", "a.w"), 30, 60))
+    return Workload("tied", "1 sample", 1, "invented", ModelSpec(parameters=parameters), layers, 7)
+
+
+def test_a_gradient_is_ready_when_backward_is_done_with_all_that_use_it() -> None:
+    items = tied_workload().timeline(rank=3, step=2).items
+    ready = [item.name for item in items if item.kind == Point.READY]
+    assert ready == ["b.w", "a.w"]
+    assert [item.name for item in items if item.kind == Point.USE] == ["a", "b"]
+    assert sum(item.duration_ns for item in items) == tied_workload().computation_ns == 127
+    assert [item.kind for item in items[-3:]] == [Point.BACKWARD_END, Point.STEP, Part.OPTIMIZER]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_table_on_every_device_readies_every_gradient_once(name: str, device: str) -> None:
+    workload = workload_of_table(MODELS[name](), DEVICES[device], OPTIMIZERS["adam"])
+    ready = [item.name for item in workload.timeline().items if item.kind == Point.READY]
+    assert sorted(ready) == sorted(workload.spec.by_name)
+    assert workload.spec.optimizer_state_bytes == 2 * workload.spec.size_bytes
+    assert workload.computation_ns > 1_000_000
+
+
+@pytest.mark.parametrize(("name", "count"), [("vgg16", 138_357_544), ("gpt2", 124_439_808)])
+def test_models_have_as_many_parameters_as_published(name: str, count: int) -> None:
+    assert MODELS[name]().parameter_count == count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_an_optimizer_holds_counts_for_tables_as_for_functions(name: str) -> None:
+    for optimizer, states, temporaries in (("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 1)):
+        spec = workload_of_table(MODELS[name](), DEVICES["a100"], OPTIMIZERS[optimizer]).spec
+        assert spec.optimizer_state_bytes == states * spec.size_bytes
+        assert spec.pass_memory is not None
+        assert spec.pass_memory.update_bytes == temporaries * spec.size_bytes

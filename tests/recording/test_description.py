@@ -1,0 +1,41 @@
+"""What a recording says of the model and its wrapper."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.recording.description import why_not_decoupled
+
+
+def wrapper_of(module: nn.Module, **attributes: Any) -> Any:
+    """What is looked at of a DistributedDataParallel, which needs a process group."""
+    return SimpleNamespace(module=module, mixed_precision=None, **{"static_graph": False, **attributes})
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "unseen", "said"),
+    [
+        (wrapper_of(nn.Linear(2, 2)), False, ""),
+        (wrapper_of(nn.Linear(2, 2)), True, "the model was compiled after it was wrapped"),
+        (wrapper_of(nn.Linear(2, 2), static_graph=True), False, "static_graph=True is not supported"),
+        (wrapper_of(compiled_in_place()), False, "modules that are compiled in place are not supported"),
+        (wrapper_of(nn.Linear(2, 2, dtype=torch.complex64)), False, "a parameter"),
+        (None, False, ""),
+    ],
+    ids=["plain", "compiled around", "static graph", "compiled in place", "complex", "none"],
+)
+def test_why_a_wrapper_cannot_be_decoupled(model: Any, unseen: bool, said: str) -> None:
+    found = why_not_decoupled(model, compiled_around=unseen)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)

@@ -1,0 +1,92 @@
+"""Folded replays say what unfolded ones do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.replayer.test_replayer import as_bucketed, cluster_of, job
+from tests.synthetic import synthetic_trace
+
+from headway.cluster import Cluster, Host
+from headway.collectives.algorithms import ALGORITHMS, ALL_REDUCE, KINDS, SERVERS, program_of
+from headway.replayer.folding import period_of
+from headway.replayer.replayer import Replayer
+from headway.replayer.what_if import WhatIf
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+
+STRATEGIES: list[Strategy] = [
+    DistributedDataParallelStrategy(bucket_cap_mb=0.3),
+    DecoupledStrategy(bucket_cap_bytes=2**19, gather="gradients"),
+    DecoupledStrategy(bucket_cap_bytes=2**19, gather="parameters", channels=2),
+]
+
+
+def hosts(*shapes: tuple[int, float]) -> Cluster:
+    return Cluster(
+        hosts=tuple(
+            Host(name=f"host{number}", workers=workers, up_gbps=gbps, down_gbps=gbps)
+            for number, (workers, gbps) in enumerate(shapes)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "timelines", "period"),
+    [
+        (hosts(*[(1, 1.0)] * 8), 1, 1),
+        (hosts(*[(1, 1.0)] * 8), 2, 2),
+        (hosts(*[(1, 1.0)] * 8), 3, 8),
+        (hosts(*[(4, 1.0)] * 8), 2, 4),
+        (hosts(*[(2, 1.0)] * 6), 4, 4),
+        (hosts(*[(2, 1.0), (1, 1.0)] * 4), 1, 3),
+        (hosts(*[(2, 1.0), (2, 2.0)] * 4), 2, 4),
+        (hosts(*[(1, 1.0)] * 7, (1, 0.5)), 1, 8),
+        (hosts((8, 1.0)), 2, 2),
+    ],
+)
+def test_everything_repeats_after_as_many_ranks(cluster: Cluster, timelines: int, period: int) -> None:
+    assert period_of(cluster, timelines) == period
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [(a, k) for a in ALGORITHMS for k in KINDS if a != SERVERS or k == ALL_REDUCE],
+)
+def test_all_programs_can_be_folded(algorithm: str, kind: str) -> None:
+    assert program_of(algorithm, kind)(0, 4).rotates
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    workers=st.sampled_from([2, 4, 6, 8, 12, 16]),
+    a_host=st.sampled_from([1, 2]),
+    strategy=st.sampled_from(STRATEGIES),
+    slow_ms=st.sampled_from([0.0, 8.0]),
+    gbps=st.sampled_from([0.3, 1.0, 20.0]),
+)
+def test_folding_changes_nothing(
+    workers: int, a_host: int, strategy: Strategy, slow_ms: float, gbps: float
+) -> None:
+    one = job(steps=2, gbps=gbps, slow={(1, "backward"): slow_ms})
+    cluster = cluster_of(one).model_copy(update={"latency_us": 40.0})
+    if a_host == 2:
+        cluster = Cluster(hosts=(cluster.hosts[0].model_copy(update={"workers": 2}),), latency_us=40.0)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster)
+    asked = WhatIf(workers=workers)
+    folded, unfolded = (replayer.replay(strategy, asked, fold=fold) for fold in (True, False))
+    # Two recorded ranks, each drawn from both steps on.
+    assert folded.graph.ranks == (workers if workers % 4 else 4)
+    assert unfolded.graph.ranks == workers
+    assert folded.operations == pytest.approx(unfolded.operations * folded.graph.ranks / workers)
+    assert folded.step_times_ms == pytest.approx(unfolded.step_times_ms, rel=1e-4)
+
+
+def test_thousands_of_workers_are_replayed() -> None:
+    one = job()
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    small, large = (replayer.replay(what_if=WhatIf(workers=workers)) for workers in (64, 4096))
+    assert large.step_ms >= small.step_ms
+    assert large.graph.world_size == 4096
