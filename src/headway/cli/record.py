@@ -22,8 +22,8 @@ from headway.integrations.launch import Ended, injected_environment, run_command
 from headway.integrations.reports import Report
 
 if TYPE_CHECKING:
-    from headway.trace.format import Trace
     from headway.recording.place import Recording
+    from headway.trace.format import Trace
 
 FIRST_STEP, LAST_STEP = 5, 25
 OUTCOME_WITHIN_S = 120.0  # of the command's end, in which another launcher assembles
