@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from headway.trace.events import Kind
 from headway.recording.modules import ModuleWatch
 from headway.recording.now import Now
+from headway.trace.events import Kind
 
 # What works in place puts out what it was given, and counts with what comes before it.
 MARKED = ["(loss)", "2", "0"]
