@@ -2,9 +2,9 @@
 
     python benchmarks/fuzz_readers.py [--quick] [--only JOB] [--json FILE]
 
-Ten thousand cases (300 with --quick) by two processes. Each takes the fixtures of one job of tests/trace/readers, harms
-one or two of its documents (bytes, JSON values, fields of messages, what is stored of a compressed file), imports the
-whole strictly or leniently, and diagnoses what came of it. Case N is the same each time: `python -c "from
+Ten thousand cases (300 with --quick) by two processes. Each takes the fixtures of one job of tests/interop/readers,
+harms one or two of its documents (bytes, JSON values, fields of messages, what is stored of a compressed file), imports
+the whole strictly or leniently, and diagnoses what came of it. Case N is the same each time: `python -c "from
 tests.interop.readers.fuzzing.cases import *; print(run_case(make_case(random.Random(N), JOB)))"`.
 """
 

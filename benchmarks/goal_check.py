@@ -24,13 +24,15 @@ import numpy as np
 from common import parse_arguments, report
 
 from headway.cluster import Cluster, Host
-from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.build import GraphBuilder
 from headway.graph.goal import GoalWriter
+from headway.graph.step_layout import lay_out_ranks
+from headway.job import Job
 from headway.prediction.models import workload_named
 from headway.prediction.strategies import strategies_named
 from headway.simulation.engine import play
 from headway.simulation.operations import Dataflow
-from headway.strategies.loading import driver
+from headway.strategies.registry import plugin_of
 
 MODELS = ("resnet50", "bert-base", "vgg16")
 PLANS = ("ddp", "decoupled:gather=parameters", "decoupled:gather=gradients", "parameter_server")
@@ -117,12 +119,12 @@ def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphB
     cluster = Cluster(hosts=hosts, latency_us=links.latency_us)
     workload = workload_named(model, None, "momentum")
     strategy = strategies_named((plan,), workload)[plan]
-    graph = GraphBuilder(cluster, workload.spec, strategy.decide(workload.spec))
+    graph = GraphBuilder(cluster, workload.spec, strategy.decide(Job.of(workload.spec)))
     ranks = [
         [workload.timeline(rank, step).scaled(1 + UNEVEN * rank) for step in range(STEPS)]
         for rank in range(workers)
     ]
-    walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph), ranks)
     return graph, graph.close()
 
 

@@ -110,13 +110,13 @@ def _predict(ranks: int) -> dict[str, Any]:
     begin = time.perf_counter()
     from headway.prediction.clusters import cluster_named
     from headway.prediction.models import workload_named
-    from headway.prediction.replayed import lay_out
+    from headway.replayer.simulate import Simulator
     from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
     workload = workload_named("resnet50", "a100", "momentum")
     cluster = cluster_named("hdr-200g-nvlink").resized(ranks)
     loaded = time.perf_counter()
-    _, graph = lay_out(workload, cluster, DistributedDataParallelStrategy())
+    _, graph = Simulator().lay_out(workload.job(cluster), DistributedDataParallelStrategy(), fold=True)
     return _played(graph, begin, loaded)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.models import layered_model
 
 from headway.errors import PlanError
+from headway.job import Job
 from headway.plan import Plan, PlannedModel, Prediction
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -17,7 +18,7 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 def plan(strategy: Strategy | None = None, **changes: object) -> Plan:
     model = layered_model()
     fields: dict[str, object] = {
-        "strategy": strategy or DecoupledStrategy(bucket_cap_bytes=5000).spelled_out(model),
+        "strategy": strategy or DecoupledStrategy(bucket_cap_bytes=5000).spelled_out(Job.of(model)),
         "world_size": 2,
         "model": PlannedModel.of(model),
         "prediction": Prediction(step_ms=1.5, baseline_ms=2.5, uncertainty_ms=0.1),
@@ -30,7 +31,7 @@ strategies = st.one_of(
     st.floats(0.01, 1000).map(lambda cap: DistributedDataParallelStrategy(bucket_cap_mb=cap)),
     st.just(DistributedDataParallelStrategy()),
     st.integers(1, 10**6).map(
-        lambda cap: DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(layered_model())
+        lambda cap: DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(Job.of(layered_model()))
     ),
 )
 

@@ -25,7 +25,7 @@ from headway.models.paced import PacedModel, Pacing
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
-from headway.strategies.loading import driver
+from headway.strategies.registry import plugin_of
 
 WARM_STEPS = 3
 TRACE, PROBED = "trace", "probed.yaml"
@@ -65,7 +65,7 @@ def _training(
     """The model, as it is wrapped, and its optimizer."""
     pacing = Pacing(scale=1 / subject.shrink, dilation=dilation, rank=dist.get_rank())
     model = PacedModel(MODELS[subject.model](), pacing)
-    wrapped = driver(strategy, "runtime").wrap(model, strategy)
+    wrapped = plugin_of(strategy).wrap(model, strategy)
     yield model, wrapped, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     if isinstance(wrapped, DecoupledDataParallel) and wrapped.engine is not None:
         wrapped.engine.settle_values()

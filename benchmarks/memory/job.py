@@ -14,7 +14,7 @@ from torch import nn
 import headway
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
-from headway.strategies.loading import driver
+from headway.strategies.registry import plugin_of
 from memory.subjects import PLANS, SUBJECTS, Made, Subject
 
 STEPS = 5
@@ -64,7 +64,7 @@ class _Summed(nn.Module):
 def _train(subject: Subject, made: Made, plan: str) -> None:
     model, batch = made
     strategy = PLANS[plan]
-    wrapped = driver(strategy, "runtime").wrap(model, strategy)
+    wrapped = plugin_of(strategy).wrap(model, strategy)
     optimizer = subject.optimizer_of(model)
     for _ in range(STEPS):
         wrapped(*batch).backward()

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
-from paced_training.jobs import Job
+from paced_training.jobs import PacedJob
 from paced_training.layered import Layered
 
 PARTITION_BYTES, CREDIT_BYTES = 4e6, 1.6e7  # those of DeAR's evaluation; scaled as the model is
@@ -36,7 +36,7 @@ class ByteScheduler(Layered):
     name = "bytescheduler"
     bound = "across steps"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PacedJob) -> None:
         super().__init__(job)
         self._world_size, self._root = dist.get_world_size(), dist.get_rank() == 0
         self._collectives = dist.new_group(backend="gloo")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paced_training.jobs import Job
+from paced_training.jobs import PacedJob
 from paced_training.layered import Lane, Layered
 from paced_training.ring import ring
 
@@ -39,7 +39,7 @@ class Dear(Layered):
     name = "dear"
     bound = "decoupled"
 
-    def __init__(self, job: Job, threshold_mb: float) -> None:
+    def __init__(self, job: PacedJob, threshold_mb: float) -> None:
         super().__init__(job)
         self._world_size = dist.get_world_size()
         group = dist.new_group(backend="gloo")

@@ -26,7 +26,7 @@ def optimizer_of(parameters: Iterable[torch.Tensor]) -> SGD:
 
 
 @dataclass(frozen=True)
-class Job:
+class PacedJob:
     """``make`` gives the same initial model in every rank and for every method; ``loss`` runs forward on a batch.
 
     ``scale`` is by how much the model's bytes were scaled, and so every size that methods are configured with.
@@ -46,7 +46,7 @@ class StepTime:
 class Training:
     """A model being trained by a method: ``wrapped`` is called, ``inner`` owns the device's clock."""
 
-    def __init__(self, job: Job, wrapped: nn.Module, inner: nn.Module) -> None:
+    def __init__(self, job: PacedJob, wrapped: nn.Module, inner: nn.Module) -> None:
         self._job, self._wrapped = job, wrapped
         self._mark, self._restart = _nothing, _nothing
         if isinstance(inner, PacedModel):
@@ -72,17 +72,17 @@ class Training:
         return StepTime(middle - start, end - middle)
 
 
-def paced_job(plan: PacedPlan, rank: int) -> Job:
+def paced_job(plan: PacedPlan, rank: int) -> PacedJob:
     table = MODELS[plan.model]()
     pacing = Pacing(scale=1 / plan.shrink, dilation=plan.dilation, rank=rank)
-    return Job(lambda: PacedModel(table, pacing), lambda model, _: _call(model), 1 / plan.shrink)
+    return PacedJob(lambda: PacedModel(table, pacing), lambda model, _: _call(model), 1 / plan.shrink)
 
 
-def real_job(model: str, rank: int) -> Job:
+def real_job(model: str, rank: int) -> PacedJob:
     """The demo's models on fixed random batches: computation is real, learning is not the point."""
     if model == "gpt":
-        return Job(lambda: _seeded(GPT), lambda net, step: _gpt_loss(net, rank, step), 1.0)
-    return Job(lambda: _seeded(convolutional_net), lambda net, step: _digits_loss(net, rank, step), 1.0)
+        return PacedJob(lambda: _seeded(GPT), lambda net, step: _gpt_loss(net, rank, step), 1.0)
+    return PacedJob(lambda: _seeded(convolutional_net), lambda net, step: _digits_loss(net, rank, step), 1.0)
 
 
 def _call(model: nn.Module) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paced_training.jobs import Job, optimizer_of
+from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.trainer import Trainer, held_bytes
 
 
@@ -65,7 +65,7 @@ class Lane:
 class Layered(Trainer):
     """Updates each layer in the pre-hook of its next forward."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PacedJob) -> None:
         inner = job.make()
         super().__init__(job, inner, inner, None)
         self.layers: list[LayerState] = []

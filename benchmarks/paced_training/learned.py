@@ -14,7 +14,7 @@ from headway.model import ModelSpec
 from headway.planning.dependency_bound import bounds_of
 from headway.planning.surrogate import Predictor
 from headway.strategies.data_parallel.module_spec import model_spec
-from paced_training.jobs import Job
+from paced_training.jobs import PacedJob
 from paced_training.trainer import alone
 
 _STEPS = 2
@@ -45,7 +45,7 @@ class Learned:
         return min(bounds.gradients_ns, bounds.parameters_ns) / 1e9
 
 
-def learn(job: Job) -> Learned:
+def learn(job: PacedJob) -> Learned:
     trainer = alone(job)
     names = {id(p): name for name, p in trainer.inner.named_parameters()}
     used: dict[str, float] = {}

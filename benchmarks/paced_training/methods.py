@@ -10,7 +10,7 @@ from paced_training import stock
 from paced_training.byte_scheduler import ByteScheduler
 from paced_training.cases import Effort
 from paced_training.dear import Dear
-from paced_training.jobs import Job
+from paced_training.jobs import PacedJob
 from paced_training.learned import Learned
 from paced_training.ours import ours
 from paced_training.probing import AlphaBeta
@@ -29,7 +29,7 @@ class Built:
     tried: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def build(job: Job, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
+def build(job: PacedJob, learned: Learned, cost: AlphaBeta, effort: Effort) -> Built:
     """Make and tune every method. One that raises is left out with its reason, on all ranks alike."""
     built = Built()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headway.job import Job
 from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -10,7 +11,7 @@ from headway.strategies.data_parallel.decoupled.tuning.tuner import MEASURED_STE
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
 from paced_training.cases import Effort
-from paced_training.jobs import Job, optimizer_of
+from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.trainer import Memory, Trainer, live_storages
 
 BEGIN_MB = 25.0  # the buckets that training begins with: stock DDP's
@@ -21,7 +22,7 @@ class Ours(Trainer):
     name = "headway"
     bound = "decoupled"
 
-    def __init__(self, job: Job, strategy: DecoupledStrategy, *, counted: bool = False) -> None:
+    def __init__(self, job: PacedJob, strategy: DecoupledStrategy, *, counted: bool = False) -> None:
         """``counted`` counts memory during the first step, which then takes long."""
         inner = job.make()
         self._counted = counted
@@ -29,7 +30,7 @@ class Ours(Trainer):
             own = {p.untyped_storage().data_ptr() for p in inner.parameters()}
             # Kept until then, so that none of their addresses is used again.
             self._others = {a: storage for a, storage in live_storages().items() if a not in own}
-        wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(model_spec(inner)))
+        wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(Job.of(model_spec(inner))))
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
         self._held_bytes = 0
@@ -71,7 +72,7 @@ class Ours(Trainer):
             release(self.decoupled.engine)
 
 
-def tuned(job: Job, effort: Effort) -> Tuned:
+def tuned(job: PacedJob, effort: Effort) -> Tuned:
     """What a training run that is tuned comes to."""
     cap_bytes = max(1, round(BEGIN_MB * job.scale * 2**20))
     trainer = Ours(job, DecoupledStrategy(bucket_cap_bytes=cap_bytes))
@@ -87,7 +88,7 @@ def tuned(job: Job, effort: Effort) -> Tuned:
     return found
 
 
-def ours(job: Job, effort: Effort) -> tuple[Ours, dict[str, float]]:
+def ours(job: PacedJob, effort: Effort) -> tuple[Ours, dict[str, float]]:
     """What a tuned run came to, from the start, so that every method has taken equally many steps; what was tried."""
     found = tuned(job, effort)
     trainer = Ours(job, found.strategy, counted=True)

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from paced_training.jobs import LEARNING_RATE, MOMENTUM, Job, optimizer_of
+from paced_training.jobs import LEARNING_RATE, MOMENTUM, PacedJob, optimizer_of
 from paced_training.trainer import Trainer, held_bytes
 
 DEFAULT_CAP_MB, DEFAULT_FIRST_CAP_MB = 25.0, 1.0
@@ -26,7 +26,7 @@ class Ddp(Trainer):
     name = "ddp"
     bound = "all-reduce"
 
-    def __init__(self, job: Job, caps_mb: Sequence[float], *, views: bool, zero: bool = False) -> None:
+    def __init__(self, job: PacedJob, caps_mb: Sequence[float], *, views: bool, zero: bool = False) -> None:
         inner = job.make()
         # The stubs want whole MiB, the code takes fractions, which scaled sizes need.
         wrapped = DistributedDataParallel(
@@ -67,33 +67,33 @@ class Ddp(Trainer):
 DEFAULT_CAPS_MB = (DEFAULT_FIRST_CAP_MB, DEFAULT_CAP_MB)
 
 
-def ddp_default(job: Job) -> Ddp:
+def ddp_default(job: PacedJob) -> Ddp:
     """As stock DDP comes: 25 MiB, a first bucket of 1 MiB; both scaled as the model is."""
     trainer = Ddp(job, [cap * job.scale for cap in DEFAULT_CAPS_MB], views=False)
     trainer.note = "25 MiB, first 1 MiB, scaled"
     return trainer
 
 
-def ddp_capped(job: Job, caps_mb: Sequence[float]) -> Ddp:
+def ddp_capped(job: PacedJob, caps_mb: Sequence[float]) -> Ddp:
     """``caps_mb`` of the unscaled model, the last for all further buckets; gradients are views of buckets."""
     trainer = Ddp(job, [cap * job.scale for cap in caps_mb], views=True)
     trainer.note = f"{' then '.join(f'{cap:g}' for cap in caps_mb)} MiB scaled, gradients are views"
     return trainer
 
 
-def wfbp(job: Job) -> Ddp:
+def wfbp(job: PacedJob) -> Ddp:
     """Wait-free back-propagation: an all-reduce for every tensor, launched when its gradient is ready."""
     return Ddp(job, [_ONE_BYTE_MB], views=True)
 
 
-def merged(job: Job, caps_mb: Sequence[float]) -> Ddp:
+def merged(job: PacedJob, caps_mb: Sequence[float]) -> Ddp:
     """Buckets of exactly these sizes (MiB), in the order in which gradients become ready."""
     trainer = Ddp(job, caps_mb, views=True)
     trainer.note = f"{len(caps_mb)} buckets, from measured alpha and beta"
     return trainer
 
 
-def zero_redundancy(job: Job) -> Ddp:
+def zero_redundancy(job: PacedJob) -> Ddp:
     trainer = Ddp(job, [DEFAULT_FIRST_CAP_MB * job.scale, DEFAULT_CAP_MB * job.scale], views=True, zero=True)
     trainer.note = "DDP's default buckets; parameters broadcast in buckets after the step"
     return trainer
@@ -105,7 +105,7 @@ class FullyShard(Trainer):
     name = "fsdp2"
     bound = "decoupled"
 
-    def __init__(self, job: Job, cap_mb: float) -> None:
+    def __init__(self, job: PacedJob, cap_mb: float) -> None:
         inner = job.make()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         groups = _neighbours(inner, cap_mb * job.scale * 2**20)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paced_training.jobs import Job, StepTime, Training, optimizer_of
+from paced_training.jobs import PacedJob, StepTime, Training, optimizer_of
 
 Bound = Literal["all-reduce", "decoupled", "across steps", "none"]
 
@@ -35,7 +35,9 @@ class Trainer:
     name = "alone"
     bound: Bound = "none"
 
-    def __init__(self, job: Job, wrapped: nn.Module, inner: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self, job: PacedJob, wrapped: nn.Module, inner: nn.Module, optimizer: Optimizer | None
+    ) -> None:
         self.job, self.wrapped, self.inner, self.optimizer = job, wrapped, inner, optimizer
         self.training = Training(job, wrapped, inner)
         self.note = ""
@@ -84,7 +86,7 @@ class Trainer:
         """Give back what a garbage collector would not."""
 
 
-def alone(job: Job) -> Trainer:
+def alone(job: PacedJob) -> Trainer:
     model = job.make()
     return Trainer(job, model, model, optimizer_of(model.parameters()))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paced_training import cases
 from paced_training.cases import Effort, PacedCase
-from paced_training.jobs import Job, paced_job, real_job
+from paced_training.jobs import PacedJob, paced_job, real_job
 from paced_training.learned import Learned, learn, shared_from_rank_0
 from paced_training.measuring import disagreement, measure, slowest_of_ranks
 from paced_training.methods import ALONE, DEFAULT, Built, build
@@ -45,7 +45,7 @@ def work(case_name: str, quick: bool, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def _measured(job: Job, learned: Learned, effort: Effort) -> dict[str, Any]:
+def _measured(job: PacedJob, learned: Learned, effort: Effort) -> dict[str, Any]:
     size_bytes = learned.spec.size_bytes
     one_way_bytes = round(size_bytes * (dist.get_world_size() - 1) / dist.get_world_size())
     goodputs = [goodput_bytes_per_s(one_way_bytes)]

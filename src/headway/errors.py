@@ -7,6 +7,7 @@
     │   ├── PlanError             a plan that is damaged or does not fit the job
     │   ├── ClusterError          a cluster that is damaged or does not fit the job
     │   ├── LabError              a lab that cannot be built as asked
+    │   ├── PluginError           another package's strategy that cannot be used
     │   ├── LaunchError           a command that could not be recorded or run
     │   └── UnsupportedError      a use that would be wrong under this strategy, and is refused
     ├── CommunicationError        a peer failed or fell silent while training
@@ -54,6 +55,10 @@ class ClusterError(UserError):
 
 class LabError(UserError):
     """A lab cannot be built as asked."""
+
+
+class PluginError(UserError):
+    """Another package brings a strategy that cannot be used."""
 
 
 class LaunchError(UserError):

@@ -11,8 +11,8 @@ from headway import files
 from headway.cluster import Cluster
 from headway.errors import PlanError
 from headway.model import ModelSpec
+from headway.strategies import registry
 from headway.strategies.base import Strategy
-from headway.strategies.registry import STRATEGIES
 from headway.version import __version__
 
 FORMAT: Literal[1] = 1
@@ -65,12 +65,12 @@ class Plan(BaseModel):
             return value
         if not isinstance(value, dict) or len(value) != 1:
             raise ValueError(
-                f"one strategy by name, one of {', '.join(STRATEGIES)}, with its options below it"
+                f"one strategy by name, one of {', '.join(registry.names())}, with its options below it"
             )
         ((name, options),) = value.items()
-        if name not in STRATEGIES:
-            raise ValueError(f"unknown strategy {name!r}, expected one of {', '.join(STRATEGIES)}")
-        return STRATEGIES[name].model_validate(options or {})
+        if name not in registry.names():
+            raise ValueError(f"unknown strategy {name!r}, expected one of {', '.join(registry.names())}")
+        return registry.plugin_named(name).policy.model_validate(options or {})
 
     @model_serializer(mode="wrap")
     def _strategy_under_its_name(self, handler: Any) -> dict[str, Any]:

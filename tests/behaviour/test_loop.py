@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tests.commands import headway, last_line, torchrun
 
+from headway.job import Job
 from headway.replayer.replayer import Replayer
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.events import Kind
@@ -84,7 +85,7 @@ def test_collectives_have_one_sequence_on_all_ranks(trace: Trace) -> None:
 
 
 def test_the_policy_decides_the_buckets_that_ddp_really_used(trace: Trace) -> None:
-    decided = DistributedDataParallelStrategy().decide(trace.model)
+    decided = DistributedDataParallelStrategy().decide(Job.of(trace.model))
     assert tuple(sorted(b.parameters) for b in decided.buckets) == tuple(
         sorted(bucket) for bucket in trace.manifest.ranks[0].buckets
     )

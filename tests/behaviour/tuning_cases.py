@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.integrations import plan_injection
 from headway.integrations.parallelize import parallelize
+from headway.job import Job
 from headway.model import ModelSpec
 from headway.plan import Plan, PlannedModel
 from headway.scheduling import fusion
@@ -157,7 +158,7 @@ def _train(
     assert tuned is not None
     assert wrapped._tuner is None
     spec = model_spec(wrapped.module)
-    candidates = [candidate.strategy.decide(spec) for candidate in tuned.candidates]
+    candidates = [candidate.strategy.decide(Job.of(spec)) for candidate in tuned.candidates]
     return result | {
         "schedules": schedules,
         "steps": tuned.steps,
@@ -168,7 +169,7 @@ def _train(
         "predicted": tuned.predicted_ms,
         "measured": tuned.measured_ms,
         "in force": None if tuned.chosen is None else wrapped.schedule == candidates[tuned.chosen],
-        "strategy": tuned.strategy.decide(spec) == wrapped.schedule,
+        "strategy": tuned.strategy.decide(Job.of(spec)) == wrapped.schedule,
         "cluster": None if tuned.cluster is None else tuned.cluster.model_dump(mode="json"),
         "hooks": sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in wrapped.module.modules()),
     }

@@ -16,7 +16,7 @@ from tests.interop.readers.kineto_documents import document, job_events
 from headway.cli.main import run
 from headway.interop.readers.importing import Imported
 
-KINETO = Path(__file__).parents[1] / "trace" / "readers" / "fixtures" / "kineto"
+KINETO = Path(__file__).parents[1] / "interop" / "readers" / "fixtures" / "kineto"
 EVIL = "<script>alert(1)<script>[bold red]x[]\x1b[31m\u202e*_|`@all"
 
 

@@ -14,13 +14,15 @@ from headway.cluster import (
     Cluster,
     Host,
 )
-from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.build import GraphBuilder
+from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import Gather
 from headway.simulation.engine import Schedule, play
-from headway.strategies.data_parallel.decoupled.dataflow import Dataflow
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
 MODEL = layered_model(2)
 BACKWARD = [*(Item(Point.READY, name) for name in MODEL.ready_order), Item(Point.BACKWARD_END)]
@@ -31,10 +33,12 @@ def walked(*items: Item) -> GraphBuilder:
     """Two ranks that walk twice over ``items`` under one bucket a layer."""
     cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2)))
     graph = GraphBuilder(
-        cluster, MODEL, DecoupledStrategy(bucket_cap_bytes=5000, gather="gradients", channels=1).decide(MODEL)
+        cluster,
+        MODEL,
+        DecoupledStrategy(bucket_cap_bytes=5000, gather="gradients", channels=1).decide(Job.of(MODEL)),
     )
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank in range(2)]
-    walk_timelines(graph, Dataflow(graph), timelines)
+    lay_out_ranks(graph, Reactions(graph), timelines)
     return graph
 
 
@@ -72,10 +76,10 @@ def played(
     """Two ranks that walk three times over ``items``, played; links carry 1 Gb/s, a message takes 1 us."""
     hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2))
     graph = GraphBuilder(
-        Cluster(hosts=hosts, latency_us=1, algorithms=algorithms), model, strategy.decide(model)
+        Cluster(hosts=hosts, latency_us=1, algorithms=algorithms), model, strategy.decide(Job.of(model))
     )
     timelines = [[Timeline(rank, step, tuple(items)) for step in range(3)] for rank in range(2)]
-    walk_timelines(graph, Dataflow(graph), timelines)
+    lay_out_ranks(graph, Reactions(graph), timelines)
     return graph, play(graph.close())
 
 
@@ -187,7 +191,9 @@ def test_a_channel_serves_its_jobs_in_order_one_at_a_time(gather: Gather, channe
 
 def test_gradients_may_be_gathered_behind_their_reduction() -> None:
     model = layered_model(3)
-    strategy = DecoupledStrategy(bucket_cap_bytes=4100, gather="gradients", channels=1).spelled_out(model)
+    strategy = DecoupledStrategy(bucket_cap_bytes=4100, gather="gradients", channels=1).spelled_out(
+        Job.of(model)
+    )
     count = len(strategy.buckets)
     early = strategy.model_copy(update={"gathers_after": (count - 1,) * (count - 1) + (0,)})
     assert early.gather_order[-1] == 0

@@ -8,15 +8,17 @@ import pytest
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
-from headway.graph.build import GraphBuilder, Stretch, walk_timelines
+from headway.graph.build import GraphBuilder, Stretch
+from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.scheduling.buckets import Gather
 from headway.simulation.engine import Schedule, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.loading import driver
+from headway.strategies.registry import plugin_of
 from headway.trace.events import Read
 
 MODEL = layered_model(2)
@@ -65,12 +67,12 @@ def played(
     strategy: Strategy, read: Item | None, *, find_unused: bool = False, first: Item | None = None
 ) -> Played:
     model = MODEL.model_copy(update={"find_unused_parameters": find_unused})
-    graph = GraphBuilder(CLUSTER, model, strategy.decide(model))
+    graph = GraphBuilder(CLUSTER, model, strategy.decide(Job.of(model)))
     timelines = [
         [Timeline(rank, number, (*([first] if first else []), *step(read))) for number in range(3)]
         for rank in range(2)
     ]
-    walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), timelines)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph), timelines)
     return Played(graph, play(graph.close()))
 
 

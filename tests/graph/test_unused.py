@@ -6,15 +6,17 @@ import pytest
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
-from headway.graph.build import GraphBuilder, PlacedCollective, walk_timelines
+from headway.graph.build import GraphBuilder, PlacedCollective
+from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.scheduling.buckets import Gather
 from headway.simulation.engine import Schedule, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.loading import driver
+from headway.strategies.registry import plugin_of
 
 MODEL = layered_model(3).model_copy(update={"find_unused_parameters": True})
 CAP_MB = 4100 / 2**20  # a layer's weight and bias, and a little
@@ -33,9 +35,9 @@ def backward(*unused: str) -> tuple[Item, ...]:
 
 
 def played(strategy: Strategy, *ranks: tuple[Item, ...]) -> tuple[GraphBuilder, Schedule]:
-    graph = GraphBuilder(CLUSTER, MODEL, strategy.decide(MODEL))
+    graph = GraphBuilder(CLUSTER, MODEL, strategy.decide(Job.of(MODEL)))
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank, items in enumerate(ranks)]
-    walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), timelines)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph), timelines)
     return graph, play(graph.close())
 
 
@@ -54,7 +56,7 @@ def end(schedule: Schedule, collective: PlacedCollective, rank: int = 0) -> int:
 def test_ddp_keeps_the_buckets_of_registration_where_it_looks_for_unused_parameters() -> None:
     strategy = DistributedDataParallelStrategy(bucket_cap_mb=CAP_MB)
     kept, rebuilt = (
-        [bucket.parameters for bucket in strategy.decide(model).buckets]
+        [bucket.parameters for bucket in strategy.decide(Job.of(model)).buckets]
         for model in (MODEL, MODEL.model_copy(update={"find_unused_parameters": False}))
     )
     # The first three that are registered fill a bucket, which is the last to be reduced.

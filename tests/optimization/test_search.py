@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tests.models import layered_model
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
@@ -11,6 +10,7 @@ from headway.cli.optimize import doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.graph.step_profile import profile_of
+from headway.job import Job
 from headway.optimization.search import TIE, candidate_strategies, plan_of, search
 from headway.planning.bounds import step_bound
 from headway.planning.planner import plan
@@ -19,6 +19,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.registry import plugins
 from headway.trace.events import Kind
 
 
@@ -28,9 +29,12 @@ def replayer() -> Replayer:
     return Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
 
 
-def test_candidates_decide_on_different_buckets() -> None:
-    model = layered_model(8, numel=100_000)
-    decided = [(s.name, s.decide(model)) for s in candidate_strategies(model)]
+def candidates(job: Job, recorded: Strategy | None = None) -> list[Strategy]:
+    return list(candidate_strategies(job, [plugin.propose(job) for plugin in plugins().values()], recorded))
+
+
+def test_candidates_decide_on_different_buckets(replayer: Replayer) -> None:
+    decided = [(s.name, s.decide(replayer.job)) for s in candidates(replayer.job)]
     assert len(set(decided)) == len(decided)
     forms = {(name, schedule.gather) for name, schedule in decided}
     assert forms == {("ddp", "gradients"), ("decoupled", "gradients"), ("decoupled", "parameters")}
@@ -42,15 +46,14 @@ def test_candidates_decide_on_different_buckets() -> None:
         DistributedDataParallelStrategy(bucket_cap_mb=0.3),
         DistributedDataParallelStrategy(),
         DecoupledStrategy(bucket_cap_bytes=123_456),
-        DecoupledStrategy(bucket_cap_bytes=2**18).spelled_out(layered_model(8, numel=100_000)),
+        DecoupledStrategy(bucket_cap_bytes=2**18),
     ],
 )
-def test_the_recorded_strategy_is_the_first_candidate(recorded: Strategy) -> None:
-    model = layered_model(8, numel=100_000)
-    found = list(candidate_strategies(model, recorded))
-    assert found[0].decide(model) == recorded.decide(model)
+def test_the_recorded_strategy_is_the_first_candidate(recorded: Strategy, replayer: Replayer) -> None:
+    found = candidates(replayer.job, recorded)
+    assert found[0].decide(replayer.job) == recorded.decide(replayer.job)
     assert found[0].name == recorded.name
-    decided = [(s.name, s.decide(model)) for s in found]
+    decided = [(s.name, s.decide(replayer.job)) for s in found]
     assert len(set(decided)) == len(decided)
 
 
@@ -84,14 +87,16 @@ def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> N
     assert times[0] <= (1 + TIE) * min(times)
     assert times[0] >= 0.999 * found.bound_ms
     assert seen[-1][0] == seen[-1][1] == len(found.candidates)
-    assert found.best(DistributedDataParallelStrategy).predicted_ms >= min(times)
+    assert found.best("ddp").predicted_ms >= min(times)
 
 
 def test_the_planners_schedules_are_replayed_and_none_of_a_fixed_cap_is_better(replayer: Replayer) -> None:
-    model, profile = replayer.trace.model, profile_of(replayer.timelines)
+    model, profile = replayer.trace.model, profile_of(replayer.job.steps.timelines)
     planned = plan(model, profile, replayer.cluster).schedules
     found = search(replayer)
-    times = {c.strategy.decide(model): c.predicted_ms for c in found.candidates if c.strategy.name != "ddp"}
+    times = {
+        c.strategy.decide(Job.of(model)): c.predicted_ms for c in found.candidates if c.strategy.name != "ddp"
+    }
     assert all(each.schedule in times for each in planned)
     assert min(times[each.schedule] for each in planned) <= 1.002 * min(times.values())
     for each in planned:
@@ -102,18 +107,18 @@ def test_the_planners_schedules_are_replayed_and_none_of_a_fixed_cap_is_better(r
 
 
 def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:
-    bound = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
-    best = search(replayer).best(DistributedDataParallelStrategy)
+    bound = step_bound(replayer.job.steps.timelines, replayer.trace.model.size_bytes, replayer.cluster)
+    best = search(replayer).best("ddp")
     assert best.predicted_ms >= 0.999 * bound.all_reduce_ms
     assert bound.decoupled_ms <= bound.all_reduce_ms
 
 
 def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: Replayer) -> None:
     found = search(replayer)
-    plan = plan_of(found.best(DecoupledStrategy), replayer)
+    plan = plan_of(found.best("decoupled"), replayer)
     plan.check(replayer.trace.model, replayer.trace.world_size)
     assert plan.prediction is not None
-    assert plan.prediction.step_ms == found.best(DecoupledStrategy).predicted_ms
+    assert plan.prediction.step_ms == found.best("decoupled").predicted_ms
     assert replayer.expect(replayer.replay(plan.strategy)).step_ms == plan.prediction.step_ms
     assert plan.prediction.baseline_ms == replayer.recorded_step_ms
 
@@ -126,7 +131,7 @@ def test_gains_are_counted_from_the_record_where_its_replay_is_too_slow(replayer
     slow = Replayer(replayer.trace, replayer.cluster.model_copy(update={"hosts": hosts}))
     found = search(slow)
     assert found.replayed_ms > 1.05 * found.baseline_ms == 1.05 * slow.recorded_step_ms
-    best = found.best(DecoupledStrategy)
+    best = found.best("decoupled")
     assert best.expected.speedup == found.baseline_ms / slow.replay(best.strategy).step_ms
     recorded = next(c for c in found.candidates if not c.changed)
     assert recorded.expected.speedup == pytest.approx(1.0)
@@ -156,4 +161,4 @@ def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:
     found = search(Replayer(trace, cluster_of(one)))
     assert {candidate.strategy.name for candidate in found.candidates} == {"ddp"}
     with pytest.raises(UserError, match=r"no plan of that strategy: own\.Shampoo may look"):
-        found.best(DecoupledStrategy)
+        found.best("decoupled")

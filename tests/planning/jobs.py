@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster, Host
-from headway.graph.build import GraphBuilder, walk_timelines
+from headway.graph.build import GraphBuilder
+from headway.graph.step_layout import lay_out_ranks
 from headway.graph.step_profile import LayerTimes, StepProfile, profile_of_layers
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.engine import play
-from headway.strategies.data_parallel.decoupled.dataflow import Dataflow
+from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
 MS = 1_000_000
 
@@ -117,7 +118,7 @@ def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> fl
         [timeline_of(job.profile, rank, step) for step in range(steps)]
         for rank in range(job.cluster.world_size)
     ]
-    walk_timelines(graph, Dataflow(graph), ranks)
+    lay_out_ranks(graph, Reactions(graph), ranks)
     played = play(graph.close())
     ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
     return float(ends[-1] - ends[-2])

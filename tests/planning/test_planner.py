@@ -4,12 +4,13 @@ import pytest
 from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.collectives.selection import RINGS
-from headway.optimization.search import DECOUPLED_CAPS_BYTES
+from headway.job import Job
 from headway.planning.dependency_bound import bounds_of, least_lateness
 from headway.planning.planner import plan
 from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import FORMS, BucketSchedule, Gather, forward_gather_order, make_buckets
 from headway.scheduling.partition import cut
+from headway.strategies.data_parallel.decoupled.plugin import CAPS_BYTES
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 
 MIB = 2**20
@@ -44,7 +45,7 @@ def test_no_fixed_cap_is_better_and_the_bound_is_near(case: tuple[PlannedJob, fl
     predictor = Predictor(job.model, job.profile, job.cluster)
     for form in FORMS:
         best = planned.best(form)
-        caps = [fixed(cap, form).decide(job.model) for cap in DECOUPLED_CAPS_BYTES]
+        caps = [fixed(cap, form).decide(Job.of(job.model)) for cap in CAPS_BYTES]
         assert best.step_ns <= 1.001 * min(predictor.predict(schedule) for schedule in caps)
         bound_ns = planned.bounds.of(form)
         assert bound_ns <= best.step_ns <= factor * bound_ns
@@ -56,7 +57,7 @@ def test_what_is_predicted_is_what_full_replay_says(case: tuple[PlannedJob, floa
     predictor = Predictor(job.model, job.profile, job.cluster)
     planned = plan(job.model, job.profile, job.cluster, effort=100)
     schedules = [each.schedule for each in planned.schedules]
-    schedules += [fixed(2 * MIB, form).decide(job.model) for form in FORMS]
+    schedules += [fixed(2 * MIB, form).decide(Job.of(job.model)) for form in FORMS]
     for schedule in schedules:
         assert predictor.predict(schedule) == pytest.approx(replayed_ns(job, schedule), rel=0.02)
 
@@ -70,7 +71,7 @@ def test_predictions_agree_with_replay_over_channels_and_ranks(
     job = layered_job(EMBEDDING[:20], communication=0.9, world_size=max(2, world_size))
     cluster = job.cluster.resized(world_size)
     job = PlannedJob(job.model, job.profile, cluster)
-    schedule = fixed(MIB, gather).model_copy(update={"channels": channels}).decide(job.model)
+    schedule = fixed(MIB, gather).model_copy(update={"channels": channels}).decide(Job.of(job.model))
     predicted = Predictor(job.model, job.profile, cluster).predict(schedule)
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.01)
 
@@ -78,7 +79,7 @@ def test_predictions_agree_with_replay_over_channels_and_ranks(
 @pytest.mark.parametrize("gather", FORMS)
 def test_predictions_agree_with_replay_where_chunks_are_cut_into_pieces(gather: Gather) -> None:
     job = layered_job([12 * MIB] * 6, communication=0.9)
-    schedule = fixed(12 * MIB, gather).decide(job.model)
+    schedule = fixed(12 * MIB, gather).decide(Job.of(job.model))
     assert {RINGS.select("all_gather", b.size_bytes, 4).pieces for b in schedule.buckets} == {1, 2}
     predicted = Predictor(job.model, job.profile, job.cluster).predict(schedule)
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.02)
@@ -114,7 +115,7 @@ def test_planning_twice_gives_the_same_and_every_plan_can_be_written_down() -> N
     assert first == second
     for each in first.schedules:
         strategy = DecoupledStrategy.model_validate(options_of(each.schedule, job.model))
-        assert strategy.decide(job.model) == each.schedule
+        assert strategy.decide(Job.of(job.model)) == each.schedule
         assert strategy.describe()
 
 

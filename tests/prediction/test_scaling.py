@@ -11,7 +11,7 @@ from headway.graph.step_profile import LayerTimes
 from headway.model import ModelSpec, ParameterSpec
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.scaling import Crossover, crossovers, scaling
-from headway.prediction.strategies import USUAL, strategies_named
+from headway.prediction.strategies import strategies_named, usual
 from headway.prediction.workload import Workload
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -106,7 +106,11 @@ def test_strategies_are_found_by_name_with_options() -> None:
     assert list(found.values()) == [
         DistributedDataParallelStrategy(bucket_cap_mb=10), DecoupledStrategy(gather="gradients", channels=1),
     ]  # fmt: skip
-    assert tuple(strategies_named([], tied_workload())) == USUAL
+    assert (
+        tuple(strategies_named([], tied_workload()))
+        == usual()
+        == ("ddp", "decoupled:gather=parameters", "decoupled:gather=gradients")
+    )
 
 
 @pytest.mark.parametrize(

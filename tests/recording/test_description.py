@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.recording.description import why_not_decoupled
+from headway.recording.description import refusals
 
 
 def wrapper_of(module: nn.Module, **attributes: Any) -> Any:
@@ -36,6 +36,6 @@ def compiled_in_place() -> nn.Module:
     ids=["plain", "compiled around", "static graph", "compiled in place", "complex", "none"],
 )
 def test_why_a_wrapper_cannot_be_decoupled(model: Any, unseen: bool, said: str) -> None:
-    found = why_not_decoupled(model, compiled_around=unseen)
+    found = refusals(model, compiled_around=unseen).get("decoupled", "")
     assert found.startswith(said)
     assert bool(found) == bool(said)

@@ -18,8 +18,8 @@ def test_computation_slows_down_by_the_share_that_communication_covers() -> None
     # The record already holds the slowness it was made with, so replaying it as it was changes little ...
     assert disturbed.replay().step_ms == pytest.approx(calm.replay().step_ms, rel=0.03)
     # ... but what computation would take alone is less.
-    alone = sum(item.duration_ns for item in disturbed.timelines[0][0].items)
-    recorded = sum(item.duration_ns for item in calm.timelines[0][0].items)
+    alone = sum(item.duration_ns for item in disturbed.job.steps.timelines[0][0].items)
+    recorded = sum(item.duration_ns for item in calm.job.steps.timelines[0][0].items)
     assert alone < recorded
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from tests.models import layered_model
 
+from headway.job import Job
 from headway.model import ModelSpec, PassMemory
 from headway.replayer.memory import peak_bytes
 from headway.strategies.base import Strategy
@@ -15,7 +16,8 @@ PARAMETERS = DecoupledStrategy(gather="parameters")
 
 
 def peak(model: ModelSpec, strategy: Strategy, world_size: int = 4) -> int:
-    return peak_bytes(model, strategy, strategy.decide(model), world_size)
+    job = Job.of(model, world_size)
+    return peak_bytes(job, strategy, strategy.decide(job))
 
 
 def watched(model: ModelSpec, **changes: object) -> ModelSpec:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,10 +9,11 @@ from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import events_of, synthetic_trace
 
 from headway.errors import UnsupportedError
-from headway.replayer.permitted import deferrable_forms
+from headway.replayer.recorded_job import recorded_job
 from headway.replayer.replayer import Replayer
-from headway.scheduling.buckets import FORMS
+from headway.scheduling.buckets import FORMS, Gather
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.permitted import permitted_forms
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Event, Events, Kind
 from headway.trace.format import Trace
@@ -33,6 +34,10 @@ def trace_of(*optimizers: str) -> Trace:
     return replace(base, events={rank: Events.from_rows(rows) for rank, rows in ranks.items()})
 
 
+def permitted(trace: Trace) -> tuple[Sequence[Gather], str]:
+    return permitted_forms(recorded_job(trace, cluster_of(JOB)))
+
+
 @pytest.mark.parametrize(
     ("names", "forms", "said"),
     [
@@ -45,7 +50,7 @@ def trace_of(*optimizers: str) -> Trace:
 def test_what_the_recorded_optimizers_permit(
     names: tuple[str, ...], forms: tuple[str, ...], said: str
 ) -> None:
-    found, note = deferrable_forms(trace_of(*names))
+    found, note = permitted(trace_of(*names))
     assert found == forms
     assert note.startswith(said)
 
@@ -62,20 +67,21 @@ def test_no_plan_gathers_parameters_where_several_optimizers_step_in_turn() -> N
     twice = {
         rank: Events.from_rows([*rows, *rows.of_kind(Kind.OPTIMIZER)]) for rank, rows in trace.events.items()
     }
-    found, note = deferrable_forms(replace(trace, events=twice))
+    found, note = permitted(replace(trace, events=twice))
     assert found == ("gradients",)
     assert note.startswith("several optimizers step in turn")
     apart = {rank: Events.from_rows([*rows, *again(rows)]) for rank, rows in trace.events.items()}
-    assert deferrable_forms(replace(trace, events=apart))[0] == FORMS, "each behind a backward of its own"
+    assert permitted(replace(trace, events=apart))[0] == FORMS, "each behind a backward of its own"
 
 
 def test_what_the_decoupled_wrapper_refuses_is_not_offered() -> None:
     trace = trace_of("AdamW")
     infos = [
-        info.model_copy(update={"why_not_decoupled": "static_graph=True"}) for info in trace.manifest.ranks
+        info.model_copy(update={"refusals": {"decoupled": "static_graph=True"}})
+        for info in trace.manifest.ranks
     ]
     refusing = replace(trace, manifest=trace.manifest.model_copy(update={"ranks": tuple(infos)}))
-    assert deferrable_forms(refusing) == ((), "static_graph=True, so decoupled plans are left out")
+    assert permitted(refusing) == ((), "static_graph=True, so decoupled plans are left out")
 
 
 def test_a_plan_is_predicted_as_the_optimizers_have_it_run() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.diagnosis.diagnosis import diagnose
 from headway.errors import TraceError, UserError
+from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
+from headway.replayer.simulate import simulate
 from headway.replayer.what_if import WhatIf
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -122,7 +126,7 @@ def test_decoupling_hides_communication_under_the_next_forward() -> None:
     one = job(forward_ms=40, backward_ms=40, gbps=1.0, bucket_bytes=(1_250_000,) * 4)
     replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
     ddp = replayer.replay(DistributedDataParallelStrategy(bucket_cap_mb=0.01)).step_ms
-    spelled_out = ONE_BY_ONE.spelled_out(replayer.trace.model)
+    spelled_out = ONE_BY_ONE.spelled_out(Job.of(replayer.trace.model))
     decoupled = replayer.replay(spelled_out.model_copy(update={"channels": 1})).step_ms
     compute_ms = one.input_ms + one.forward_ms + one.backward_ms + one.optimizer_ms + one.rest_ms
     assert compute_ms < decoupled < ddp
@@ -132,7 +136,7 @@ def test_decoupling_hides_communication_under_the_next_forward() -> None:
 
 def test_a_replay_reads_as_a_trace_whose_breakdown_adds_up() -> None:
     replayer = Replayer(as_bucketed(synthetic_trace(job(gbps=20.0, slow={(1, "forward"): 8.0}))))
-    for strategy in (None, ONE_BY_ONE.spelled_out(replayer.trace.model)):
+    for strategy in (None, ONE_BY_ONE.spelled_out(Job.of(replayer.trace.model))):
         result = replayer.replay(strategy)
         diagnosis = diagnose(replayed_trace(replayer, result))
         assert diagnosis.step_ms == pytest.approx(result.step_ms, rel=1e-6)
@@ -153,7 +157,7 @@ def test_what_cannot_be_answered_is_refused() -> None:
 
 def test_replaying_twice_gives_the_same_to_the_nanosecond() -> None:
     trace = as_bucketed(synthetic_trace(job(jitter=0.1)))
-    first, second = (Replayer(trace).replay().schedule.end_ns for _ in range(2))
+    first, second = (Replayer(trace).replay().played.end_ns for _ in range(2))
     assert np.array_equal(first, second)
 
 
@@ -166,9 +170,7 @@ def test_what_was_replayed_before_changes_no_answer() -> None:
     alone = {(i, j): Replayer(trace).replay(plans[i], what_ifs[j]) for i in range(len(plans)) for j in (0, 1)}
     replayer = Replayer(trace)
     for i, j in [*alone, *reversed(alone)]:
-        assert np.array_equal(
-            replayer.replay(plans[i], what_ifs[j]).schedule.end_ns, alone[i, j].schedule.end_ns
-        )
+        assert np.array_equal(replayer.replay(plans[i], what_ifs[j]).played.end_ns, alone[i, j].played.end_ns)
 
 
 def altered(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
@@ -237,18 +239,19 @@ def test_everything_that_is_launched_counts_to_the_size(point: str, monkeypatch:
     replayer = Replayer(as_bucketed(synthetic_trace(job())), cluster_of(job()))
     monkeypatch.setattr("headway.replayer.size.MAX_OPERATIONS", 5000)
     replayer.replay()
-    first, *others = replayer.timelines[0]
+    first, *others = replayer.job.steps.timelines[0]
     more = Timeline(0, first.step, (*first.items, *[Item(point, "all_reduce", 0, 4)] * 200))
-    replayer.timelines = replayer.timelines | {0: (more, *others)}
+    timelines = {**replayer.job.steps.timelines, 0: (more, *others)}
+    larger = replace(replayer.job, computation=Computation(timelines))
     with pytest.raises(UserError, match="too large"):
-        replayer.replay()
+        simulate(larger, replayer.recorded_strategy)
 
 
 def test_a_slow_rank_and_a_slow_link_hold_everybody_up() -> None:
     one = job(world_size=4)
     replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
     usual = replayer.replay()
-    slow = replayer.replay(what_if=WhatIf(of_ranks={2: 2.0}))
+    slow = replayer.replay(what_if=WhatIf(rank_factors={2: 2.0}))
     assert diagnose(replayed_trace(replayer, slow)).stragglers[0].rank == 2
     assert slow.step_ms > 1.2 * usual.step_ms
     both = [
@@ -268,12 +271,12 @@ def test_more_workers_draw_other_steps_and_wait_longer_for_the_slowest() -> None
     generator = np.random.default_rng(5)
     extra_ns = generator.permutation(np.linspace(0, 80e6, 40)).round().astype(int).reshape(2, 20)
     replayer = Replayer(trace, cluster_of(job(gbps=100.0)))
-    for rank, timelines in replayer.timelines.items():
+    for rank, timelines in replayer.job.steps.timelines.items():
         rows[rank] = tuple(
             Timeline(rank, timeline.step, _longer(timeline.items, int(extra)))
             for timeline, extra in zip(timelines, extra_ns[rank], strict=True)
         )
-    replayer.timelines = rows
+    replayer.job = replace(replayer.job, computation=Computation(rows))
     alike_ms = float(np.mean(extra_ns.max(axis=0))) / 1e6
     two_ms = replayer.replay().step_ms
     eight_ms = replayer.replay(what_if=WhatIf(workers=8)).step_ms

@@ -51,7 +51,7 @@ def test_single_links_and_ranks() -> None:
         ]
     )
     assert [(host.up_gbps, host.down_gbps) for host in what_if.apply(TWO).hosts] == [(8, 2), (4, 8)]
-    assert dict(what_if.of_ranks) == {3: 1.5}
+    assert dict(what_if.rank_factors) == {3: 1.5}
     assert "bandwidth up of b:c 0.25 times the recorded" in what_if.describe()
     assert "compute time of rank 3 1.5 times the recorded" in what_if.describe()
 

@@ -10,6 +10,7 @@ from tests.models import layered_model
 
 from headway import torch_private
 from headway.errors import PlanError
+from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, joined, make_buckets, whole
@@ -190,7 +191,7 @@ def test_merged_gradients_become_buckets_of_stock_ddp() -> None:
     groups = fusion.mg_wfbp(model, ready, 1500.0, 0.1)
     assert 1 < len(groups) < 12
     strategy = DistributedDataParallelStrategy(bucket_caps_mb=fusion.bucket_caps_mb(groups, model))
-    assert [list(bucket.parts) for bucket in strategy.decide(model).buckets] == groups
+    assert [list(bucket.parts) for bucket in strategy.decide(Job.of(model)).buckets] == groups
     assert f"{len(groups)}" in strategy.describe()
 
 

@@ -7,38 +7,43 @@ import torch
 import torch.distributed as dist
 from tests.models import layered_model
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
+from headway.cluster import Cluster, Host
 from headway.errors import PlanError
+from headway.graph.build import GraphBuilder
+from headway.job import Job
 from headway.strategies.data_parallel import module_spec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.loading import driver
-from headway.strategies.registry import STRATEGIES
+from headway.strategies.registry import names, plugin_named, plugin_of
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", names())
 def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str) -> None:
-    strategy = STRATEGIES[name]()
-    model = layered_model(5)
-    schedule = strategy.decide(model)
-    assert sorted(n for b in schedule.buckets for n in b.parameters) == sorted(model.by_name)
-    assert schedule == strategy.decide(model)
+    plugin = plugin_named(name)
+    strategy = plugin.policy()
+    job = Job.of(layered_model(5), 4)
+    schedule = strategy.decide(job)
+    assert sorted(n for b in schedule.buckets for n in b.parameters) == sorted(job.model.by_name)
+    assert schedule == strategy.decide(job)
     assert strategy.describe()
-    assert callable(driver(strategy, "runtime").wrap)
-    assert callable(driver(strategy, "dataflow").Dataflow)
-    held = driver(strategy, "memory").held(model, schedule, 4)
-    assert held.buffers_bytes >= model.size_bytes
+    assert plugin_of(strategy) is plugin
+    cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(4)))
+    assert plugin.reactions(GraphBuilder(cluster, job.model, schedule))
+    assert plugin.footprint(job, schedule).buffers_bytes >= job.model.size_bytes
+    assert plugin.injection is not None
 
 
 def test_ddp_closes_a_bucket_once_it_is_full() -> None:
     model = layered_model(4, numel=262_144)  # 1 MiB a weight
-    default = DistributedDataParallelStrategy().decide(model)
+    default = DistributedDataParallelStrategy().decide(Job.of(model))
     assert [len(b.parameters) for b in default.buckets] == [2, 6]  # 1 MiB first, then 25 MiB
-    small = DistributedDataParallelStrategy(bucket_cap_mb=1).decide(model)
+    small = DistributedDataParallelStrategy(bucket_cap_mb=1).decide(Job.of(model))
     assert [b.parameters[-1] for b in small.buckets] == [f"layer{i}.weight" for i in (3, 2, 1, 0)]
 
-    each = DistributedDataParallelStrategy(bucket_cap_mb=0).decide(model)
+    each = DistributedDataParallelStrategy(bucket_cap_mb=0).decide(Job.of(model))
     assert [len(b.parameters) for b in each.buckets] == [1] * 8
 
 
@@ -46,13 +51,14 @@ def test_ddp_caps_a_bucket_at_a_time_live_as_decided(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
     spec = module_spec.model_spec(model)
     strategy = DistributedDataParallelStrategy(bucket_caps_mb=(0.001, 0.013, 0.004))
-    decided = [len(bucket.parameters) for bucket in strategy.decide(spec).buckets]
+    decided = [len(bucket.parameters) for bucket in strategy.decide(Job.of(spec)).buckets]
     assert len(set(decided)) > 1
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        wrapped = driver(strategy, "runtime").wrap(model, strategy, bucket_cap_mb=1, bucket_cap_mb_list=[3])
+        wrapped = plugin_of(strategy).wrap(model, strategy, bucket_cap_mb=1, bucket_cap_mb_list=[3])
         for _ in range(3):
             wrapped(torch.ones(2, 40)).sum().backward()
+        assert isinstance(wrapped, DistributedDataParallel)
         assert [len(bucket) for bucket in torch_private.ddp_buckets(wrapped)] == decided
     finally:
         dist.destroy_process_group()
@@ -66,7 +72,7 @@ def test_two_kinds_of_caps_exclude_each_other() -> None:
 def test_a_plan_with_its_buckets_spelled_out_decides_the_same() -> None:
     model = layered_model()
     strategy = DecoupledStrategy(bucket_cap_bytes=5000)
-    assert strategy.spelled_out(model).decide(model) == strategy.decide(model)
+    assert strategy.spelled_out(Job.of(model)).decide(Job.of(model)) == strategy.decide(Job.of(model))
 
 
 @pytest.mark.parametrize(
@@ -82,19 +88,19 @@ def test_buckets_that_do_not_fit_the_model_are_refused(
     buckets: tuple[tuple[str, ...], ...], said: str
 ) -> None:
     with pytest.raises(PlanError, match=said):
-        DecoupledStrategy(buckets=buckets).decide(layered_model(1))
+        DecoupledStrategy(buckets=buckets).decide(Job.of(layered_model(1)))
 
 
 def test_a_large_parameter_may_be_cut_over_several_buckets() -> None:
     model = layered_model(1)
     buckets = (("layer0.bias", "layer0.weight[600:1000]"), ("layer0.weight[0:600]",))
-    schedule = DecoupledStrategy(buckets=buckets).decide(model)
+    schedule = DecoupledStrategy(buckets=buckets).decide(Job.of(model))
     assert [bucket.size_bytes for bucket in schedule.buckets] == [4 * 410, 4 * 600]
     assert schedule.buckets_of["layer0.weight"] == (0, 1)
-    assert DecoupledStrategy(buckets=buckets).spelled_out(model).buckets == buckets
+    assert DecoupledStrategy(buckets=buckets).spelled_out(Job.of(model)).buckets == buckets
 
 
 @pytest.mark.parametrize("text", ["layer0.weight[0:600]", "layer0.weight[5:5]", "layer0.weight[0:1001]"])
 def test_parts_that_do_not_make_up_a_parameter_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="element"):
-        DecoupledStrategy(buckets=(("layer0.bias", text),)).decide(layered_model(1))
+        DecoupledStrategy(buckets=(("layer0.bias", text),)).decide(Job.of(layered_model(1)))

@@ -10,6 +10,7 @@ from tests.models import layered_model
 from tests.planning.jobs import MS, PlannedJob, layered_job
 
 from headway.graph.update_cost import UpdateCost
+from headway.job import Job
 from headway.plan import Plan, PlannedModel
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -52,11 +53,11 @@ def test_the_best_two_are_measured_again_where_they_are_close() -> None:
 
 def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
     model = layered_model(4)
-    schedule = DecoupledStrategy(bucket_cap_bytes=5000).decide(model)
+    schedule = DecoupledStrategy(bucket_cap_bytes=5000).decide(Job.of(model))
     candidate = Candidate.of("planned", schedule, model, 12.5)
     again = Candidate.model_validate_json(candidate.model_dump_json())
     assert again == candidate
-    assert again.strategy.decide(model) == schedule
+    assert again.strategy.decide(Job.of(model)) == schedule
     assert not again.strategy.tune
 
 
@@ -75,13 +76,13 @@ def names_of(candidates: list[Candidate]) -> list[str]:
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather: Gather) -> None:
     job = layered_job([200_000] * 12)
-    in_force = DecoupledStrategy(gather=gather).decide(job.model)
+    in_force = DecoupledStrategy(gather=gather).decide(Job.of(job.model))
     setting = setting_of(job, in_force, (gather,))
     assert setting.learned is not None
     found = shortlist(setting, setting.learned)
     assert names_of(found) == ["in force", *["planned"] * (len(found) - 3), "fixed cap", "fixed cap"]
     assert 1 <= names_of(found).count("planned") <= planned.MOST_PLANNED
-    schedules = [candidate.strategy.decide(job.model) for candidate in found]
+    schedules = [candidate.strategy.decide(Job.of(job.model)) for candidate in found]
     assert schedules[0] == in_force
     assert len(set(schedules)) == len(schedules)
     assert {schedule.gather for schedule in schedules} == {gather}
@@ -94,7 +95,7 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
     job = layered_job(
         [400_000] * 8, communication=1.5, optimizer_ms=80.0
     )  # a share of the update is much quicker
-    in_force = DecoupledStrategy(gather="gradients").decide(job.model)
+    in_force = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
     setting = setting_of(job, in_force, ("gradients", "parameters"))
     assert setting.learned is not None
     forms = {candidate.strategy.gather for candidate in shortlist(setting, setting.learned)}
@@ -102,7 +103,7 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
 
     job = layered_job([4_000] * 8, communication=0.01, optimizer_ms=0.0, overhead_us=1.0)  # nothing to gain
     for home in ("parameters", "gradients"):
-        in_force = DecoupledStrategy(gather=home).decide(job.model)
+        in_force = DecoupledStrategy(gather=home).decide(Job.of(job.model))
         setting = setting_of(job, in_force, ("parameters", "gradients"))
         assert setting.learned is not None
         assert {c.strategy.gather for c in shortlist(setting, setting.learned)} == {home}
@@ -110,9 +111,9 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
 
 def test_without_anything_learned_caps_are_tried() -> None:
     job = layered_job([200_000] * 12)
-    in_force = DecoupledStrategy().decide(job.model)
+    in_force = DecoupledStrategy().decide(Job.of(job.model))
     found = guesses(setting_of(job, in_force, ("parameters",)))
-    assert found[0].strategy.decide(job.model) == in_force
+    assert found[0].strategy.decide(Job.of(job.model)) == in_force
     assert len(found) >= len(planned.GUESSED_SHARES)
     assert all(candidate.predicted_ms is None for candidate in found)
 
@@ -174,9 +175,9 @@ def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     strategy = DecoupledStrategy(bucket_cap_bytes=5000, tune=True)
     assert "tuned while training" in strategy.describe()
     assert "tuned" not in DecoupledStrategy().describe()
-    spelled = strategy.spelled_out(model)
+    spelled = strategy.spelled_out(Job.of(model))
     assert spelled.tune
-    assert spelled.decide(model) == strategy.decide(model)
+    assert spelled.decide(Job.of(model)) == strategy.decide(Job.of(model))
     plan = Plan(strategy=spelled, world_size=2, model=PlannedModel.of(model))
     assert Plan.model_validate(plan.model_dump(mode="json")).strategy == spelled
-    assert forward_gather_order(model, spelled.decide(model).buckets) == spelled.gather_order
+    assert forward_gather_order(model, spelled.decide(Job.of(model)).buckets) == spelled.gather_order

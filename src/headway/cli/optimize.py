@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headway.optimization.search import Candidate, SearchResult
 
 MOST_NAMED = 2
+ANY = "any"
 
 
 @click.command()
@@ -26,7 +27,7 @@ MOST_NAMED = 2
     "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
 )
 @click.option(
-    "--strategy", "only", type=click.Choice(["any", "ddp", "decoupled", "parameter_server"]), default="any",
+    "--strategy", "only", metavar="NAME", default="any",
     show_default=True, help="Write the best plan of this strategy.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -42,12 +43,11 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
 
     from headway.optimization.search import plan_of, search
     from headway.replayer.replayer import Replayer
-    from headway.strategies.registry import STRATEGIES
 
     with output.progress("searching") as advance:
         replayer = Replayer(loaded, cluster)
         found = search(replayer, advance)
-    best = found.best(STRATEGIES.get(only))
+    best = found.best(None if only == ANY else only)
     plan_of(best, replayer).save(plan_path)
     if as_json:
         output.print_document(

@@ -31,12 +31,12 @@ def run(ctx: click.Context, plan_path: Path) -> None:
     not fit the job, and a job that does not follow it, end with one line and exit status 2; otherwise the exit status
     is the command's.
     """
-    from headway.integrations.followable import check_followable
+    from headway.integrations.followable import injection_of
     from headway.plan import Plan
 
     command = trailing_command(ctx)
     plan = Plan.load(plan_path)
-    check_followable(plan)
+    injection_of(plan)
     _check_world_size(plan, command)
     environment = injected_environment(os.environ, plan=str(plan_path.absolute()))
     beside = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None

@@ -180,8 +180,8 @@ class _Lab:
 
 def _plans_to_try(folder: Path, replayer: Replayer, found: SearchResult) -> tuple[PlanRuns, ...]:
     stock = next(c for c in found.candidates if c.strategy == DistributedDataParallelStrategy())
-    tuned = found.best(DistributedDataParallelStrategy)
-    decoupled = found.best(DecoupledStrategy)
+    tuned = found.best(DistributedDataParallelStrategy.name)
+    decoupled = found.best(DecoupledStrategy.name)
     runs = [PlanRuns("stock DDP", stock.strategy, None, stock.predicted_ms, stock.uncertainty_ms)]
     for candidate, name in ((tuned, "plan-ddp.yaml"), (decoupled, "plan-decoupled.yaml")):
         if candidate is not stock:

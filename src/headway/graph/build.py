@@ -1,17 +1,14 @@
-"""Building the global graph: timelines of all ranks, with a strategy laid over them."""
+"""Building the global graph: computation of all ranks, and the collectives that they ask and wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.collectives.dataflow import expand
 from headway.collectives.links import Links
-from headway.collectives.selection import Selection, native
-from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.collectives.selection import Selection
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.operations import Dataflow
@@ -64,31 +61,6 @@ class PlacedCollective:
     ends: list[int]
     channel: int
     base: int = -1  # its first operation, once the graph is closed
-
-
-class StrategyDataflow(Protocol):
-    """What a strategy adds to the graph: its reactions to the points of every rank's timeline."""
-
-    def use(self, walk: Walk, module: str) -> None:
-        """Forward is about to need the parameters of ``module``."""
-
-    def ready(self, walk: Walk, parameter: str) -> None:
-        """The gradient of ``parameter`` is complete on this rank."""
-
-    def unused(self, walk: Walk, parameter: str) -> None:
-        """This backward, whose first gradient is about to be complete, leaves ``parameter`` without one."""
-
-    def backward_end(self, walk: Walk) -> None:
-        """The computation of a synchronising backward is done."""
-
-    def read(self, walk: Walk, read: Item) -> None:
-        """The script reads gradients, which takes one rank ``read.duration_ns`` for all of those that it reads."""
-
-    def optimizer(self, walk: Walk, duration_ns: int) -> None:
-        """The optimizer steps, which takes ``duration_ns`` for all parameters."""
-
-    def finalize(self, walk: Walk, duration_ns: int) -> None:
-        """What the recorded strategy did after its gradients had arrived."""
 
 
 class GraphBuilder:
@@ -202,49 +174,3 @@ class GraphBuilder:
                 collective.channel,
             )
         return self._operations.close()
-
-
-def walk_timelines(
-    graph: GraphBuilder, strategy: StrategyDataflow, ranks: Sequence[Sequence[Timeline]]
-) -> None:
-    """Lay ``strategy`` over the timelines of every rank (``ranks[rank][position]``)."""
-    for rank, timelines in enumerate(ranks):
-        walk = Walk(rank)
-        for position, timeline in enumerate(timelines):
-            walk.step = position
-            _walk_step(graph, strategy, walk, timeline)
-            graph.boundary(walk)
-
-
-def _walk_step(graph: GraphBuilder, strategy: StrategyDataflow, walk: Walk, timeline: Timeline) -> None:
-    blocking = 0
-    optimizer_ns = timeline.optimizer_ns
-    for item in timeline.items:
-        match item.kind:
-            case Point.USE:
-                strategy.use(walk, item.name)
-            case Point.READY:
-                strategy.ready(walk, item.name)
-            case Point.UNUSED:
-                strategy.unused(walk, item.name)
-            case Point.BACKWARD_END:
-                strategy.backward_end(walk)
-            case Point.BLOCKING:
-                kind = item.name if item.name in KINDS else ALL_REDUCE
-                selection = native(kind, item.size_bytes, graph.world_size, graph.cluster.library)
-                number = graph.launch(
-                    walk, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
-                )
-                graph.wait(walk, item.name, number)
-                blocking += 1
-            case Point.STEP:
-                strategy.optimizer(walk, optimizer_ns)
-                optimizer_ns = 0
-            case Part.READ:
-                strategy.read(walk, item)
-            case Part.FINALIZE:
-                strategy.finalize(walk, item.duration_ns)
-            case Part.OPTIMIZER:
-                pass  # played at the STEP point, where and when the strategy wants it
-            case _:
-                graph.compute(walk, item.kind, item.duration_ns)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headway.errors import UnsupportedError
 from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.injection import Injection
+from headway.strategies.registry import plugin_of
 
 
-def check_followable(plan: Plan) -> None:
-    """Raise UnsupportedError for a strategy that can only be had with ``headway.parallelize``."""
-    if not isinstance(
-        plan.strategy, DistributedDataParallelStrategy | DecoupledStrategy | ParameterServerStrategy
-    ):
+def injection_of(plan: Plan) -> Injection[Any]:
+    """How a script's own wrapper becomes the plan's. Raises UnsupportedError where only ``headway.parallelize`` can."""
+    injection = plugin_of(plan.strategy).injection
+    if injection is None:
         raise UnsupportedError(
             "an unmodified script cannot follow this plan's strategy", got=plan.strategy.name,
             fix="Call headway.parallelize in the script.",
         )  # fmt: skip
+    return injection

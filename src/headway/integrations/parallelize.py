@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import UnsupportedError, UserError
 from headway.plan import Plan
-from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.loading import driver
+from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,12 +38,11 @@ def parallelize(
         raise UnsupportedError(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
-    strategy: Strategy = DecoupledStrategy(tune=True)
+    strategy = WITHOUT_A_PLAN
     if plan is not None:
         check(plan, model, ddp_options.get("process_group"))
         strategy = plan.strategy
-    runtime = driver(strategy, "runtime")
-    return cast("nn.Module", runtime.wrap(model, strategy, **ddp_options))
+    return plugin_of(strategy).wrap(model, strategy, **ddp_options)
 
 
 def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,26 +21,36 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from headway.errors import PlanError, UnsupportedError, UserError
-from headway.integrations.followable import check_followable
+from headway.integrations.followable import injection_of
 from headway.integrations.parallelize import check
 from headway.plan import Plan
-from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
-from headway.strategies.loading import driver
+from headway.strategies.injection import Injection
 from headway.torch_private import sharded_by_fully_shard
 from headway.units import format_bytes
 
 _stock_init: Callable[..., None] = DistributedDataParallel.__init__
 _stock_compile: Callable[..., Any] = torch.compile
 _stock_signature = inspect.signature(_stock_init)
-_plan: Plan | None = None
-_followed = False  # whether a model has been wrapped as the plan says
-_on_refusal: Callable[[UserError], object] | None = None
-_step_hook: RemovableHandle | None = None
+
+
+@dataclass(slots=True)
+class _Installed:
+    """The plan of this process. ``wrapper`` takes the place of DistributedDataParallel, where the strategy has one."""
+
+    plan: Plan
+    injection: Injection[Any]
+    wrapper: type[DistributedDataParallel] | None
+    wrapper_init: Callable[..., None] | None
+    on_refusal: Callable[[UserError], object] | None
+    step_hook: RemovableHandle
+    followed: bool = False  # whether a model has been wrapped as the plan says
+    in_place: set[int] = field(
+        default_factory=set
+    )  # ids of wrappers that take the place of DistributedDataParallel
+
+
+_installed: _Installed | None = None
 
 
 def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None) -> None:
@@ -52,34 +63,39 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
 
     Raises UnsupportedError for a strategy that can only be had with ``headway.parallelize``.
     """
-    global _plan, _followed, _on_refusal, _step_hook  # noqa: PLW0603 - the class that is changed is the process's too
-    driver(plan.strategy, "runtime")  # what cannot be imported should say so now
-    check_followable(plan)
-    _plan, _followed, _on_refusal = plan, False, on_refusal
+    global _installed  # noqa: PLW0603 - the class that is changed is the process's too
+    uninstall()
+    injection = injection_of(plan)
+    wrapper = injection.wrapper()
+    init = None if wrapper is None else wrapper.__init__
+    hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)
+    _installed = _Installed(plan, injection, wrapper, init, on_refusal, hook)
     torch.compile = _compile
-    if _step_hook is None:
-        _step_hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)
     DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = _planned_init  # type: ignore[method-assign]
+    if wrapper is not None:
+        _construct_in_place(wrapper)
 
 
 def _tell(error: UserError) -> None:
-    if _on_refusal is not None:
-        _on_refusal(error)
+    if _installed is not None and _installed.on_refusal is not None:
+        _installed.on_refusal(error)
 
 
 def followed() -> bool:
     """Whether a model has been wrapped as the installed plan says."""
-    return _followed
+    return _installed is not None and _installed.followed
 
 
 def uninstall() -> None:
     """Leave ``DistributedDataParallel`` as stock again."""
-    global _plan, _step_hook  # noqa: PLW0603 - as above
-    _plan = None
-    if _step_hook is not None:
-        _step_hook.remove()
-        _step_hook = None
+    global _installed  # noqa: PLW0603 - as above
+    if _installed is None:
+        return
+    _installed.step_hook.remove()
+    if _installed.wrapper is not None:
+        _installed.wrapper.__init__ = _installed.wrapper_init  # type: ignore[method-assign,assignment]
+    _installed = None
     torch.compile = _stock_compile
     DistributedDataParallel.__init__ = _stock_init  # type: ignore[method-assign]
     # __new__ stays: with no plan it does what object's does, and CPython does not undo its assignment cleanly.
@@ -87,25 +103,22 @@ def uninstall() -> None:
 
 @functools.wraps(_stock_compile)
 def _compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-    decoupled = _plan is not None and isinstance(_plan.strategy, DecoupledStrategy)
-    if decoupled and isinstance(model, driver(DecoupledStrategy(), "runtime").DecoupledDataParallel):
+    if _installed is not None and _installed.wrapper is not None and isinstance(model, _installed.wrapper):
         model.compile()  # says why not
     return _stock_compile(model, *args, **kwargs)
 
 
 def _planned_new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-    if _plan is None or not isinstance(_plan.strategy, DecoupledStrategy):
+    if _installed is None or _installed.wrapper is None:
         return object.__new__(cls)
     model = kwargs.get("module", args[0] if args else None)
-    if isinstance(model, nn.Module) and not _is_planned(_plan, model):
+    if isinstance(model, nn.Module) and not _is_planned(_installed.plan, model):
         return object.__new__(cls)
-    planned_class = driver(_plan.strategy, "runtime").DecoupledDataParallel
     if cls is DistributedDataParallel:
-        wrapped = object.__new__(planned_class)  # Python goes on with planned_class.__init__
-        wrapped.__dict__["planned_schedule"] = functools.partial(_schedule, _plan)
-        wrapped.__dict__["planned_tune"] = _plan.strategy.tune
+        wrapped = object.__new__(_installed.wrapper)  # Python goes on with the wrapper's __init__
+        _installed.in_place.add(id(wrapped))
         return wrapped
-    if not issubclass(cls, planned_class):
+    if not issubclass(cls, _installed.wrapper):
         raise UnsupportedError(
             "a subclass of DistributedDataParallel cannot follow this plan", got=cls.__qualname__,
             fix="Use DistributedDataParallel itself, or run without the plan.",
@@ -123,7 +136,7 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
 
     def first_call(_wrapped: nn.Module, _inputs: Any) -> None:
         handle.remove()
-        if not _followed:
+        if not followed():
             try:
                 check(plan, module)
             except UserError as error:
@@ -140,7 +153,7 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
 
 
 def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not _followed and sharded_by_fully_shard():
+    if not followed() and sharded_by_fully_shard():
         error = PlanError(
             "a plan cannot be followed", got="a model that is sharded with fully_shard (FSDP2)",
             expected="a job that constructs DistributedDataParallel", fix="Run it without the plan.",
@@ -149,36 +162,45 @@ def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs
         raise error
 
 
-def _schedule(plan: Plan, module: nn.Module, process_group: Any) -> BucketSchedule:
-    global _followed  # noqa: PLW0603 - as above
-    check(plan, module, process_group)
-    _followed = True
-    return plan.strategy.decide(model_spec(module))
-
-
 @functools.wraps(_stock_init)
 def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    global _followed  # noqa: PLW0603 - as above
-    strategy = None if _plan is None else _plan.strategy
-    if _plan is None:
+    installed = _installed
+    if installed is None:
         _stock_init(self, module, *args, **kwargs)
         return
-    if not _is_planned(_plan, module):
+    if not _is_planned(installed.plan, module):
         _stock_init(self, module, *args, **kwargs)
-        _stays_stock(_plan, self)
+        _stays_stock(installed.plan, self)
         return
-    assert isinstance(strategy, DistributedDataParallelStrategy | ParameterServerStrategy)
+    _construct(installed, _stock_init, self, module, *args, **kwargs)
+
+
+def _construct_in_place(wrapper: type[DistributedDataParallel]) -> None:
+    """Have ``wrapper`` follow the plan where a script wrote DistributedDataParallel; not where it is called by name."""
+    init: Callable[..., None] = wrapper.__init__
+
+    @functools.wraps(init)
+    def construct(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _installed is None or id(self) not in _installed.in_place:
+            init(self, module, *args, **kwargs)
+            return
+        _installed.in_place.discard(id(self))
+        _construct(_installed, init, self, module, *args, **kwargs)
+
+    wrapper.__init__ = construct  # type: ignore[method-assign]
+
+
+def _construct(
+    installed: _Installed,
+    init: Callable[..., None],
+    wrapped: DistributedDataParallel,
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     # What the script gave by position must give way too.
-    given = dict(_stock_signature.bind(self, module, *args, **kwargs).arguments)
+    given = dict(_stock_signature.bind(wrapped, module, *args, **kwargs).arguments)
     del given["self"], given["module"]
-    check(_plan, module, given.get("process_group"))
-    _followed = True
-    if isinstance(strategy, DistributedDataParallelStrategy):
-        _stock_init(self, module, **{**given, **ddp_runtime.options(strategy)})
-        ddp_runtime.keep_compiled_parts(self, given)
-        return
-    runtime = driver(strategy, "runtime")
-    runtime.check_module(module)
-    _stock_init(self, module, **{**given, **runtime.options(strategy)})
-    ddp_runtime.keep_compiled_parts(self, given)
-    runtime.serve(self, strategy)
+    check(installed.plan, module, given.get("process_group"))
+    installed.followed = True
+    installed.injection.construct(init, wrapped, module, given, installed.plan.strategy)

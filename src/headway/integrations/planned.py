@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.errors import LaunchError, UserError
 from headway.integrations import plan_injection, reports
 from headway.integrations.activate import leave_refusal
+from headway.integrations.followable import injection_of
 from headway.plan import Plan
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.loading import driver
 
 
 def follow(plan_path: str) -> None:
@@ -29,8 +28,8 @@ def follow(plan_path: str) -> None:
     plan_injection.install(plan, leave_refusal)
     _leave_refusals_of(DistributedDataParallel, "__new__")
     _leave_refusals_of(DistributedDataParallel, "__init__")
-    if isinstance(plan.strategy, DecoupledStrategy):
-        _leave_refusals_of(driver(plan.strategy, "runtime").DecoupledDataParallel, "__init__")
+    if (wrapper := injection_of(plan).wrapper()) is not None:
+        _leave_refusals_of(wrapper, "__init__")
     if dist.get_world_size() > 1:
         _refuse_to_step_without()
 

@@ -32,7 +32,7 @@ def begin(options_json: str) -> None:
 
 def _measure(recorder: Recorder, place: Place) -> None:
     if recorder.options.measure and recorder.saw_every_step and dist.is_initialized():
-        wanted = recorder.stock and recorder.options.detail != "kernels"
+        wanted = recorder.may_be_measured and recorder.options.detail != "kernels"
         measured.measure(place.recording.token, place.folder, wanted=wanted)
 
 

@@ -1,33 +1,24 @@
-"""The search over plans: candidates are proposed by rule and by the planner, each is replayed, the fastest wins."""
+"""The search over plans: strategies propose candidates, each is replayed, the fastest wins."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from headway.collectives.algorithms import SERVERS
 from headway.errors import UserError
-from headway.graph.step_profile import profile_of
-from headway.model import ModelSpec
+from headway.job import Job
 from headway.plan import Plan, PlannedModel, Prediction
-from headway.planning.bounds import step_bound
-from headway.planning.planner import Planned
-from headway.planning.planner import plan as plan_schedules
 from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
-from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
+from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.plugin import Proposal
+from headway.strategies.registry import plugin_of, plugins
 
 TIE = 0.01
 UNCHANGED = ("none",)
-DDP_CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
-SERVER_CAPS_MB, SERVER_CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
-DECOUPLED_CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,98 +66,69 @@ class SearchResult:
             each for each in self.candidates if each is not best and best.expected.like(each.expected)
         )
 
-    def best(self, strategy: type[Strategy] | None = None) -> Candidate:
-        """The first candidate, of ``strategy`` only where given. Raises UserError where there is none."""
+    def best(self, strategy: str | None = None) -> Candidate:
+        """The first candidate, of the strategy of that name where given. Raises UserError where there is none."""
         for candidate in self.candidates:
-            if strategy is None or isinstance(candidate.strategy, strategy):
+            if strategy is None or candidate.strategy.name == strategy:
                 return candidate
         raise UserError(
             "there is no plan of that strategy" + (f": {self.note}" if self.note else ""),
+            got=strategy,
             fix="Leave --strategy out. Parameter servers need a --cluster that headway probe has measured, and Gloo.",
         )
 
 
 def candidate_strategies(
-    model: ModelSpec,
-    recorded: Strategy | None = None,
-    planned: Iterable[BucketSchedule] = (),
-    forms: Sequence[Gather] = FORMS,
-    *,
-    servers: bool = False,
+    job: Job, proposals: Iterable[Proposal], recorded: Strategy | None = None
 ) -> Iterator[Strategy]:
     """Strategies worth a replay: each decides otherwise than those before it.
 
-    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower. ``planned`` are
-    schedules that the planner proposes, ``forms`` what decoupled strategies may gather, ``servers`` whether parameter
-    servers are among them.
+    ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
     """
     seen: set[tuple[str, BucketSchedule]] = set()
-    if isinstance(recorded, DecoupledStrategy):
-        recorded = recorded.spelled_out(model)
-    options: list[Strategy] = [] if recorded is None else [recorded]
-    options += [DistributedDataParallelStrategy()]
-    options += [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in DDP_CAPS_MB]
-    options += [DecoupledStrategy.model_validate(options_of(schedule, model)) for schedule in planned]
-    options += [
-        DecoupledStrategy(bucket_cap_bytes=cap, gather=form).spelled_out(model)
-        for form in forms
-        for cap in DECOUPLED_CAPS_BYTES
-    ]
-    if servers:
-        options += [
-            ParameterServerStrategy(bucket_cap_mb=cap, channels=channels)
-            for channels in SERVER_CHANNELS
-            for cap in SERVER_CAPS_MB
-        ]
+    options = [] if recorded is None else [recorded.spelled_out(job)]
+    options += [strategy for proposal in proposals for strategy in proposal.strategies]
     for strategy in options:
-        decided = (strategy.name, strategy.decide(model))
+        decided = (strategy.name, strategy.decide(job))
         if decided not in seen:
             seen.add(decided)
             yield strategy
 
 
 def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
-    """Replay every candidate, the planner's best among them. ``progress`` is told how many of how many are done."""
+    """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done."""
     begun = time.perf_counter()
-    forms, note = replayer.permitted
-    model = replayer.trace.model
+    job, recorded = replayer.job, replayer.recorded_strategy
     with times_in_range():
-        planned = plan_schedules(model, profile_of(replayer.timelines), replayer.cluster, forms=forms)
-    schedules = [each.schedule for each in planned.schedules]
-    # All push at once, which costs more than the messages by themselves: by how much only a probe can say.
-    on_gloo = "gloo" in replayer.trace.manifest.ranks[0].backend
-    servers = on_gloo and SERVERS in replayer.cluster.algorithms
-    strategies = list(
-        candidate_strategies(model, replayer.recorded_strategy, schedules, forms, servers=servers)
-    )
+        proposals = [plugin.propose(job) for plugin in plugins().values()]
+    strategies = list(candidate_strategies(job, proposals, recorded))
     candidates = []
     for number, strategy in enumerate(strategies, start=1):
         expected = replayer.expect(replayer.replay(strategy))
-        changes = _changes(replayer.recorded_strategy, strategy, model)
+        changes = _changes(recorded, strategy, job)
         candidates.append(Candidate(strategy.describe(), strategy, expected, changes))
         if progress:
             progress(number, len(strategies))
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
-        candidates=_best_first(candidates, model, replayer.recorded_step_ms),
-        bound_ms=_bound_ms(planned, forms, replayer),
+        candidates=_best_first(candidates, job, replayer.recorded_step_ms),
+        bound_ms=_bound_ms(proposals, replayer),
         elapsed_s=time.perf_counter() - begun,
-        note=note,
+        note=". ".join(proposal.note for proposal in proposals if proposal.note),
     )
 
 
-def _bound_ms(planned: Planned, forms: Sequence[Gather], replayer: Replayer) -> float:
-    """What no candidate can beat, whether its halves are apart or not.
+def _bound_ms(proposals: Iterable[Proposal], replayer: Replayer) -> float:
+    """What no candidate can beat, of whatever strategy.
 
     Where replay is too slow for the record, so are the links and times that bounds are made of.
     """
-    together = step_bound(replayer.timelines, replayer.trace.model.size_bytes, replayer.cluster)
-    bound_ms = min([together.all_reduce_ms, *(planned.bounds.of(form) / 1e6 for form in forms)])
+    bound_ms = min(proposal.bound_ms for proposal in proposals)
     return bound_ms * min(1.0, replayer.recorded_step_ms / replayer.base.step_ms)
 
 
-def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: float) -> tuple[Candidate, ...]:
+def _best_first(candidates: list[Candidate], job: Job, baseline_ms: float) -> tuple[Candidate, ...]:
     """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first.
 
     No plan that is slower than the recorded job, which took ``baseline_ms``, comes before it.
@@ -176,7 +138,7 @@ def _best_first(candidates: list[Candidate], model: ModelSpec, baseline_ms: floa
     def key(candidate: Candidate) -> tuple[int, bool, int, float]:
         band = int((candidate.predicted_ms / best_ms - 1) / TIE)
         slower = candidate.predicted_ms > baseline_ms
-        return band, slower, len(candidate.strategy.decide(model).buckets), candidate.predicted_ms
+        return band, slower, len(candidate.strategy.decide(job).buckets), candidate.predicted_ms
 
     return tuple(sorted(candidates, key=key))
 
@@ -196,15 +158,12 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     )
 
 
-def _changes(before: Strategy, after: Strategy, model: ModelSpec) -> tuple[str, ...]:
+def _changes(before: Strategy, after: Strategy, job: Job) -> tuple[str, ...]:
     changes = []
     if before.name != after.name:
         changes.append(f"{after.name} instead of {before.name}")
-    had, has = (len(strategy.decide(model).buckets) for strategy in (before, after))
+    had, has = (len(strategy.decide(job).buckets) for strategy in (before, after))
     if had != has:
         changes.append(f"{has} buckets instead of {had}")
-    if isinstance(after, DecoupledStrategy):
-        had_form = before.gather if isinstance(before, DecoupledStrategy) else ""
-        if after.gather != had_form:
-            changes.append(f"{after.gather} are gathered")
+    changes += plugin_of(after).explain(before, after)
     return tuple(changes) or UNCHANGED

@@ -11,11 +11,10 @@ from headway import files
 from headway.errors import UserError
 from headway.plan import Plan
 from headway.prediction.workload import Workload
+from headway.strategies import registry
 from headway.strategies.base import Strategy
-from headway.strategies.registry import STRATEGIES
 
 FORM = "a name with options, as in ddp, ddp:bucket_cap_mb=10 or decoupled:gather=gradients, or a plan file"
-USUAL = ("ddp", "decoupled:gather=parameters", "decoupled:gather=gradients")
 
 
 def strategies_named(texts: Iterable[str], workload: Workload) -> dict[str, Strategy]:
@@ -23,7 +22,16 @@ def strategies_named(texts: Iterable[str], workload: Workload) -> dict[str, Stra
 
     Raises UserError for a name or an option that there is not, PlanError for a plan that was made for another model.
     """
-    return {text: _named(text, workload) for text in (tuple(texts) or USUAL)}
+    return {text: _named(text, workload) for text in (tuple(texts) or usual())}
+
+
+def usual() -> tuple[str, ...]:
+    """What is predicted where nobody names strategies."""
+    return tuple(
+        f"{name}:{options}".rstrip(":")
+        for name, plugin in registry.plugins().items()
+        for options in plugin.usual
+    )
 
 
 def _named(text: str, workload: Workload) -> Strategy:
@@ -32,9 +40,9 @@ def _named(text: str, workload: Workload) -> Strategy:
         plan.check(workload.spec, plan.world_size)
         return plan.strategy
     name, _, options = text.partition(":")
-    if name not in STRATEGIES:
+    if name not in registry.names():
         raise UserError(
-            "there is no such strategy", got=repr(text), expected=f"{FORM}; {' or '.join(STRATEGIES)}"
+            "there is no such strategy", got=repr(text), expected=f"{FORM}; {' or '.join(registry.names())}"
         )
     given: dict[str, object] = {}
     for option in filter(None, options.split(",")):
@@ -47,4 +55,5 @@ def _named(text: str, workload: Workload) -> Strategy:
             given[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
             raise UserError(f"--strategy {name}: {key} cannot be read", got=repr(value)) from None
-    return files.validate(given, STRATEGIES[name], UserError, f"--strategy {name}")
+    policy: type[Strategy] = registry.plugin_named(name).policy
+    return files.validate(given, policy, UserError, f"--strategy {name}")

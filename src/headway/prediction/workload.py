@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from headway.cluster import Cluster
+from headway.graph.computation import Computation
 from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.model import ModelSpec
 from headway.models.roofline import MODELLED_ERROR, Device, layer_times
 from headway.models.table import LayerTable
 from headway.prediction.optimizers import Optimizer
+
+WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Workload:
     def computation_ns(self) -> int:
         """One worker's step alone."""
         return sum(layer.forward_ns + layer.backward_ns for layer in self.layers) + self.optimizer_ns
+
+    def job(self, cluster: Cluster) -> Job:
+        """Training it on ``cluster``, whose workers are all alike, until steps are alike; the last one counts."""
+        steps = Computation({0: (self.timeline(),)}, warm_up_steps=WARM_UP_STEPS)
+        return Job((self.spec,), cluster.world_size, cluster, steps)
 
     def timeline(self, rank: int = 0, step: int = 0) -> Timeline:
         """One step of a worker: forward, backward in reverse, each gradient ready at its layer's end, the update.

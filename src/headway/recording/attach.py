@@ -19,7 +19,7 @@ from headway.recording.derive import StrategySpan
 from headway.recording.finish import finish_recording
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.data_parallel.channels import observer
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.strategies.registry import plugins
 from headway.trace.events import Kind, Stream
 
 
@@ -64,7 +64,8 @@ def _attach(recorder: Recorder) -> None:
     observer.set_observer(_RuntimeObserver(recorder))
     recorder.when_finished(lambda: observer.set_observer(None))
     _watch_constructions(DistributedDataParallel, recorder)
-    _watch_constructions(DecoupledDataParallel, recorder)
+    for wrapper in (wrapper for plugin in plugins().values() for wrapper in plugin.wrappers()):
+        _watch_constructions(wrapper, recorder)
     _watch_compiling(recorder)
     _finish_before_the_group_goes(recorder)
     recorder.attach()

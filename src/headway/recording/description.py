@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
 
 import torch
 from torch import nn
 
-from headway import torch_private
-from headway.errors import UserError
 from headway.model import ModelSpec, PassMemory
 from headway.recording.modules import ModuleWatch
-from headway.strategies.data_parallel.decoupled.checks import check_module
-from headway.strategies.data_parallel.decoupled.policy import options_of
-from headway.strategies.data_parallel.decoupled.refused import refuse_options
-from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.data_parallel.parameter_server.runtime import strategy_of
+from headway.strategies.plugin import InForce
+from headway.strategies.registry import plugins
 from headway.trace.events import Event, Kind
 
 
@@ -47,42 +41,29 @@ def model_described(
     )
 
 
-def strategy_in_force(model: nn.Module | None) -> tuple[tuple[tuple[str, ...], ...], dict[str, Any]]:
-    """The buckets of a wrapped model, by the names of their parameters, and its strategy with the options."""
-    if model is None:
-        return (), {}
-    if isinstance(model, DecoupledDataParallel):
-        # The engine's, which an optimizer may have had gather gradients after all.
-        schedule = model.schedule if model.engine is None else model.engine.schedule
-        buckets = tuple(bucket.parameters for bucket in schedule.buckets)
-        return buckets, {"decoupled": options_of(schedule, model_spec(model.module))}
-    assert isinstance(model, nn.parallel.DistributedDataParallel)
-    names = [name for name, p in model.module.named_parameters() if p.requires_grad]
-    buckets = tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(model))
-    planned = strategy_of(model)
-    if planned is not None:
-        return buckets, {planned.name: planned.model_dump(mode="json")}
-    return buckets, {"ddp": {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(model)}}
+def strategy_in_force(model: nn.Module | None) -> tuple[str, InForce]:
+    """The name of the strategy that a wrapped model is trained under, and what is in force; "" without a model.
+
+    A strategy that builds on another is asked before it.
+    """
+    if model is not None:
+        for name, plugin in reversed(plugins().items()):
+            if (found := plugin.recognise(model)) is not None:
+                return name, found
+    return "", InForce({})
 
 
-def why_not_decoupled(model: nn.Module | None, *, compiled_around: bool) -> str:
-    """Why the decoupled all-reduce would refuse to take the place of a recorded model's wrapper; "" where it would not.
+def refusals(model: nn.Module | None, *, compiled_around: bool) -> dict[str, str]:
+    """Why strategies would refuse to take the place of a recorded model's wrapper, by their names.
 
     ``compiled_around`` says that code was compiled which calls the wrapper.
     """
-    if model is None or isinstance(model, DecoupledDataParallel):
-        return ""
-    if compiled_around:
-        return "the model was compiled after it was wrapped"
-    try:
-        check_module(cast("nn.Module", model.module))
-        refuse_options(
-            static_graph=getattr(model, "static_graph", False),
-            mixed_precision=getattr(model, "mixed_precision", None),
-        )
-    except UserError as refusal:
-        return str(refusal).partition(". ")[0]
-    return ""
+    if model is None:
+        return {}
+    found = {
+        name: plugin.refusal(model, compiled_around=compiled_around) for name, plugin in plugins().items()
+    }
+    return {name: why for name, why in found.items() if why}
 
 
 def _finds_unused(model: nn.Module | None) -> bool:

@@ -35,7 +35,7 @@ from headway.recording.derive import (
     transfer_rows,
     wait_rows,
 )
-from headway.recording.description import model_described, strategy_in_force, why_not_decoupled
+from headway.recording.description import model_described, refusals, strategy_in_force
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch
 from headway.recording.modules import ModuleWatch
@@ -47,6 +47,7 @@ from headway.recording.shapes import SHARDED, several_models, sharded_root
 from headway.recording.step_clock import StepClock
 from headway.recording.updates import UpdateWatch
 from headway.strategies.data_parallel.decoupled.kinds import name_of
+from headway.strategies.registry import plugin_named
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.folder import write_rank
 from headway.trace.format import ClockFit, RankInfo
@@ -86,7 +87,7 @@ class Recorder:
         self.writing = False
         self.in_order = True  # whether it ended because the job did, rather than failed
         self.saw_every_step = False  # whether it ended with the last step asked for, as on other ranks
-        self.stock = False  # whether it recorded DDP by itself
+        self.may_be_measured = False  # whether what was recorded leaves ranks anything to measure
         self._now = Now()
         self._rows: list[Event] = []
         self._spans: list[StrategySpan] = []
@@ -404,8 +405,8 @@ class Recorder:
         last = self.options.last_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
-        buckets, strategy = strategy_in_force(self._model)
-        self.stock = "ddp" in strategy
+        name, in_force = strategy_in_force(self._model)
+        self.may_be_measured = bool(name) and plugin_named(name).measured_after_recordings
         info = RankInfo(
             rank=rank,
             host=os.environ.get("HEADWAY_HOST") or socket.gethostname(),
@@ -414,12 +415,12 @@ class Recorder:
             backend=dist.get_backend() if dist.is_initialized() else "gloo",
             version=str(torch.__version__),
             clock=fit,
-            strategy=strategy,
-            buckets=buckets,
+            strategy={name: dict(in_force.options)} if name else {},
+            buckets=in_force.buckets,
             notes=self._notes(events),
             other_models=tuple(self._others),
             fully_sharded=self._sharded,
-            why_not_decoupled=why_not_decoupled(
+            refusals=refusals(
                 self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
             ),
         )

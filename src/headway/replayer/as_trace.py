@@ -7,7 +7,8 @@ from pathlib import Path
 
 from headway.graph.build import Stretch
 from headway.graph.timeline import Part
-from headway.replayer.replayer import Replayer, ReplayResult
+from headway.replayer.replayer import Replayer
+from headway.replayer.simulate import Simulation
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Manifest, RankInfo, Trace
 
@@ -19,7 +20,7 @@ _PASS_KIND = {
 _SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.READ: Kind.READ, Part.OPTIMIZER: Kind.OPTIMIZER}
 
 
-def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
+def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
     """The replayed steps as a trace. Step 0 is the one played to get under way, and is left out.
 
     Of a folded replay it has the ranks that stand for all.
@@ -32,13 +33,13 @@ def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
         rows[rank] = _main_thread(stretches, result) + _steps(rank, result)
     for work in result.graph.works:
         start_ns, end_ns = (
-            int(times[work.operation]) for times in (result.schedule.start_ns, result.schedule.end_ns)
+            int(times[work.operation]) for times in (result.played.start_ns, result.played.end_ns)
         )
         update = _span(Kind.UPDATE, f"bucket {work.bucket}", work.step, start_ns, end_ns, work.bucket)
         rows[work.rank].append(update._replace(stream=Stream.COMMUNICATION))
     for number, collective in enumerate(result.graph.collectives):
-        begins = result.schedule.end_ns[collective.begins]
-        ends = result.schedule.end_ns[collective.ends]
+        begins = result.played.end_ns[collective.begins]
+        ends = result.played.end_ns[collective.ends]
         for rank, (begin_ns, end_ns) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             rows[rank].append(
                 Event(
@@ -66,13 +67,13 @@ def replayed_trace(replayer: Replayer, result: ReplayResult) -> Trace:
     )
 
 
-def _main_thread(stretches: list[Stretch], result: ReplayResult) -> list[Event]:
+def _main_thread(stretches: list[Stretch], result: Simulation) -> list[Event]:
     rows: list[Event] = []
     open_pass: Event | None = None
     before_ns = 0
     for stretch in stretches:
-        start_ns = int(result.schedule.start_ns[stretch.operation])
-        end_ns = int(result.schedule.end_ns[stretch.operation])
+        start_ns = int(result.played.start_ns[stretch.operation])
+        end_ns = int(result.played.end_ns[stretch.operation])
         under_forward = stretch.part == Part.OPTIMIZER and stretch.bucket >= 0
         if open_pass and not under_forward and _PASS_KIND.get(stretch.part) != open_pass.kind:
             rows.append(open_pass)
@@ -95,11 +96,11 @@ def _main_thread(stretches: list[Stretch], result: ReplayResult) -> list[Event]:
     return rows + ([open_pass] if open_pass else [])
 
 
-def _steps(rank: int, result: ReplayResult) -> list[Event]:
+def _steps(rank: int, result: Simulation) -> list[Event]:
     rows = []
     before_ns = 0
     for step in sorted(result.graph.boundaries):
-        end_ns = int(result.schedule.end_ns[result.graph.boundaries[step][rank]])
+        end_ns = int(result.played.end_ns[result.graph.boundaries[step][rank]])
         rows.append(_span(Kind.STEP, f"step {step}", step, before_ns, end_ns))
         before_ns = end_ns
     return rows

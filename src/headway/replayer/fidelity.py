@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
-from headway.cluster import Cluster
 from headway.errors import TraceError
-from headway.graph.build import GraphBuilder, walk_timelines
-from headway.graph.timeline import Timeline
+from headway.graph.build import GraphBuilder
+from headway.graph.step_layout import lay_out_ranks
+from headway.job import Job
 from headway.strategies.base import Strategy
-from headway.strategies.loading import driver
+from headway.strategies.registry import plugin_of
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
 
-def check_fidelity(
-    trace: Trace, strategy: Strategy, recorded_timelines: Mapping[int, Sequence[Timeline]], cluster: Cluster
-) -> None:
+def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     """Hold the first rank's recorded collectives of gradients against what ``strategy`` launches over its timelines.
 
     Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
@@ -27,16 +23,17 @@ def check_fidelity(
     """
     if trace.world_size == 1:
         return
-    first = min(recorded_timelines)
-    timelines = recorded_timelines[first]
-    graph = GraphBuilder(cluster, trace.model, strategy.decide(trace.model))
-    walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), [timelines])
+    first = min(job.steps.timelines)
+    timelines = job.steps.timelines[first]
+    plugin = plugin_of(strategy)
+    graph = GraphBuilder(job.on, job.model, strategy.decide(job))
+    lay_out_ranks(graph, plugin.reactions(graph), [timelines])
     launched = np.zeros((len(timelines), 2))
     for collective in graph.collectives:
         if collective.bucket >= 0:
             launched[collective.step] += (1, collective.size_bytes)
     recorded = np.array([_recorded(trace.events[first], timeline.step) for timeline in timelines])
-    if graph.schedule.gather_order:
+    if plugin.carries_over:
         off = np.abs((recorded - launched).sum(axis=0)) > launched.max(axis=0)
     else:
         off = np.median(recorded - launched, axis=0) != 0

@@ -17,11 +17,10 @@ from headway import intervals
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.errors import TraceError
 from headway.model import ModelSpec, ParameterSpec
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.registry import AS_RECORDED
 from headway.trace.events import WORK, Event, Events, Kind, Stream
 from headway.trace.format import Trace
 
-AS_RECORDED = DistributedDataParallelStrategy(bucket_cap_mb=0)  # a bucket of every "parameter"
 ADVICE = "Record the job with headway record; it has to construct DistributedDataParallel."
 MOST_WAITS = 0.05  # of the step, for communication that no plan decides about
 AT_ONCE_NS = 200_000  # within which whoever waited for a collective goes on after it

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
-from headway.strategies.held import Held
-from headway.strategies.loading import driver
+from headway.strategies.footprint import Footprint
+from headway.strategies.registry import plugin_of
 
 
-def peak_bytes(model: ModelSpec, strategy: Strategy, schedule: BucketSchedule, world_size: int) -> int:
-    """The most that one of ``world_size`` ranks holds at once.
+def peak_bytes(job: Job, strategy: Strategy, schedule: BucketSchedule) -> int:
+    """The most that one rank of ``job`` holds at once.
 
     Parameters, buffers, the optimizer's state and what ``strategy`` holds are there all the time. During backward
     activations go and gradients come; then the update may need some more. Where nobody watched a pass
     (``ModelSpec.pass_memory``), activations are taken to go evenly.
     """
-    held: Held = driver(strategy, "memory").held(model, schedule, world_size)
+    model, held = job.model, plugin_of(strategy).footprint(job, schedule)
     always = model.size_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
     return always + max(_moments(model, held))
 
 
-def _moments(model: ModelSpec, held: Held) -> Iterator[int]:
+def _moments(model: ModelSpec, held: Footprint) -> Iterator[int]:
     """What is there besides at each moment that may be the worst."""
     memory = model.pass_memory
     if memory is None:

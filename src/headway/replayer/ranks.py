@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from headway.cluster import Cluster
 from headway.graph.timeline import Point, Timeline
+from headway.job import Job
 from headway.replayer.folding import period_of
 from headway.replayer.size import operations_of
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
 
 MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
 LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
@@ -20,33 +21,39 @@ LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Poin
 Recorded = Mapping[int, Sequence[Timeline]]
 
 
-def draws_of(recorded: Recorded, cluster: Cluster, schedule: BucketSchedule) -> int:
+def draws_of(job: Job, strategy: Strategy, schedule: BucketSchedule) -> int:
     """How often the recorded ranks are drawn, each time from another step on, before they repeat.
 
-    As often as the workers of ``cluster`` need and as there are steps, where so many ranks can be played in good time.
+    As often as the workers of ``job`` need and as there are steps, where so many ranks can be played in good time.
     """
+    recorded, cluster = job.steps.timelines, job.on
     rounds = -(-cluster.world_size // len(recorded))
     steps = len(recorded[min(recorded)])
     if rounds == 1 or steps == 1 or not _alike(recorded):
         return 1
-    a_rank = operations_of([recorded[min(recorded)]], cluster, schedule)
+    a_rank = operations_of([recorded[min(recorded)]], job, strategy, schedule)
     for draws in range(min(rounds, steps), 1, -1):
         if a_rank * period_of(cluster, draws * len(recorded)) <= MOST_OPERATIONS:
             return draws
     return 1
 
 
-def ranks_of(recorded: Recorded, draws: int, computes: Iterable[float]) -> list[list[Timeline]]:
-    """One list of timelines a rank, whose computation takes so many times as long, the first of them twice."""
+def ranks_of(
+    recorded: Recorded, draws: int, factors: Iterable[float], warm_up_steps: int = 1
+) -> list[list[Timeline]]:
+    """One list of timelines a rank, whose computation takes ``factors`` times as long.
+
+    The first of them comes ``warm_up_steps`` times more.
+    """
     names = sorted(recorded)
     ranks = []
-    for rank, compute in enumerate(computes):
+    for rank, factor in enumerate(factors):
         timelines = recorded.get(rank) or recorded[names[rank % len(names)]]
         first = 0 if rank in recorded else rank // len(names) % draws
         own = [*timelines[first:], *timelines[:first]]
-        if compute != 1.0:
-            own = [timeline.scaled(compute) for timeline in own]
-        ranks.append([own[0], *own])
+        if factor != 1.0:
+            own = [timeline.scaled(factor) for timeline in own]
+        ranks.append([own[0]] * warm_up_steps + own)
     return ranks
 
 

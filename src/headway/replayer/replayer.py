@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import numpy as np
 from pydantic import ValidationError
 
 from headway import files
-from headway.cluster import RUNTIME_COSTS, UPDATE_BESIDE, Cluster
-from headway.collectives.links import Links
+from headway.cluster import Cluster
 from headway.errors import TraceError, UserError
-from headway.graph.build import GraphBuilder, walk_timelines
-from headway.graph.recorded import timelines_of
-from headway.graph.timeline import Timeline
+from headway.graph.build import GraphBuilder
+from headway.job import Job
 from headway.network.fit import cluster_from_trace, host_costs, library_of
-from headway.replayer.disturbance import play_disturbed
 from headway.replayer.expectation import (
     Expectation,
     crowded,
@@ -29,43 +24,20 @@ from headway.replayer.expectation import (
     share_of_replay,
 )
 from headway.replayer.fidelity import check_fidelity
-from headway.replayer.folding import period_of
 from headway.replayer.gaps import gap_note
 from headway.replayer.incomplete import check_takes_plans, lacks, of_recorded_buckets
-from headway.replayer.memory import peak_bytes
-from headway.replayer.permitted import as_run, deferrable_forms
-from headway.replayer.ranks import draws_of, may_fold, ranks_of
-from headway.replayer.size import check_size, times_in_range
+from headway.replayer.recorded_job import recorded_job
+from headway.replayer.simulate import Simulation, Simulator
+from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
 from headway.replayer.what_if import WhatIf
-from headway.scheduling.buckets import BucketSchedule, Gather
-from headway.simulation.engine import Schedule
+from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.operations import Dataflow
+from headway.strategies import registry
 from headway.strategies.base import Strategy
-from headway.strategies.loading import driver
-from headway.strategies.registry import STRATEGIES
+from headway.strategies.registry import plugin_of
 from headway.trace.events import Kind
 from headway.trace.format import Trace
-
-
-@dataclass(frozen=True, eq=False)
-class ReplayResult:
-    """One replay: the graph as built, when its operations ran, and the step time that follows.
-
-    ``step_ms`` is the mean over the replayed steps and ranks; ``step_times_ms`` holds each step's mean. Of it,
-    ``waiting_ms`` is what ranks did not compute in: they waited for communication, or for each other.
-    ``peak_bytes`` is None where the trace names no parameters. ``strategy`` is the one that was played.
-    """
-
-    step_ms: float
-    step_times_ms: tuple[float, ...]
-    waiting_ms: float
-    operations: int
-    elapsed_s: float
-    peak_bytes: int | None
-    strategy: Strategy
-    graph: GraphBuilder
-    schedule: Schedule
 
 
 class Replayer:
@@ -82,7 +54,7 @@ class Replayer:
         self.lacks = lacks(trace, self.trace)
         self._recorded = trace
         self._checked = False
-        self._links: Links | None = None
+        self._simulator = Simulator()
         known = cluster or trace.cluster
         self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
         if self.cluster.world_size != trace.world_size:
@@ -96,28 +68,16 @@ class Replayer:
             raise TraceError(
                 "a recorded step takes no time, so there is nothing to replay", fix="Record again."
             )
-        self.timelines = self._timelines({})
-
-    def _timelines(self, factors: Mapping[str, float]) -> dict[int, tuple[Timeline, ...]]:
-        """The recorded steps, where what matches patterns takes so many times as long."""
-        return {
-            rank: tuple(timeline.undisturbed(self.cluster.compute_slowdown) for timeline in timelines)
-            for rank, timelines in timelines_of(self.trace, factors).items()
-        }
+        self.job = recorded_job(self.trace, self.cluster, has_parameters=bool(trace.model.parameters))
 
     @cached_property
     def recorded_strategy(self) -> Strategy:
         """The strategy that was in force when the trace was recorded."""
         for name, options in self.trace.manifest.ranks[0].strategy.items():
-            if name in STRATEGIES:
-                what = f"the trace's strategy {name}"
-                return files.validate(options, STRATEGIES[name], TraceError, what)
+            if name in registry.names():
+                policy: type[Strategy] = registry.plugin_named(name).policy
+                return files.validate(options, policy, TraceError, f"the trace's strategy {name}")
         raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
-
-    @cached_property
-    def permitted(self) -> tuple[Sequence[Gather], str]:
-        """What decoupled strategies may gather for the recorded job, and why not everything."""
-        return deferrable_forms(self.trace)
 
     @cached_property
     def recorded_step_times_ms(self) -> tuple[float, ...]:
@@ -137,7 +97,7 @@ class Replayer:
         return _standard_error_ms(self.recorded_step_times_ms)
 
     @cached_property
-    def base(self) -> ReplayResult:
+    def base(self) -> Simulation:
         """The recorded job replayed as it was."""
         return self.replay()
 
@@ -146,11 +106,12 @@ class Replayer:
         """What the trace lacks, and what makes answers from it worth little."""
         steps_ms = dict(zip(self.trace.steps, self.recorded_step_times_ms, strict=False))
         said = (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
-        # Under a decoupled strategy a look that takes long waits, and waits are recorded.
-        decoupled = bool(self._recorded_schedule.gather_order)
-        return said if decoupled else (*said, *gap_note(self.timelines.values(), self.recorded_step_ms))
+        # Where communication goes on behind a backward, a look that takes long waits, and waits are recorded.
+        if plugin_of(self.recorded_strategy).carries_over:
+            return said
+        return (*said, *gap_note(self.job.steps.timelines.values(), self.recorded_step_ms))
 
-    def expect(self, result: ReplayResult) -> Expectation:
+    def expect(self, result: Simulation) -> Expectation:
         """What a live job is expected to take of which ``result`` is the replay, held against the recorded one."""
         recorded_ms, reproduced_ms = self.recorded_step_ms, self.base.step_ms
         same = result.strategy.name == self.recorded_strategy.name
@@ -178,7 +139,7 @@ class Replayer:
         what_if: WhatIf = WhatIf(),  # noqa: B008
         *,
         fold: bool = True,
-    ) -> ReplayResult:
+    ) -> Simulation:
         """Replay every recorded step under ``strategy`` (the recorded one by default) and ``what_if``.
 
         Ranks that do the same at the same moment are played once, unless ``fold`` is False.
@@ -187,30 +148,8 @@ class Replayer:
         Raises UnsupportedError for a strategy that the recorded job does not permit.
         """
         with times_in_range():
-            return self._replay(strategy, what_if, fold=fold)
-
-    def _replay(self, strategy: Strategy | None, what_if: WhatIf, *, fold: bool) -> ReplayResult:
-        begun = time.perf_counter()
-        strategy = self._strategy_run(strategy)
-        graph, dataflow = self._laid_out(strategy, what_if, fold=fold)
-        played = play_disturbed(graph, dataflow, graph.cluster.compute_slowdown)
-        times_ms = _step_times_ms(graph, played)
-        return ReplayResult(
-            step_ms=float(np.mean(times_ms)),
-            step_times_ms=tuple(times_ms),
-            waiting_ms=_waiting_ms(graph, played),
-            operations=len(dataflow),
-            elapsed_s=time.perf_counter() - begun,
-            peak_bytes=self._peak_bytes(graph, strategy),
-            strategy=strategy,
-            graph=graph,
-            schedule=played,
-        )
-
-    def _peak_bytes(self, graph: GraphBuilder, strategy: Strategy) -> int | None:
-        if not self._recorded.model.parameters:
-            return None
-        return peak_bytes(graph.model, strategy, graph.schedule, graph.world_size)
+            played = self._strategy_run(strategy)
+            return self._simulator.simulate(what_if.rewrite(self._faithful_job), played, fold=fold)
 
     def lay_out(
         self,
@@ -219,66 +158,28 @@ class Replayer:
     ) -> tuple[GraphBuilder, Dataflow]:
         """The graph that ``replay`` would play, with all ranks."""
         with times_in_range():
-            return self._laid_out(self._strategy_run(strategy), what_if, fold=False)
+            played = self._strategy_run(strategy)
+            return self._simulator.lay_out(what_if.rewrite(self._faithful_job), played)
 
-    def _laid_out(self, strategy: Strategy, what_if: WhatIf, *, fold: bool) -> tuple[GraphBuilder, Dataflow]:
-        if not self._checked:
-            check_fidelity(self.trace, self.recorded_strategy, self.timelines, self.cluster)
-            self._checked = True
-        cluster = what_if.apply(self.cluster)
-        schedule = strategy.decide(self.trace.model)
-        own = self._timelines(what_if.of_kernels) if what_if.of_kernels else self.timelines
-        draws = draws_of(own, cluster, schedule)
-        alike = fold and not what_if.of_ranks and may_fold(own)
-        period = period_of(cluster, draws * len(own)) if alike else cluster.world_size
-        computes = (what_if.compute * what_if.of_ranks.get(rank, 1.0) for rank in range(period))
-        ranks = ranks_of(own, draws, computes)
-        check_size(ranks, cluster, schedule)
-        folded = period if period < cluster.world_size else 0
-        links = self._links_of(cluster, folded)
-        graph = GraphBuilder(cluster, self.trace.model, schedule, folded, links)
-        walk_timelines(graph, driver(strategy, "dataflow").Dataflow(graph), ranks)
-        return graph, graph.close()
-
-    def _links_of(self, cluster: Cluster, folded: int) -> Links:
-        """The links of the replay before, where they are the same: most plans are tried on one cluster."""
-        before = self._links
-        if before is None or before.folded != folded or before.cluster != cluster:
-            self._links = before = Links(cluster, folded)
-        return before
+    @cached_property
+    def _faithful_job(self) -> Job:
+        """The job, of which a replay communicates what was recorded."""
+        check_fidelity(self.trace, self.recorded_strategy, self.job)
+        return self.job
 
     def _strategy_run(self, asked: Strategy | None) -> Strategy:
         if asked is not None:
             check_takes_plans(self._recorded)
         if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
             return self.recorded_strategy
-        return as_run(asked, *self.permitted)
+        return cast("Strategy", plugin_of(asked).as_run(asked, self.job))
 
     def _is_recorded(self, asked: Strategy) -> bool:
-        return asked.decide(self.trace.model) == self._recorded_schedule
+        return asked.decide(self.job) == self._recorded_schedule
 
     @cached_property
     def _recorded_schedule(self) -> BucketSchedule:
-        return self.recorded_strategy.decide(self.trace.model)
-
-
-def _step_times_ms(graph: GraphBuilder, schedule: Schedule) -> list[float]:
-    ends = np.array([schedule.end_ns[graph.boundaries[step]] for step in sorted(graph.boundaries)])
-    lengths: list[float] = (np.diff(ends, axis=0).mean(axis=1) / 1e6).tolist()
-    return lengths
-
-
-def _waiting_ms(graph: GraphBuilder, schedule: Schedule) -> float:
-    """The mean over steps and ranks of what main threads stood still for, the step before the first one left out."""
-    computed_ns = sum(
-        int(schedule.end_ns[each.operation] - schedule.start_ns[each.operation])
-        for each in graph.stretches
-        if each.step > 0
-    )
-    first, last = (np.array(graph.boundaries[step]) for step in (0, max(graph.boundaries)))
-    steps = len(graph.boundaries) - 1
-    took_ns = float((schedule.end_ns[last] - schedule.end_ns[first]).mean())
-    return max(0.0, (took_ns - computed_ns / graph.ranks) / steps / 1e6)
+        return self.recorded_strategy.decide(self.job)
 
 
 def _standard_error_ms(times_ms: Sequence[float]) -> float:
@@ -302,10 +203,8 @@ def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
     And with the library that the job used.
     """
     library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
-    measured, changed = cluster.algorithms, dict[str, Any](library=library)
-    if "decoupled" in trace.manifest.ranks[0].strategy:  # what was recorded holds them, or shows them
-        held = (*RUNTIME_COSTS, UPDATE_BESIDE)
-        measured = {name: cost for name, cost in measured.items() if name not in held}
-        changed["decoupled_slowdown"] = None
-    changed["algorithms"] = {**host_costs(trace), **measured}
-    return cluster.model_copy(update=changed)
+    for name in trace.manifest.ranks[0].strategy:
+        if name in registry.names():
+            cluster = registry.plugin_named(name).without_own_costs(cluster)
+    algorithms = {**host_costs(trace), **cluster.algorithms}
+    return cluster.model_copy(update={"library": library, "algorithms": algorithms})

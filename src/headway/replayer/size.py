@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE
-from headway.collectives.selection import native
 from headway.errors import UserError
 from headway.graph.timeline import Part, Point, Timeline
+from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
+from headway.strategies.registry import plugin_of
 
 MAX_OPERATIONS = 60_000_000
 BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
-def check_size(ranks: Sequence[Sequence[Timeline]], cluster: Cluster, schedule: BucketSchedule) -> None:
+def check_size(
+    ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: BucketSchedule
+) -> None:
     """Refuse what would take too long."""
-    operations = operations_of(ranks, cluster, schedule)
+    operations = operations_of(ranks, job, strategy, schedule)
     if operations > MAX_OPERATIONS:
         raise UserError(
             "the replay would be too large",
@@ -28,16 +30,13 @@ def check_size(ranks: Sequence[Sequence[Timeline]], cluster: Cluster, schedule: 
         )
 
 
-def operations_of(ranks: Sequence[Sequence[Timeline]], cluster: Cluster, schedule: BucketSchedule) -> int:
+def operations_of(
+    ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: BucketSchedule
+) -> int:
     """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
-    world_size, library = cluster.world_size, cluster.library
+    world_size = job.world_size
     items = collectives = 0
-    sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
-    if schedule.gather_order:
-        select = schedule.algorithms.select
-        pieces = sum(select(ALL_GATHER, size, world_size, library).pieces for size in sizes_bytes)
-    else:
-        pieces = sum(native(ALL_REDUCE, size, world_size, library).pieces for size in sizes_bytes)
+    pieces = plugin_of(strategy).messages(schedule, world_size, job.on.library)
     for timelines in ranks:
         launched = 0
         for item in (item for timeline in timelines for item in timeline.items):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway import files
 from headway.cluster import Cluster, Host, Traffic
 from headway.errors import UserError
+from headway.job import Job
 from headway.units import format_rate, parse_duration_s, parse_factor, parse_rate_gbps
 
 MAX_WORKERS = 65_536
@@ -26,10 +27,11 @@ class WhatIf:
     """Multipliers on what was recorded, and another number of workers, or of workers a host.
 
     ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
-    stands for devices twice as fast). ``of_links`` multiplies the rate of single links, by the name of their host and
-    their direction ("up" or "down"), ``of_ranks`` the time that computation takes on single ranks, ``of_kernels`` that
-    of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is what others send over the
-    same links, besides what the cluster says. Each worker keeps its batch when their number changes.
+    stands for devices twice as fast). ``link_factors`` multiplies the rate of single links, by the name of their host
+    and their direction ("up" or "down"), ``rank_factors`` the time that computation takes on single ranks,
+    ``kernel_factors`` that of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is
+    what others send over the same links, besides what the cluster says. Each worker keeps its batch when their number
+    changes.
     """
 
     bandwidth: float = 1.0
@@ -37,20 +39,20 @@ class WhatIf:
     compute: float = 1.0
     workers: int | None = None
     workers_a_host: int | None = None
-    of_links: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    of_ranks: Mapping[int, float] = field(default_factory=dict)
-    of_kernels: Mapping[str, float] = field(default_factory=dict)
+    link_factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    rank_factors: Mapping[int, float] = field(default_factory=dict)
+    kernel_factors: Mapping[str, float] = field(default_factory=dict)
     traffic: tuple[Traffic, ...] = ()
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
         """Read ``K=V`` texts; later ones multiply with earlier ones. Raises UserError for what has no meaning."""
         factors = {"bandwidth": 1.0, "latency": 1.0, "compute": 1.0}
-        of_links: dict[tuple[str, str], float] = {}
-        of_ranks: dict[int, float] = {}
+        link_factors: dict[tuple[str, str], float] = {}
+        rank_factors: dict[int, float] = {}
         workers = workers_a_host = None
         traffic: list[Traffic] = []
-        of_kernels: dict[str, float] = {}
+        kernel_factors: dict[str, float] = {}
         for text in texts:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
@@ -63,13 +65,13 @@ class WhatIf:
             elif equals and colon and what == "bandwidth" and whose:
                 factor = parse_factor(value, f"--what-if {key}")
                 for link in _links(whose):
-                    of_links[link] = of_links.get(link, 1.0) * factor
+                    link_factors[link] = link_factors.get(link, 1.0) * factor
             elif equals and colon and what == "compute" and whose.isdecimal() and len(whose) < 10:
                 factor = parse_factor(value, f"--what-if {key}")
-                of_ranks[int(whose)] = of_ranks.get(int(whose), 1.0) * factor
+                rank_factors[int(whose)] = rank_factors.get(int(whose), 1.0) * factor
             elif equals and what == "kernels" and whose:
                 factor = parse_factor(value, f"--what-if {key}")
-                of_kernels[whose] = of_kernels.get(whose, 1.0) * factor
+                kernel_factors[whose] = kernel_factors.get(whose, 1.0) * factor
             elif equals and what == "traffic" and whose.count(":") == 1:
                 source, target = whose.split(":")
                 traffic.append(_traffic(source, target, value))
@@ -77,9 +79,9 @@ class WhatIf:
                 raise UserError("--what-if cannot be read", got=repr(text), expected=FORMS)
         for named, factor in (
             *factors.items(),
-            *of_links.items(),
-            *of_ranks.items(),
-            *of_kernels.items(),
+            *link_factors.items(),
+            *rank_factors.items(),
+            *kernel_factors.items(),
         ):
             if not LEAST_FACTOR <= factor <= 1 / LEAST_FACTOR:
                 expected = f"{LEAST_FACTOR:g}x to {1 / LEAST_FACTOR:g}x in all"
@@ -87,14 +89,25 @@ class WhatIf:
         return cls(
             workers=workers,
             workers_a_host=workers_a_host,
-            of_links=of_links,
-            of_ranks=of_ranks,
-            of_kernels=of_kernels,
+            link_factors=link_factors,
+            rank_factors=rank_factors,
+            kernel_factors=kernel_factors,
             traffic=tuple(traffic),
             bandwidth=factors["bandwidth"],
             latency=factors["latency"],
             compute=factors["compute"],
         )
+
+    def rewrite(self, job: Job) -> Job:
+        """``job`` under this what-if; one what-if after the other multiplies.
+
+        Raises UserError for hosts and ranks that it does not have, TraceError for kernels that were not recorded.
+        """
+        computation = job.steps
+        if self.kernel_factors:
+            computation = computation.kernels_scaled(self.kernel_factors)
+        computation = computation.scaled(self.compute, self.rank_factors)
+        return replace(job.moved_to(self.apply(job.on)), computation=computation)
 
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
@@ -102,25 +115,25 @@ class WhatIf:
         if self.workers is not None:
             changed = changed.resized(self.workers, self.workers_a_host)
         names = {host.name for host in changed.hosts}
-        asked = [("bandwidth", name) for name, _ in self.of_links]
+        asked = [("bandwidth", name) for name, _ in self.link_factors]
         asked += [("traffic", name) for each in self.traffic for name in (each.source, each.target)]
         for key, name in asked:
             if name not in names:
                 known = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
                 raise UserError(f"--what-if {key}: there is no such host", got=repr(name), expected=known)
-        for rank in self.of_ranks:
+        for rank in self.rank_factors:
             if rank >= changed.world_size:
                 expected = f"0 to {changed.world_size - 1}"
                 raise UserError("--what-if compute: there is no such rank", got=rank, expected=expected)
         return changed.model_copy(
             update={
-                "hosts": tuple(map(self._linked, changed.hosts)) if self.of_links else changed.hosts,
+                "hosts": tuple(map(self._linked, changed.hosts)) if self.link_factors else changed.hosts,
                 "traffic": (*changed.traffic, *self.traffic),
             }
         )
 
     def _linked(self, host: Host) -> Host:
-        up, down = (self.of_links.get((host.name, way), 1.0) for way in (UP, DOWN))
+        up, down = (self.link_factors.get((host.name, way), 1.0) for way in (UP, DOWN))
         return host.model_copy(update={"up_gbps": host.up_gbps * up, "down_gbps": host.down_gbps * down})
 
     def describe(self) -> str:
@@ -131,9 +144,12 @@ class WhatIf:
                 ("bandwidth", self.bandwidth),
                 ("latency", self.latency),
                 ("compute time", self.compute),
-                *((f"bandwidth {way} of {name}", factor) for (name, way), factor in self.of_links.items()),
-                *((f"compute time of rank {rank}", factor) for rank, factor in self.of_ranks.items()),
-                *((f"time of {pattern}", factor) for pattern, factor in self.of_kernels.items()),
+                *(
+                    (f"bandwidth {way} of {name}", factor)
+                    for (name, way), factor in self.link_factors.items()
+                ),
+                *((f"compute time of rank {rank}", factor) for rank, factor in self.rank_factors.items()),
+                *((f"time of {pattern}", factor) for pattern, factor in self.kernel_factors.items()),
             )
             if factor != 1.0
         ]

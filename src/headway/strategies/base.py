@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from headway.model import ModelSpec
+from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
 
 
@@ -14,16 +14,21 @@ class Strategy(BaseModel):
     """A decision about gradients, made once and interpreted by the live driver and by replay.
 
     Subclasses are frozen values whose fields are the options a plan file holds. ``decide`` is pure: the same
-    model gives the same schedule in every process.
+    job gives the same schedule in every process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
 
-    def decide(self, model: ModelSpec) -> BucketSchedule:
-        """Decide the buckets of ``model``. Raises PlanError where the options do not fit the model."""
+    def decide(self, job: Job) -> BucketSchedule:
+        """Decide what ``job`` communicates. Raises PlanError where the options do not fit its model."""
         raise NotImplementedError
+
+    def spelled_out(self, job: Job) -> Self:
+        """The same decision with everything written out that it takes from ``job``, as a plan file holds it."""
+        del job
+        return self
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""

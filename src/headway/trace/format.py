@@ -38,8 +38,8 @@ class RankInfo(BaseModel):
 
     ``version`` is the framework's; ``source`` is the document that an imported rank was read from. ``notes`` say what
     recording could not see there; ``other_models`` were wrapped besides the one that is recorded; where the job uses
-    ``fully_shard``, it is ``fully_sharded``. ``why_not_decoupled`` says why the wrapper of the recorded model cannot be
-    the decoupled all-reduce; "" where it can.
+    ``fully_shard``, it is ``fully_sharded``. ``refusals`` says, by the names of strategies, why the recorded
+    model cannot be trained under them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,7 +58,16 @@ class RankInfo(BaseModel):
     notes: tuple[str, ...] = ()
     other_models: tuple[str, ...] = ()
     fully_sharded: bool = False
-    why_not_decoupled: str = ""
+    refusals: dict[str, str] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_refusal(cls, data: Any) -> Any:
+        """Earlier recordings knew one strategy that may refuse."""
+        if isinstance(data, dict) and "why_not_decoupled" in data:
+            why, data = data["why_not_decoupled"], {k: v for k, v in data.items() if k != "why_not_decoupled"}
+            data["refusals"] = {"decoupled": why} if why else {}
+        return data
 
 
 class Manifest(BaseModel):

@@ -170,6 +170,7 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
         return Alone(module)
     if mode == DDP:
         return DistributedDataParallel(module, bucket_cap_mb=CAP_BYTES / 2**20, **options)
+    from headway.job import Job as TrainedJob
     from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
     from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
     from headway.strategies.data_parallel.module_spec import model_spec
@@ -178,7 +179,7 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
         decision["gather"] = mode
     else:
         assert mode == GRADIENTS, "parameters cannot be gathered yet"
-    schedule = DecoupledStrategy(**decision).decide(model_spec(module))
+    schedule = DecoupledStrategy(**decision).decide(TrainedJob.of(model_spec(module)))
     return DecoupledDataParallel(module, schedule=schedule, **options)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from headway.model import ModelSpec
+from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
 from headway.strategies.base import Strategy
 
@@ -40,7 +40,7 @@ class DistributedDataParallelStrategy(Strategy):
             raise ValueError("bucket_cap_mb and bucket_caps_mb exclude each other")
         return self
 
-    def decide(self, model: ModelSpec) -> BucketSchedule:
+    def decide(self, job: Job) -> BucketSchedule:
         """Assign buckets as DDP does from its second iteration on, when it knows the order of readiness.
 
         torch uses a smaller first bucket (1 MiB) only while ``bucket_cap_mb`` is left at its default. With
@@ -49,6 +49,7 @@ class DistributedDataParallelStrategy(Strategy):
         """
         from headway import torch_private  # torch takes seconds to import, and most commands do without
 
+        model = job.model
         kept = model.find_unused_parameters
         parameters = model.parameters if kept else model.ready_parameters()
         groups = torch_private.ddp_bucket_assignment(

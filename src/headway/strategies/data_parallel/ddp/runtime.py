@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
+from headway.strategies.plugin import InForce
 
 
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
@@ -49,3 +50,16 @@ def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, An
     """
     if any(torch_private.is_compiled(module) for module in wrapped.module.modules()):
         torch_private.compile_in_parts_of(wrapped, cap_bytes(given.get("bucket_cap_mb")))
+
+
+def in_force(wrapped: nn.Module) -> InForce | None:
+    """What DDP does for a model that it wraps."""
+    if not isinstance(wrapped, DistributedDataParallel):
+        return None
+    return InForce({"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(wrapped)}, named_buckets(wrapped))
+
+
+def named_buckets(wrapped: DistributedDataParallel) -> tuple[tuple[str, ...], ...]:
+    """The buckets that DDP has now, by the names of their parameters."""
+    names = [name for name, p in wrapped.module.named_parameters() if p.requires_grad]
+    return tuple(tuple(names[i] for i in bucket) for bucket in torch_private.ddp_buckets(wrapped))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.cluster import PassSlowdown
+from headway.job import Job
 from headway.simulation.intervals import Intervals
 from headway.strategies.data_parallel.channels import observer
 from headway.strategies.data_parallel.decoupled import lifecycle
@@ -65,7 +66,7 @@ def beside_training(of_collectives: float) -> Found:
     for _ in range(ROUNDS):
         stock += _passes(DistributedDataParallel(_model(), bucket_cap_mb=BUCKET_BYTES / 2**20))
         model = _model()
-        schedule = strategy.decide(model_spec(model))
+        schedule = strategy.decide(Job.of(model_spec(model)))
         planned = DecoupledDataParallel(model, schedule=schedule)
         own += _passes(planned)
         assert planned.engine is not None

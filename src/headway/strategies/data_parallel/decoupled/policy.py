@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from headway.collectives.algorithms import NATIVE
 from headway.collectives.selection import AlgorithmName, Algorithms
 from headway.errors import PlanError
+from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import (
     BucketSchedule,
@@ -65,8 +66,9 @@ class DecoupledStrategy(Strategy):
                 raise ValueError("gathers_after lets a bucket be gathered before it is reduced, or never")
         return self
 
-    def decide(self, model: ModelSpec) -> BucketSchedule:
+    def decide(self, job: Job) -> BucketSchedule:
         """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's."""
+        model = job.model
         if self.buckets:
             groups = self._looked_up(model)
         else:
@@ -82,10 +84,9 @@ class DecoupledStrategy(Strategy):
             algorithms=Algorithms(self.reduce_scatter, self.all_gather),
         )
 
-    def spelled_out(self, model: ModelSpec) -> DecoupledStrategy:
-        """The same decision with its buckets and gather order written out, as a plan file holds it."""
-        schedule = self.decide(model)
-        return self.model_copy(update=options_of(schedule, model))
+    def spelled_out(self, job: Job) -> Self:
+        """The same decision with its buckets and gather order written out."""
+        return self.model_copy(update=options_of(self.decide(job), job.model))
 
     def _looked_up(self, model: ModelSpec) -> list[list[Part]]:
         _refuse(

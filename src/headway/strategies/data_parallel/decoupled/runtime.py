@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.errors import UserError
+from headway.job import Job
+from headway.strategies.data_parallel.decoupled.checks import check_module
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.decoupled.refused import refuse_options
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.plugin import InForce
 
-__all__ = ["DecoupledDataParallel", "wrap"]
+__all__ = ["DecoupledDataParallel", "in_force", "refusal", "wrap"]
 
 
 def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
@@ -19,5 +24,35 @@ def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> 
     Raises PlanError where the strategy does not fit the module, UnsupportedError and UserError as
     ``DecoupledDataParallel`` does.
     """
-    schedule = strategy.decide(model_spec(module))
+    schedule = strategy.decide(Job.of(model_spec(module)))
     return DecoupledDataParallel(module, schedule=schedule, tune=strategy.tune, **ddp_options)
+
+
+def in_force(wrapped: nn.Module) -> InForce | None:
+    """What a decoupled model does now, after whatever tuning and its optimizer made of its plan."""
+    if not isinstance(wrapped, DecoupledDataParallel):
+        return None
+    # The engine's, which an optimizer may have had gather gradients after all.
+    schedule = wrapped.schedule if wrapped.engine is None else wrapped.engine.schedule
+    buckets = tuple(bucket.parameters for bucket in schedule.buckets)
+    return InForce(options_of(schedule, model_spec(wrapped.module)), buckets)
+
+
+def refusal(wrapped: nn.Module, *, compiled_around: bool) -> str:
+    """Why the decoupled all-reduce would refuse to take the place of a model's wrapper; "" where it would not.
+
+    ``compiled_around`` says that code was compiled which calls the wrapper.
+    """
+    if isinstance(wrapped, DecoupledDataParallel):
+        return ""
+    if compiled_around:
+        return "the model was compiled after it was wrapped"
+    try:
+        check_module(cast("nn.Module", wrapped.module))
+        refuse_options(
+            static_graph=getattr(wrapped, "static_graph", False),
+            mixed_precision=getattr(wrapped, "mixed_precision", None),
+        )
+    except UserError as refusal:
+        return str(refusal).partition(". ")[0]
+    return ""

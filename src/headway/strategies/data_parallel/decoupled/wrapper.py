@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from headway import torch_private
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
+from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp.policy import cap_bytes as cap_bytes_of_ddp
@@ -81,8 +82,6 @@ class DecoupledDataParallel(RefusingDataParallel):
         schedule: BucketSchedule | None = None,
         tune: bool = False,
     ) -> None:
-        planned = self.__dict__.pop("planned_schedule", None)  # where a plan is injected in a script
-        tune = self.__dict__.pop("planned_tune", tune)
         nn.Module.__init__(self)
         del check_reduction, batched_grad_copy  # without effect on results
         refuse_options(
@@ -99,11 +98,9 @@ class DecoupledDataParallel(RefusingDataParallel):
         moves = check_device_ids(self.device, device_ids, output_device)
         self._wiring = wiring_of(self.device, group)
         spec = model_spec(module)
-        if schedule is None and planned is not None:
-            schedule = planned(module, group)
         if schedule is None:
             cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
-            schedule = DecoupledStrategy(bucket_cap_bytes=cap_bytes).decide(spec)
+            schedule = DecoupledStrategy(bucket_cap_bytes=cap_bytes).decide(Job.of(spec))
 
         self.module = module
         self.process_group = group

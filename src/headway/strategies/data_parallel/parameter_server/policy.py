@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from headway.model import ModelSpec
+from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import Cap, DistributedDataParallelStrategy
@@ -23,9 +23,9 @@ class ParameterServerStrategy(Strategy):
     bucket_cap_mb: Cap = 4.0
     channels: int = Field(default=2, ge=1, le=8)
 
-    def decide(self, model: ModelSpec) -> BucketSchedule:
+    def decide(self, job: Job) -> BucketSchedule:
         """Assign keys as DDP assigns buckets."""
-        buckets = self.bucketing().decide(model).buckets
+        buckets = self.bucketing().decide(job).buckets
         return BucketSchedule(buckets, channels=self.channels)
 
     def bucketing(self) -> DistributedDataParallelStrategy:

@@ -25,6 +25,7 @@ from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.plugin import InForce
 
 _STRATEGY = "_headway_strategy"
 
@@ -65,9 +66,12 @@ def serve(wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -
         weakref.finalize(wrapped, servers.abandon).atexit = False
 
 
-def strategy_of(model: nn.Module) -> ParameterServerStrategy | None:
-    """The strategy that ``wrap`` gave a model, if it did."""
-    return getattr(model, _STRATEGY, None)
+def in_force(wrapped: nn.Module) -> InForce | None:
+    """What ``wrap`` gave a model, if it did."""
+    strategy: ParameterServerStrategy | None = getattr(wrapped, _STRATEGY, None)
+    if strategy is None or not isinstance(wrapped, DistributedDataParallel):
+        return None
+    return InForce(strategy.model_dump(mode="json"), ddp_runtime.named_buckets(wrapped))
 
 
 class Servers:

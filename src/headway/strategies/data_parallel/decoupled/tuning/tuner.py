@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway.graph.update_cost import update_cost
+from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, Gather, restricted
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
@@ -152,7 +153,7 @@ class Tuner:
         setting = self._setting()
         self._proposer.begin(setting)
         while (candidate := self._proposer.propose()) is not None:
-            self._put_in_force(candidate.strategy.decide(setting.model))
+            self._put_in_force(candidate.strategy.decide(Job.of(setting.model)))
             yield  # settling
             intervals = []
             for _ in range(self._measured_steps):
@@ -226,7 +227,7 @@ class Tuner:
         trials = [Trial(candidate, statistics.mean(times)) for candidate, times in self._told.items()]
         chosen = self._proposer.choose(trials) if trials and not reason else None
         if chosen is not None:
-            self._put_in_force(trials[chosen].candidate.strategy.decide(spec))
+            self._put_in_force(trials[chosen].candidate.strategy.decide(Job.of(spec)))
         elif not keep:
             self._put_in_force(self._initial)
         wrapped.tuning = Tuned(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.selection import Selection
-from headway.strategies.data_parallel.ddp import dataflow as ddp
+from headway.strategies.data_parallel.ddp import reactions as ddp
 
 
-class Dataflow(ddp.Dataflow):
+class Reactions(ddp.Reactions):
     """DDP's reactions, with other all-reduces: each channel has connections of its own and serves one at a time."""
 
     @property

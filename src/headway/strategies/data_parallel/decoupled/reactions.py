@@ -15,20 +15,21 @@ from headway.cluster import (
 )
 from headway.collectives.algorithms import NCCL
 from headway.graph.build import GraphBuilder, Walk
+from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.scheduling.filling import Filling
 from headway.strategies.data_parallel.decoupled.jobs import Jobs
 from headway.trace.events import Read
 
 
-class Dataflow:
+class Reactions(InRecordedOrder):
     """The runtime's reactions, for gathers of gradients and of parameters.
 
     Buckets that share parameters are settled together, as a unit.
     """
 
     def __init__(self, graph: GraphBuilder) -> None:
-        self._graph = graph
+        super().__init__(graph)
         if (slower := graph.cluster.decoupled_slowdown) is not None:
             graph.slowdowns = {Part.FORWARD: slower.forward, Part.BACKWARD: slower.backward}
         self._schedule = graph.schedule

@@ -12,10 +12,10 @@ from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
 from headway.collectives.program import scratch_numel
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.held import Held
+from headway.strategies.footprint import Footprint
 
 
-def held(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Held:
+def footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Footprint:
     """What one of ``world_size`` ranks holds."""
     sizes_bytes = [bucket.size_bytes for bucket in schedule.buckets]
     scratch_bytes = max(
@@ -32,4 +32,4 @@ def held(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Held:
         buffers_bytes += -(-model.size_bytes // world_size)
         share = max(sizes_bytes, default=0) / world_size / max(1, model.size_bytes)
         state_bytes = -(-state_bytes // world_size) + round(state_bytes * share)
-    return Held(buffers_bytes, state_bytes, gradients_apart=True, updated_share=share)
+    return Footprint(buffers_bytes, state_bytes, gradients_apart=True, updated_share=share)

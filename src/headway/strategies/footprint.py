@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Footprint:
     """``buffers_bytes`` for good (buckets, scratch), and ``state_bytes`` of the optimizer's state.
 
     ``gradients_apart`` says that gradients have memory of their own beside the buffers, from when they are complete

@@ -11,15 +11,16 @@ from collections import defaultdict
 from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, Walk
+from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.scheduling.filling import Filling
 
 
-class Dataflow:
+class Reactions(InRecordedOrder):
     """DDP's reactions: a bucket is reduced when it is full and every bucket before it has been launched."""
 
     def __init__(self, graph: GraphBuilder) -> None:
-        self._graph = graph
+        super().__init__(graph)
         self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
         self._launched: dict[int, list[int]] = defaultdict(list)
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward

@@ -1,0 +1,68 @@
+"""Job: what is trained, what its ranks compute in a step, and on which cluster. Decisions and replays start from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from headway.cluster import Cluster
+from headway.graph.computation import Computation
+from headway.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerUse:
+    """The optimizers of a job, by the names of their classes, and how many of them step behind one backward."""
+
+    names: tuple[str, ...] = ()
+    steps_a_backward: float = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One distributed training job, as far as it is known.
+
+    ``stages`` are the models of its pipeline's stages, a single one where the model is not cut. ``cluster`` is None
+    where only decisions are asked for, and ``computation`` where nothing was recorded or predicted: a live job knows
+    its model and its ``world_size``. ``refusals`` says, by the names of strategies, why its model cannot be trained
+    under them. ``has_parameters`` is False where ``stages`` stand for recorded buckets of unknown parameters.
+    """
+
+    stages: tuple[ModelSpec, ...]
+    world_size: int
+    cluster: Cluster | None = None
+    computation: Computation | None = None
+    optimizers: OptimizerUse = OptimizerUse()
+    refusals: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    has_parameters: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.cluster is None or self.cluster.world_size == self.world_size
+
+    @classmethod
+    def of(cls, model: ModelSpec, world_size: int = 1) -> Job:
+        """A job of ``world_size`` ranks that all train ``model``, of which nothing else is known."""
+        return cls((model,), world_size)
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that every rank trains."""
+        (model,) = self.stages
+        return model
+
+    @property
+    def on(self) -> Cluster:
+        """The cluster of a job that is to be simulated."""
+        assert self.cluster is not None
+        return self.cluster
+
+    @property
+    def steps(self) -> Computation:
+        """The computation of a job that is to be simulated."""
+        assert self.computation is not None
+        return self.computation
+
+    def moved_to(self, cluster: Cluster) -> Job:
+        """The same job on another cluster, of any number of workers."""
+        return replace(self, cluster=cluster, world_size=cluster.world_size)

@@ -1,0 +1,140 @@
+"""One job under one strategy, played: decided, laid out as a graph of all ranks, and walked through time.
+
+Recordings, workloads that were never run and schedules of a live tuner are all jobs, and are all played here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.cluster import Cluster
+from headway.collectives.links import Links
+from headway.graph.build import GraphBuilder, Stretch
+from headway.graph.step_layout import lay_out_ranks
+from headway.job import Job
+from headway.replayer.disturbance import play_disturbed
+from headway.replayer.folding import period_of
+from headway.replayer.memory import peak_bytes
+from headway.replayer.ranks import draws_of, may_fold, ranks_of
+from headway.replayer.size import check_size, times_in_range
+from headway.simulation.engine import Schedule
+from headway.simulation.operations import Dataflow
+from headway.strategies.base import Strategy
+from headway.strategies.registry import plugin_of
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A job that was played: the graph as built, and when its operations ran.
+
+    ``played`` says when; ``operations`` are so many, and laying them out and playing them took ``elapsed_s``.
+    """
+
+    job: Job
+    strategy: Strategy
+    graph: GraphBuilder
+    played: Schedule
+    operations: int
+    elapsed_s: float
+
+    @property
+    def first_step(self) -> int:
+        """The position of the first step that counts."""
+        return self.job.steps.warm_up_steps
+
+    @cached_property
+    def step_times_ns(self) -> npt.NDArray[np.float64]:
+        """For each step that counts, its mean length over ranks."""
+        steps = sorted(self.graph.boundaries)[self.first_step - 1 :]
+        ends_ns = np.array([self.played.end_ns[self.graph.boundaries[step]] for step in steps])
+        lengths: npt.NDArray[np.float64] = np.diff(ends_ns, axis=0).mean(axis=1)
+        return lengths
+
+    @cached_property
+    def step_times_ms(self) -> tuple[float, ...]:
+        """The same in ms."""
+        return tuple((self.step_times_ns / 1e6).tolist())
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The mean over the steps that count, and over ranks."""
+        return float(np.mean(self.step_times_ms))
+
+    def duration_ns(self, stretch: Stretch) -> int:
+        """How long a stretch of computation took."""
+        return int(self.played.end_ns[stretch.operation] - self.played.start_ns[stretch.operation])
+
+    @cached_property
+    def waiting_ms(self) -> float:
+        """What ranks did not compute in, the mean over steps and ranks: they waited for communication or each other."""
+        stretches = (each for each in self.graph.stretches if each.step >= self.first_step)
+        computed_ns = sum(map(self.duration_ns, stretches))
+        boundaries = self.graph.boundaries
+        first, last = (np.array(boundaries[step]) for step in (self.first_step - 1, max(boundaries)))
+        steps = len(boundaries) - self.first_step
+        took_ns = float((self.played.end_ns[last] - self.played.end_ns[first]).mean())
+        return max(0.0, (took_ns - computed_ns / self.graph.ranks) / steps / 1e6)
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """The most that one rank holds at once; None where nothing is known of parameters."""
+        if not self.job.has_parameters:
+            return None
+        return peak_bytes(self.job, self.strategy, self.graph.schedule)
+
+
+class Simulator:
+    """Simulates jobs, and keeps the resources of the last: most plans are tried on one cluster."""
+
+    def __init__(self) -> None:
+        self._links: Links | None = None
+
+    def simulate(self, job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
+        """Play ``job`` under ``strategy``: every step that it knows of, after a warm-up.
+
+        Ranks that do the same at the same moment are played once, unless ``fold`` is False.
+
+        Raises PlanError where the strategy does not fit the model, UserError where the graph would be too large or
+        times are out of range.
+        """
+        begun = time.perf_counter()
+        with times_in_range():
+            graph, dataflow = self._laid_out(job, strategy, fold=fold)
+            played = play_disturbed(graph, dataflow, job.on.compute_slowdown)
+        return Simulation(job, strategy, graph, played, len(dataflow), time.perf_counter() - begun)
+
+    def lay_out(self, job: Job, strategy: Strategy, *, fold: bool = False) -> tuple[GraphBuilder, Dataflow]:
+        """The graph that ``simulate`` would play. Raises as it does."""
+        with times_in_range():
+            return self._laid_out(job, strategy, fold=fold)
+
+    def _laid_out(self, job: Job, strategy: Strategy, *, fold: bool) -> tuple[GraphBuilder, Dataflow]:
+        cluster, computation = job.on, job.steps
+        schedule = strategy.decide(job)
+        known = computation.timelines
+        draws = draws_of(job, strategy, schedule)
+        alike = fold and not computation.rank_factors and may_fold(known)
+        period = period_of(cluster, draws * len(known)) if alike else cluster.world_size
+        factors = (computation.factor_of(rank) for rank in range(period))
+        ranks = ranks_of(known, draws, factors, computation.warm_up_steps)
+        check_size(ranks, job, strategy, schedule)
+        folded = period if period < cluster.world_size else 0
+        graph = GraphBuilder(cluster, job.model, schedule, folded, self._links_of(cluster, folded))
+        lay_out_ranks(graph, plugin_of(strategy).reactions(graph), ranks)
+        return graph, graph.close()
+
+    def _links_of(self, cluster: Cluster, folded: int) -> Links:
+        before = self._links
+        if before is None or before.folded != folded or before.cluster != cluster:
+            self._links = before = Links(cluster, folded)
+        return before
+
+
+def simulate(job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
+    """Play ``job`` under ``strategy`` once. Raises as ``Simulator.simulate`` does."""
+    return Simulator().simulate(job, strategy, fold=fold)

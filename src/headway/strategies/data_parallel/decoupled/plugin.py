@@ -1,0 +1,124 @@
+"""The decoupled all-reduce as a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.cluster import RUNTIME_COSTS, UPDATE_BESIDE, Cluster
+from headway.collectives.algorithms import ALL_GATHER
+from headway.graph.step_profile import profile_of
+from headway.job import Job
+from headway.planning.planner import plan
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.decoupled import footprint
+from headway.strategies.data_parallel.decoupled.permitted import as_run, permitted_forms
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.footprint import Footprint
+from headway.strategies.injection import Injection
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from headway.graph.build import GraphBuilder
+    from headway.graph.step_layout import StepLayout
+
+CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
+
+
+class _Plugin(StrategyPlugin[DecoupledStrategy]):
+    policy = DecoupledStrategy
+    carries_over = True
+    usual = ("gather=parameters", "gather=gradients")
+
+    def reactions(self, graph: GraphBuilder) -> StepLayout:
+        from headway.strategies.data_parallel.decoupled.reactions import Reactions
+
+        return Reactions(graph)
+
+    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
+        return footprint.footprint(job.model, schedule, job.world_size)
+
+    def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
+        """As many as the gathers', and the reduce-scatters' are no more."""
+        select = schedule.algorithms.select
+        sizes = (bucket.size_bytes for bucket in schedule.buckets)
+        return sum(select(ALL_GATHER, size, world_size, library).pieces for size in sizes)
+
+    def as_run(self, strategy: DecoupledStrategy, job: Job) -> DecoupledStrategy:
+        return as_run(strategy, job)
+
+    def without_own_costs(self, cluster: Cluster) -> Cluster:
+        own = (*RUNTIME_COSTS, UPDATE_BESIDE)
+        kept = {name: cost for name, cost in cluster.algorithms.items() if name not in own}
+        return cluster.model_copy(update={"algorithms": kept, "decoupled_slowdown": None})
+
+    def propose(self, job: Job) -> Proposal:
+        """What the planner makes of the job's steps, and buckets of many sizes, in each form that is permitted."""
+        forms, note = permitted_forms(job)
+        planned = plan(job.model, profile_of(job.steps.timelines), job.on, forms=forms)
+        found = [
+            DecoupledStrategy.model_validate(options_of(each.schedule, job.model))
+            for each in planned.schedules
+        ]
+        found += [
+            DecoupledStrategy(bucket_cap_bytes=cap, gather=form).spelled_out(job)
+            for form in forms
+            for cap in CAPS_BYTES
+        ]
+        bound_ms = min((planned.bounds.of(form) / 1e6 for form in forms), default=float("inf"))
+        return Proposal(tuple(found), bound_ms, note)
+
+    def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
+        had = before.gather if isinstance(before, DecoupledStrategy) else ""
+        return () if after.gather == had else (f"{after.gather} are gathered",)
+
+    def wrap(self, module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> nn.Module:
+        from headway.strategies.data_parallel.decoupled import runtime
+
+        return runtime.wrap(module, strategy, **ddp_options)
+
+    @property
+    def injection(self) -> Injection[DecoupledStrategy]:
+        return _Injection()
+
+    def wrappers(self) -> tuple[type[nn.Module], ...]:
+        from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+
+        return (DecoupledDataParallel,)
+
+    def recognise(self, wrapped: nn.Module) -> InForce | None:
+        from headway.strategies.data_parallel.decoupled import runtime
+
+        return runtime.in_force(wrapped)
+
+    def refusal(self, wrapped: nn.Module, *, compiled_around: bool) -> str:
+        from headway.strategies.data_parallel.decoupled import runtime
+
+        return runtime.refusal(wrapped, compiled_around=compiled_around)
+
+
+class _Injection(Injection[DecoupledStrategy]):
+    def wrapper(self) -> type[DistributedDataParallel]:
+        from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+
+        return DecoupledDataParallel
+
+    def construct(
+        self,
+        init: Callable[..., None],
+        wrapped: DistributedDataParallel,
+        module: nn.Module,
+        given: dict[str, Any],
+        strategy: DecoupledStrategy,
+    ) -> None:
+        from headway.strategies.data_parallel.module_spec import model_spec
+
+        schedule = strategy.decide(Job.of(model_spec(module)))
+        init(wrapped, module, **given, schedule=schedule, tune=strategy.tune)
+
+
+PLUGIN = _Plugin()

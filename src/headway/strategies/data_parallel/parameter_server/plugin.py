@@ -1,0 +1,86 @@
+"""Parameter servers as a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from headway.collectives.algorithms import NCCL, SERVERS
+from headway.job import Job
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.parameter_server import footprint
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.footprint import Footprint
+from headway.strategies.injection import Injection
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from headway.graph.build import GraphBuilder
+    from headway.graph.step_layout import StepLayout
+
+CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
+
+
+class _Plugin(StrategyPlugin[ParameterServerStrategy]):
+    policy = ParameterServerStrategy
+
+    def reactions(self, graph: GraphBuilder) -> StepLayout:
+        from headway.strategies.data_parallel.parameter_server.reactions import Reactions
+
+        return Reactions(graph)
+
+    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
+        return footprint.footprint(job.model, schedule, job.world_size)
+
+    def propose(self, job: Job) -> Proposal:
+        """Keys of a few sizes, where a probe has measured servers.
+
+        All push at once, which costs more than the messages by themselves: by how much only a probe can say.
+        """
+        if job.on.library == NCCL or SERVERS not in job.on.algorithms:
+            return Proposal()
+        return Proposal(
+            tuple(
+                ParameterServerStrategy(bucket_cap_mb=cap, channels=channels)
+                for channels in CHANNELS
+                for cap in CAPS_MB
+            )
+        )
+
+    def wrap(self, module: nn.Module, strategy: ParameterServerStrategy, **ddp_options: Any) -> nn.Module:
+        from headway.strategies.data_parallel.parameter_server import runtime
+
+        return runtime.wrap(module, strategy, **ddp_options)
+
+    @property
+    def injection(self) -> Injection[ParameterServerStrategy]:
+        return _Injection()
+
+    def recognise(self, wrapped: nn.Module) -> InForce | None:
+        from headway.strategies.data_parallel.parameter_server import runtime
+
+        return runtime.in_force(wrapped)
+
+
+class _Injection(Injection[ParameterServerStrategy]):
+    def construct(
+        self,
+        init: Callable[..., None],
+        wrapped: DistributedDataParallel,
+        module: nn.Module,
+        given: dict[str, Any],
+        strategy: ParameterServerStrategy,
+    ) -> None:
+        from headway.strategies.data_parallel.ddp.runtime import keep_compiled_parts
+        from headway.strategies.data_parallel.parameter_server import runtime
+
+        runtime.check_module(module)
+        init(wrapped, module, **{**given, **runtime.options(strategy)})
+        keep_compiled_parts(wrapped, given)
+        runtime.serve(wrapped, strategy)
+
+
+PLUGIN = _Plugin()
