@@ -101,8 +101,10 @@ class _Plugin(StrategyPlugin[FlatStrategy]):
         return _Injection()
 
     def recognise(self, wrapped: nn.Module) -> InForce | None:
+        from torch.nn.parallel import DistributedDataParallel
+
         strategy: FlatStrategy | None = getattr(wrapped, "flat_strategy", None)
-        if strategy is None:
+        if strategy is None or not isinstance(wrapped, DistributedDataParallel):
             return None
         names = [name for name, each in wrapped.module.named_parameters() if each.requires_grad]
         return InForce(strategy.model_dump(), (tuple(names),))
