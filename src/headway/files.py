@@ -132,10 +132,15 @@ def check_absent(path: Path, error: type[UserError] = UserError) -> None:
 
 def parse_yaml(text: str, model: type[_Model], error: type[UserError], what: str) -> _Model:
     """Validate YAML ``text`` as ``model``; the first complaint becomes one line of ``error``."""
+    return validate(plain_yaml(text, error, what), model, error, what)
+
+
+def plain_yaml(text: str, error: type[UserError], what: str) -> object:
+    """The plain data that YAML ``text`` stands for. Raises ``error`` in one line where it is none, or too large."""
     if len(text) > MAX_YAML_BYTES:
         raise error(f"{what} is too large", got=f"{len(text)} bytes", expected=f"at most {MAX_YAML_BYTES}")
     try:
-        data = _plain(text)
+        return _plain(text)
     except _RefusedError as refused:
         raise error(f"{what} {refused}") from None
     # Dates, numbers and truth values that are none raise plain errors.
@@ -143,7 +148,6 @@ def parse_yaml(text: str, model: type[_Model], error: type[UserError], what: str
         mark = getattr(failure, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise error(f"{what} is not valid YAML{where}", expected="a YAML mapping") from None
-    return validate(data, model, error, what)
 
 
 class _RefusedError(Exception):

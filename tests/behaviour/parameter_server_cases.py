@@ -15,7 +15,7 @@ from torch import nn
 
 import headway
 from headway.integrations.parallelize import parallelize
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.data_parallel.parameter_server.runtime import Servers
@@ -57,7 +57,7 @@ def alone(world_size: int, accumulate: int) -> list[list[float]]:
 
 
 def plan_of(model: nn.Module, strategy: ParameterServerStrategy) -> Plan:
-    return Plan(strategy=strategy, world_size=dist.get_world_size(), model=PlannedModel.of(model_spec(model)))
+    return Plan.data_parallel(strategy, dist.get_world_size(), model_spec(model))
 
 
 def wrapped_of(strategy: ParameterServerStrategy) -> tuple[Any, torch.optim.Optimizer]:

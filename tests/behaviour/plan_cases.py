@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as Imported  # as a script
 from headway.errors import HeadwayError
 from headway.integrations import plan_injection
 from headway.integrations.parallelize import parallelize
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
+from headway.recording import description
+from headway.scheduling.buckets import Wire
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -26,7 +28,7 @@ def model() -> nn.Sequential:
 
 
 def plan(strategy: Strategy, world_size: int) -> Plan:
-    return Plan(strategy=strategy, world_size=world_size, model=PlannedModel.of(model_spec(model())))
+    return Plan.data_parallel(strategy, world_size, model_spec(model()))
 
 
 def decoupled() -> DecoupledStrategy:
@@ -159,3 +161,35 @@ def _refusal(act: Any) -> str:
     except HeadwayError as error:
         return str(error)
     return "not refused"
+
+
+def sent_as(rank: int, world_size: int) -> Any:
+    """Gradients of one backward where the first of two buckets is sent as it is, the other as bfloat16."""
+    strategy = DistributedDataParallelStrategy(bucket_cap_mb=1e-5, wire=(None, Wire("bfloat16")))
+    wrapped: Any = parallelize(model(), _sgd(), plan(strategy, world_size))
+    for _ in range(3):  # DDP makes its buckets anew after the first, and tells of them in the third
+        wrapped.zero_grad()
+        _loss(wrapped, rank).backward()
+    buckets = description.strategy_in_force(wrapped)[1].buckets
+    alone = []
+    for other in range(world_size):
+        lone = model()
+        _loss(lone, other).backward()
+        alone.append({name: p.grad for name, p in lone.named_parameters() if p.grad is not None})
+    expected = {}
+    for index, bucket in enumerate(buckets):
+        dtype = torch.float64 if index == 0 else torch.bfloat16
+        for name in bucket:
+            parts = [own[name].to(dtype) / world_size for own in alone]
+            expected[name] = (parts[0] + parts[1]).double()
+    for name, parameter in wrapped.module.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+    in_force = description.strategy_in_force(wrapped)[1].options
+    rounded = [name for name, grad in expected.items() if torch.equal(grad, grad.bfloat16().double())]
+    return {"wire": in_force["wire"], "buckets": len(buckets), "rounded": len(rounded)}
+
+
+def _loss(wrapped: nn.Module, rank: int) -> torch.Tensor:
+    own = torch.Generator().manual_seed(rank)
+    loss: torch.Tensor = wrapped(torch.randn(3, 4, generator=own, dtype=torch.float64)).pow(2).mean()
+    return loss

@@ -14,7 +14,7 @@ from tests.commands import SCRIPTS, last_line, torchrun
 from torch import nn
 
 from headway.diagnosis.diagnosis import diagnose
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.folder import load_trace
@@ -95,9 +95,7 @@ def test_nothing_is_left_where_nothing_was_recorded(tmp_path: Path) -> None:
 
 def test_a_run_under_a_plan_ends_with_the_signals_status(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    plan = Plan(
-        strategy=DistributedDataParallelStrategy(), world_size=2, model=PlannedModel.of(model_spec(model))
-    )
+    plan = Plan.data_parallel(DistributedDataParallelStrategy(), 2, model_spec(model))
     plan.save(tmp_path / "plan.yaml")
     job = (*torchrun("train_launched.py", "plain"), *JOB)
     status, said = interrupted(

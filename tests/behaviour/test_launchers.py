@@ -10,7 +10,7 @@ import pytest
 from tests.commands import SCRIPTS, headway, last_line, torchrun
 from torch import nn
 
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.folder import load_trace
@@ -24,9 +24,9 @@ PATIENCE_S = 240
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     """A plan for a model that no script here has."""
-    made_for = PlannedModel.of(model_spec(nn.Linear(2, 2)))
+    made_for = model_spec(nn.Linear(2, 2))
     path = tmp_path / "plan.yaml"
-    Plan(strategy=DistributedDataParallelStrategy(), world_size=2, model=made_for).save(path)
+    Plan.data_parallel(DistributedDataParallelStrategy(), 2, made_for).save(path)
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.commands import headway, torchrun
 
 from headway.diagnosis import diagnose
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.replayer.replayer import Replayer
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Kind
@@ -52,7 +52,7 @@ def test_the_closure_is_forward_and_backward(recorded: Path) -> None:
 def test_a_decoupled_plan_trains_tests_and_saves_the_same(recorded: Path) -> None:
     trace = load_trace(recorded / "trace")
     plan = recorded / "plan.yaml"
-    Plan(strategy=DecoupledStrategy(), world_size=2, model=PlannedModel.of(trace.model)).save(plan)
+    Plan.data_parallel(DecoupledStrategy(), 2, trace.model).save(plan)
     done = headway(
         "run", "--plan", plan, "--", *torchrun("train_lightning.py", recorded / "ours.json", STEPS), timeout_s=180
     )  # fmt: skip

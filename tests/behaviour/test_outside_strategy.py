@@ -48,7 +48,7 @@ def test_round_the_loop(tmp_path: Path) -> None:
     assert offered["changes"][0] == "flat instead of ddp"
     assert offered["changes"][-1] == "nothing overlaps any more"
     assert "flat was thought of" in found["note"]
-    assert yaml.safe_load(plan.read_text())["strategy"] == {"flat": {}}
+    assert yaml.safe_load(plan.read_text())["parallel"] == {"data": {"flat": {}}}
     assert offered["predicted_ms"] == yaml.safe_load(plan.read_text())["prediction"]["step_ms"]
 
     # Predicted, of what was recorded and of what was not.
@@ -92,6 +92,18 @@ def test_round_the_loop(tmp_path: Path) -> None:
     assert Replayer(trace).replay().strategy.name == "flat"
 
 
+def test_passes_of_a_plan_are_predicted_and_applied(tmp_path: Path) -> None:
+    stock, path = tmp_path / "stock", tmp_path / "plan.yaml"
+    ran("record", "-o", stock, "--steps", "3:8", "--", *torchrun("train_small.py"))
+    ran("optimize", stock, "-o", path, "--strategy", "flat")
+    before = json.loads(ran("replay", stock, "--plan", path, "--json"))["step_ms"]
+    plan = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**plan, "passes": [{"laboured": {"times": 50}}]}))
+    assert json.loads(ran("replay", stock, "--plan", path, "--json"))["step_ms"] > 10 * before
+    said = ran("run", "--plan", path, "--", *torchrun("train_small.py"))
+    assert said.count("computes 50.0 times as long") == 2
+
+
 def test_one_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
@@ -99,8 +111,8 @@ def test_one_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     for line, said in (
         ("broken = broken_strategy:PLUGIN", "No module named 'broken_strategy'"),
-        ("ddp = flat_strategy:PLUGIN", "another 'ddp'"),
-        ("steep = flat_strategy:PLUGIN", "whose policy is named 'steep'"),
+        ("ddp = flat_strategy:PLUGIN", "is there twice"),
+        ("steep = flat_strategy:PLUGIN", "whose policy has that name"),
     ):
         (info / "entry_points.txt").write_text(f"[headway.strategies]\n{line}\n")
         done = headway("predict", "resnet50", "--cluster", "edr-100g-pcie", "--workers", "4")

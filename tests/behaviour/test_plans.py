@@ -11,7 +11,7 @@ from torch import nn
 
 from headway.errors import UserError
 from headway.integrations.parallelize import parallelize
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -52,8 +52,16 @@ def test_a_model_that_is_not_the_plans_stays_stock() -> None:
     assert "stays with stock" not in second.output
 
 
+@pytest.mark.processes
+def test_buckets_are_sent_as_the_plan_says() -> None:
+    for result in workers.run(2, "tests.behaviour.plan_cases:sent_as"):
+        assert result["wire"] == [None, {"dtype": "bfloat16"}]
+        assert 0 < result["rounded"] < 4
+        assert result["buckets"] > 1
+
+
 def test_no_process_group() -> None:
     model = nn.Linear(2, 2)
-    plan = Plan(strategy=DecoupledStrategy(), world_size=2, model=PlannedModel.of(model_spec(model)))
+    plan = Plan.data_parallel(DecoupledStrategy(), 2, model_spec(model))
     with pytest.raises(UserError, match="init_process_group"):
         parallelize(model, torch.optim.SGD(model.parameters()), plan)

@@ -15,7 +15,7 @@ from tests.commands import SCRIPTS, record_into
 from torch import nn
 
 from headway.diagnosis.diagnosis import diagnose
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.trace.folder import load_trace
@@ -112,8 +112,8 @@ def test_a_refusal_on_one_host_is_the_last_line_on_both(tmp_path: Path) -> None:
     models = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), nn.Linear(2, 2)
     plans = [tmp_path / "fits.yaml", tmp_path / "other.yaml"]
     for model, path in zip(models, plans, strict=True):
-        made_for = PlannedModel.of(model_spec(model))
-        Plan(strategy=DistributedDataParallelStrategy(), world_size=2, model=made_for).save(path)
+        made_for = model_spec(model)
+        Plan.data_parallel(DistributedDataParallelStrategy(), 2, made_for).save(path)
     for launcher in launchers([tmp_path] * 2, plans=plans):
         printed, said = launcher.communicate(timeout=LIMIT_S)
         assert launcher.returncode == 2, said

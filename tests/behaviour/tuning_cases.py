@@ -19,7 +19,7 @@ from headway.integrations import plan_injection
 from headway.integrations.parallelize import parallelize
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.channels import observer as observing
@@ -205,8 +205,8 @@ def freezing(rank: int, world_size: int, changes: int) -> Any:
 
 def injected(rank: int, world_size: int) -> Any:
     """An unmodified script under a plan that says tune."""
-    model = PlannedModel.of(model_spec(net()))
-    plan_injection.install(Plan(strategy=DecoupledStrategy(tune=True), world_size=world_size, model=model))
+    model = model_spec(net())
+    plan_injection.install(Plan.data_parallel(DecoupledStrategy(tune=True), world_size, model))
     wrapped: Any = DistributedDataParallel(net(), bucket_cap_mb=1)
     plan_injection.uninstall()
     return _train(wrapped, "sgd", rank, world_size, 45)

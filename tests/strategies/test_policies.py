@@ -14,6 +14,7 @@ from headway.cluster import Cluster, Host
 from headway.errors import PlanError
 from headway.graph.build import GraphBuilder
 from headway.job import Job
+from headway.scheduling.buckets import Wire
 from headway.strategies.data_parallel import module_spec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -104,3 +105,13 @@ def test_a_large_parameter_may_be_cut_over_several_buckets() -> None:
 def test_parts_that_do_not_make_up_a_parameter_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="element"):
         DecoupledStrategy(buckets=(("layer0.bias", text),)).decide(Job.of(layered_model(1)))
+
+
+def test_buckets_of_ddp_are_as_large_on_the_wire_as_what_is_sent() -> None:
+    job = Job.of(layered_model(3))
+    sent = (None, Wire("bfloat16"), Wire("float64"))
+    stock = DistributedDataParallelStrategy(bucket_cap_mb=0).decide(job).buckets
+    buckets = DistributedDataParallelStrategy(bucket_cap_mb=0, wire=sent).decide(job).buckets
+    assert [bucket.size_bytes for bucket in buckets] == [bucket.size_bytes for bucket in stock]
+    factors = [after.wire_bytes / before.wire_bytes for before, after in zip(stock, buckets, strict=True)]
+    assert factors == [1, 0.5, 2, 2, 2, 2]

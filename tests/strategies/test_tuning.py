@@ -11,7 +11,7 @@ from tests.planning.jobs import MS, PlannedJob, layered_job
 
 from headway.graph.update_cost import UpdateCost
 from headway.job import Job
-from headway.plan import Plan, PlannedModel
+from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned
@@ -178,6 +178,6 @@ def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     spelled = strategy.spelled_out(Job.of(model))
     assert spelled.tune
     assert spelled.decide(Job.of(model)) == strategy.decide(Job.of(model))
-    plan = Plan(strategy=spelled, world_size=2, model=PlannedModel.of(model))
+    plan = Plan.data_parallel(spelled, 2, model)
     assert Plan.model_validate(plan.model_dump(mode="json")).strategy == spelled
     assert forward_gather_order(model, spelled.decide(Job.of(model)).buckets) == spelled.gather_order

@@ -65,9 +65,11 @@ def replay(
             plan.check(loaded.model, loaded.world_size)
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()
-        strategy = plan.strategy if plan else None
-        result = replayer.replay(strategy, what_if) if asked else base
-        unfolded_ms = replayer.replay(strategy, what_if, fold=False).step_ms if check_folding else None
+        strategy, passes = (plan.strategy, plan.passes) if plan else (None, ())
+        result = replayer.replay(strategy, what_if, passes=passes) if asked else base
+        unfolded_ms = (
+            replayer.replay(strategy, what_if, passes=passes, fold=False).step_ms if check_folding else None
+        )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
     recorded_ms = replayer.recorded_step_ms
     expected = replayer.expect(result)

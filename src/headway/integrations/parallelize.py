@@ -42,6 +42,8 @@ def parallelize(
     if plan is not None:
         check(plan, model, ddp_options.get("process_group"))
         strategy = plan.strategy
+        for each in plan.passes:
+            model = each.apply(model, optimizer)
     return plugin_of(strategy).wrap(model, strategy, **ddp_options)
 
 

@@ -203,4 +203,6 @@ def _construct(
     del given["self"], given["module"]
     check(installed.plan, module, given.get("process_group"))
     installed.followed = True
+    for each in installed.plan.passes:
+        module = each.apply(module, None)
     installed.injection.construct(init, wrapped, module, given, installed.plan.strategy)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headway.errors import UserError
 from headway.job import Job
-from headway.plan import Plan, PlannedModel, Prediction
+from headway.plan import Plan, Prediction
 from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
@@ -145,10 +145,10 @@ def _best_first(candidates: list[Candidate], job: Job, baseline_ms: float) -> tu
 
 def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     """The plan file's value for a candidate."""
-    return Plan(
-        strategy=candidate.strategy,
-        world_size=replayer.trace.world_size,
-        model=PlannedModel.of(replayer.trace.model),
+    return Plan.data_parallel(
+        candidate.strategy,
+        replayer.trace.world_size,
+        replayer.trace.model,
         prediction=Prediction(
             step_ms=candidate.predicted_ms,
             baseline_ms=candidate.expected.recorded_ms,

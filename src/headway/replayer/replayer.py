@@ -16,6 +16,7 @@ from headway.errors import TraceError, UserError
 from headway.graph.build import GraphBuilder
 from headway.job import Job
 from headway.network.fit import cluster_from_trace, host_costs, library_of
+from headway.passes.base import Pass
 from headway.replayer.expectation import (
     Expectation,
     crowded,
@@ -138,9 +139,10 @@ class Replayer:
         strategy: Strategy | None = None,
         what_if: WhatIf = WhatIf(),  # noqa: B008
         *,
+        passes: Sequence[Pass] = (),
         fold: bool = True,
     ) -> Simulation:
-        """Replay every recorded step under ``strategy`` (the recorded one by default) and ``what_if``.
+        """Replay every recorded step under ``strategy`` (by default the recorded one), ``what_if`` and ``passes``.
 
         Ranks that do the same at the same moment are played once, unless ``fold`` is False.
 
@@ -149,7 +151,10 @@ class Replayer:
         """
         with times_in_range():
             played = self._strategy_run(strategy)
-            return self._simulator.simulate(what_if.rewrite(self._faithful_job), played, fold=fold)
+            job = what_if.rewrite(self._faithful_job)
+            for each in passes:
+                job = each.rewrite(job)
+            return self._simulator.simulate(job, played, fold=fold)
 
     def lay_out(
         self,

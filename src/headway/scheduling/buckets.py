@@ -29,13 +29,32 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """What gradients are sent as: of ``dtype``, which ``codec`` makes of them. "cast" rounds every element."""
+
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    codec: Literal["cast"] = "cast"
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parts of parameters whose gradients share one collective. All have one dtype."""
+    """Parts of parameters whose gradients share one collective. All have one dtype.
+
+    They are sent as ``wire`` says, or as they are where it is None.
+    """
 
     index: int
     parts: tuple[Part, ...]
     dtype: str
     size_bytes: int
+    wire: Wire | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """The size of the tensor that is sent."""
+        if self.wire is None:
+            return self.size_bytes
+        return self.size_bytes // DTYPE_BYTES[self.dtype] * DTYPE_BYTES[self.wire.dtype]
 
     @property
     def parameters(self) -> tuple[str, ...]:

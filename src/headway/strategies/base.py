@@ -13,13 +13,15 @@ from headway.scheduling.buckets import BucketSchedule
 class Strategy(BaseModel):
     """A decision about gradients, made once and interpreted by the live driver and by replay.
 
-    Subclasses are frozen values whose fields are the options a plan file holds. ``decide`` is pure: the same
+    Subclasses are frozen values whose fields are the options a plan file holds. ``dimension`` is that of the device
+    mesh which the strategy shares the work along. ``decide`` is pure: the same
     job gives the same schedule in every process.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: ClassVar[str]
+    dimension: ClassVar[str] = "data"
 
     def decide(self, job: Job) -> BucketSchedule:
         """Decide what ``job`` communicates. Raises PlanError where the options do not fit its model."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
-from headway.errors import PluginError
+from headway.plugins import brought
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -37,29 +36,13 @@ def plugins() -> dict[str, StrategyPlugin[Any]]:
     for module in SHIPPED:
         plugin: StrategyPlugin[Any] = import_module(module).PLUGIN
         found[plugin.name] = plugin
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: (each.name, each.value)):
-        found.setdefault(*_loaded(entry.name, entry.value, entry.load, found))
+    expected = "a StrategyPlugin whose policy has that name"
+    found.update((plugin.name, plugin) for plugin in brought(GROUP, found, _fitting, expected))
     return found
 
 
-def _loaded(
-    name: str, value: str, load: Any, found: dict[str, StrategyPlugin[Any]]
-) -> tuple[str, StrategyPlugin[Any]]:
-    try:
-        plugin = load()
-    except Exception as error:  # whatever a foreign package raises is its own fault
-        raise PluginError(
-            f"the strategy {name!r} of another package cannot be loaded", got=f"{type(error).__name__}: {error}",
-            expected=f"a StrategyPlugin at {value}", fix="Mend or uninstall that package.",
-        ) from error  # fmt: skip
-    if not isinstance(plugin, StrategyPlugin) or plugin.name != name or name in found:
-        got = f"another {name!r}" if name in found else f"{type(plugin).__name__} at {value}"
-        raise PluginError(
-            f"the strategy {name!r} of another package cannot be used", got=got,
-            expected=f"a StrategyPlugin whose policy is named {name!r}, as no other is",
-            fix="Mend or uninstall that package.",
-        )  # fmt: skip
-    return name, plugin
+def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
+    return found if isinstance(found, StrategyPlugin) and found.name == name else None
 
 
 def names() -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""A strategy of another package: all gradients in one bucket, whose all-reduce backward itself waits for."""
+"""Another package's: a strategy of one bucket that backward itself waits for, and a pass that does no good."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.collectives.algorithms import ALL_REDUCE
@@ -12,6 +13,7 @@ from headway.graph.build import GraphBuilder, Walk
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
+from headway.passes.base import Pass
 from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
@@ -141,6 +143,24 @@ def _flatten(wrapped: DistributedDataParallel, strategy: FlatStrategy) -> None:
     reduce.__annotations__.clear()  # DDP compares them with types, and here they are names
     wrapped.register_comm_hook(wrapped.process_group, reduce)
     wrapped.flat_strategy = strategy  # type: ignore[assignment]
+
+
+class Laboured(Pass):
+    """Computation that takes ``times`` as long."""
+
+    name: ClassVar[str] = "laboured"
+
+    times: float
+
+    def rewrite(self, job: Job) -> Job:
+        return replace(job, computation=job.steps.scaled(self.times, {}))
+
+    def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
+        print(f"computes {self.times} times as long")
+        return module
+
+    def describe(self) -> str:
+        return f"laboured {self.times} times"
 
 
 PLUGIN = _Plugin()

@@ -72,7 +72,7 @@ class _Injection(Injection[DistributedDataParallelStrategy]):
         from headway.strategies.data_parallel.ddp import runtime
 
         init(wrapped, module, **{**given, **runtime.options(strategy)})
-        runtime.keep_compiled_parts(wrapped, given)
+        runtime.take_over(wrapped, strategy, given)
 
 
 PLUGIN = _Plugin()

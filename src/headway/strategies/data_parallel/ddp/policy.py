@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, make_buckets, whole
+from headway.scheduling.buckets import BucketSchedule, Wire, make_buckets, whole
 from headway.strategies.base import Strategy
 
 DEFAULT_CAP_MB = 25
@@ -22,17 +23,19 @@ def cap_bytes(bucket_cap_mb: float | None) -> int:
 
 
 class DistributedDataParallelStrategy(Strategy):
-    """Stock DDP with one all-reduce a bucket.
-
-    ``bucket_cap_mb`` of None leaves torch's default in place, and 0 makes a bucket of every parameter.
-    ``bucket_caps_mb`` gives every bucket a cap of its own (MiB), in the order of readiness; the last one is for all
-    that follow. ``scheduling.fusion.bucket_caps_mb`` writes groups as such caps.
-    """
+    """Stock DDP with one all-reduce a bucket. ``scheduling.fusion.bucket_caps_mb`` writes groups as caps."""
 
     name: ClassVar[str] = "ddp"
 
     bucket_cap_mb: Cap | None = None
+    """How much a bucket takes at most (MiB); 0 makes a bucket of every parameter, null leaves torch's default."""
+
     bucket_caps_mb: tuple[Cap, ...] = Field(default=(), max_length=100_000)
+    """A cap for every bucket (MiB), in the order of readiness; the last one is for all that follow."""
+
+    wire: tuple[Wire | None, ...] = Field(default=(), max_length=100_000)
+    """What every bucket is sent as, ``{dtype, codec}`` or null for as it is; the last one is for all that follow. It
+    changes numerics, so only plans written by hand have it; what casting takes is not predicted."""
 
     @model_validator(mode="after")
     def _one_kind_of_cap(self) -> Self:
@@ -57,9 +60,12 @@ class DistributedDataParallelStrategy(Strategy):
         )
         if kept:
             groups.sort(key=min, reverse=True)
-        return BucketSchedule(
-            make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
-        )
+        buckets = make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
+        return BucketSchedule(tuple(replace(bucket, wire=self.wire_of(bucket.index)) for bucket in buckets))
+
+    def wire_of(self, bucket: int) -> Wire | None:
+        """What the bucket of this index is sent as; None for as it is."""
+        return self.wire[min(bucket, len(self.wire) - 1)] if self.wire else None
 
     def size_limits_bytes(self) -> list[int]:
         """The size limits DDP hands to its bucketing, bucket by bucket; the last is for all that follow."""
@@ -71,10 +77,12 @@ class DistributedDataParallelStrategy(Strategy):
 
     def describe(self) -> str:
         """Say the strategy in a few words."""
-        if self.bucket_caps_mb:
-            return f"DDP, caps for {len(self.bucket_caps_mb)} buckets"
-        return (
+        said = (
             "DDP, default buckets"
             if self.bucket_cap_mb is None
             else f"DDP, bucket_cap_mb={self.bucket_cap_mb:g}"
         )
+        if self.bucket_caps_mb:
+            said = f"DDP, caps for {len(self.bucket_caps_mb)} buckets"
+        sent = sorted({each.dtype for each in self.wire if each is not None})
+        return f"{said}, sent as {' and '.join(sent)}" if sent else said

@@ -46,8 +46,8 @@ class Reactions(InRecordedOrder):
         bucket = self._graph.schedule.buckets[index]
         key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
         number = self._graph.launch(
-            walk, ALL_REDUCE, key, bucket.size_bytes, bucket=index,
-            selection=self.selection(bucket.size_bytes),
+            walk, ALL_REDUCE, key, bucket.wire_bytes, bucket=index,
+            selection=self.selection(bucket.wire_bytes),
             channel=len(self._launched[walk.rank]) % self.at_a_time if self.channels_apart else 0,
             after=self._before(walk),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.errors import UnsupportedError
+from headway.strategies.data_parallel.ddp import wire
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
 from headway.strategies.plugin import InForce
 
@@ -38,8 +39,17 @@ def wrap(
 ) -> DistributedDataParallel:
     """Wrap ``module`` in stock DDP; what ``strategy`` decides goes before the same option in ``ddp_options``."""
     wrapped = DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
-    keep_compiled_parts(wrapped, ddp_options)
+    take_over(wrapped, strategy, ddp_options)
     return wrapped
+
+
+def take_over(
+    wrapped: DistributedDataParallel, strategy: DistributedDataParallelStrategy, given: Mapping[str, Any]
+) -> None:
+    """Do what ``strategy`` decides besides ``options``, for a model that a script has just wrapped with ``given``."""
+    keep_compiled_parts(wrapped, given)
+    if strategy.wire:
+        wire.install(wrapped, strategy)
 
 
 def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, Any]) -> None:
@@ -56,7 +66,10 @@ def in_force(wrapped: nn.Module) -> InForce | None:
     """What DDP does for a model that it wraps."""
     if not isinstance(wrapped, DistributedDataParallel):
         return None
-    return InForce({"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(wrapped)}, named_buckets(wrapped))
+    in_force: dict[str, Any] = {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(wrapped)}
+    if (sent_as := wire.installed(wrapped)) is not None:
+        in_force["wire"] = sent_as
+    return InForce(in_force, named_buckets(wrapped))
 
 
 def named_buckets(wrapped: DistributedDataParallel) -> tuple[tuple[str, ...], ...]:

@@ -28,29 +28,38 @@ _PART = re.compile(r"(?P<name>.+?)(?:\[(?P<start>\d+):(?P<end>\d+)\])?")
 
 
 class DecoupledStrategy(Strategy):
-    """Reduce-scatter under backward, all-gather under the next forward.
-
-    ``gather`` says what is gathered: "parameters", after each rank has updated its share of them, or "gradients",
-    after which every rank updates everything. ``buckets`` names the parameters of each bucket in the order of
-    reduction, or parts of them as ``name[start:end]`` (elements); where it is empty, buckets of ``bucket_cap_bytes``
-    are cut from the order in which gradients become ready. ``gather_order`` holds bucket indices in the order of the
-    next forward, and follows from the model where it is empty. ``channels`` collectives are under way at a time.
-    ``gathers_after`` lets gathers of gradients begin during backward (see ``BucketSchedule``). ``reduce_scatter`` and
-    ``all_gather`` are the algorithms of the halves on Gloo: Headway's rings, or the process group's own collectives.
-    With ``tune`` all this is where training begins, and better schedules are looked for during its first steps.
-    """
+    """Reduce-scatter under backward, all-gather under the next forward."""
 
     name: ClassVar[str] = "decoupled"
 
     bucket_cap_bytes: int = Field(default=DEFAULT_CAP_BYTES, gt=0)
+    """Where ``buckets`` is empty: the size of those that are cut from the order in which gradients become ready."""
+
     gather: Gather = "parameters"
+    """What is gathered: parameters, after each rank has updated its share of them, or gradients, after which every rank
+    updates everything."""
+
     channels: int = Field(default=2, ge=1, le=8)
+    """How many collectives are in flight at a time."""
+
     buckets: tuple[tuple[str, ...], ...] = ()
+    """The parameters of each bucket in the order of reduction, or parts of them as ``name[start:end]`` (elements)."""
+
     gather_order: tuple[int, ...] = ()
+    """Indices of buckets in the order of the next forward; it follows from the model where it is empty."""
+
     gathers_after: tuple[int, ...] = ()
+    """With gradients: gather number i may begin right behind reduce-scatter ``gathers_after[i]``, during backward. All
+    begin behind the last one where it is empty."""
+
     reduce_scatter: AlgorithmName = "ring"
+    """The algorithm of the first half on Gloo: Headway's ring, or the process group's own collective."""
+
     all_gather: AlgorithmName = "ring"
+    """The algorithm of the second half, likewise."""
+
     tune: bool = False
+    """Whether all this is only where training begins, and better schedules are looked for during its first steps."""
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:

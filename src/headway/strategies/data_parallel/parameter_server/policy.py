@@ -13,15 +13,15 @@ from headway.strategies.data_parallel.ddp.policy import Cap, DistributedDataPara
 
 
 class ParameterServerStrategy(Strategy):
-    """Every worker is a server too, and serves a share of every key: it adds up what is pushed to it.
-
-    Keys are DDP's buckets of ``bucket_cap_mb``, and ``channels`` of them are under way at a time.
-    """
+    """Every worker is a server too, and serves a share of every key: it adds up what is pushed to it."""
 
     name: ClassVar[str] = "parameter_server"
 
     bucket_cap_mb: Cap = 4.0
+    """How much a key takes at most (MiB); keys are buckets of DDP's."""
+
     channels: int = Field(default=2, ge=1, le=8)
+    """How many keys are in flight at a time."""
 
     def decide(self, job: Job) -> BucketSchedule:
         """Assign keys as DDP assigns buckets."""

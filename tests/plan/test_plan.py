@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,8 @@ from tests.models import layered_model
 
 from headway.errors import PlanError
 from headway.job import Job
-from headway.plan import Plan, PlannedModel, Prediction
+from headway.plan import Plan, Prediction
+from headway.plan.mesh import groups_along
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -17,13 +19,10 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 def plan(strategy: Strategy | None = None, **changes: object) -> Plan:
     model = layered_model()
-    fields: dict[str, object] = {
-        "strategy": strategy or DecoupledStrategy(bucket_cap_bytes=5000).spelled_out(Job.of(model)),
-        "world_size": 2,
-        "model": PlannedModel.of(model),
-        "prediction": Prediction(step_ms=1.5, baseline_ms=2.5, uncertainty_ms=0.1),
-    }
-    return Plan.model_validate(fields | changes)
+    decided = strategy or DecoupledStrategy(bucket_cap_bytes=5000).spelled_out(Job.of(model))
+    prediction = Prediction(step_ms=1.5, baseline_ms=2.5, uncertainty_ms=0.1)
+    made = Plan.data_parallel(decided, 2, model, prediction=prediction)
+    return Plan.model_validate(dict(made) | changes)
 
 
 strategies = st.one_of(
@@ -42,7 +41,7 @@ def test_a_plan_written_and_read_is_the_same(
     tmp_path: Path, strategy: Strategy | None, world_size: int, step_ms: float
 ) -> None:
     prediction = Prediction(step_ms=step_ms, baseline_ms=step_ms, uncertainty_ms=0)
-    written = plan(strategy, world_size=world_size, prediction=prediction)
+    written = plan(strategy, mesh={"data": world_size}, prediction=prediction)
     written.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == written
 
@@ -60,10 +59,16 @@ def test_a_plan_for_another_model_or_world_size_is_refused() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("format: 1", "format: 7", "format"),
+        ("format: 2", "format: 7", "format"),
         ("decoupled:", "telepathy:", "unknown strategy"),
-        ("world_size: 2", "world_size: 0", "world_size"),
-        ("world_size: 2", "worldsize: 2", "world_size is missing|unknown key worldsize"),
+        ("mesh: {data: 2}", "mesh: {data: 0}", "mesh.data"),
+        (
+            "mesh: {data: 2}",
+            "mesh: {pipeline: 2}",
+            "parallel needs a strategy for each of pipeline, has them for data",
+        ),
+        ("  data:\n", "  Data:\n", "Data"),
+        ("passes: []", "passes: [{levitation: {}}]", "unknown pass 'levitation'"),
         ("bucket_cap_bytes: 5000", "bucket_cap_bytes: -1", "bucket_cap_bytes"),
         ("gather_order: [", "gather_order: [7, ", "gather_order must name every bucket once"),
     ],
@@ -82,3 +87,52 @@ def test_a_damaged_plan_is_refused_on_one_line(tmp_path: Path, old: str, new: st
 def test_a_missing_plan_says_so(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="plan not found"):
         Plan.load(tmp_path / "none.yaml")
+
+
+FORMAT_1 = """
+format: 1
+headway: 0.1.0
+strategy:
+  decoupled: {bucket_cap_bytes: 5000, gather: gradients}
+world_size: 2
+model: {parameters: 8, size_bytes: 1, fingerprint: abc}
+"""
+
+
+def test_plans_of_format_1_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(FORMAT_1)
+    read = Plan.load(path)
+    assert (read.format, read.mesh, read.world_size) == (2, {"data": 2}, 2)
+    assert read.strategy == DecoupledStrategy(bucket_cap_bytes=5000, gather="gradients")
+    read.save(path)
+    assert Plan.load(path) == read
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("world_size: 2", "world_size: 0", "world_size"),
+        ("world_size: 2", "worldsize: 2", "world_size is missing"),
+        ("decoupled:", "telepathy:", "unknown strategy"),
+        ("model:", "gadget:", "gadget|model is missing"),
+    ],
+)
+def test_damaged_plans_of_format_1_are_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(FORMAT_1.replace(old, new))
+    with pytest.raises(PlanError, match=said):
+        Plan.load(path)
+
+
+def test_groups_are_those_of_a_device_mesh() -> None:
+    mesh = {"pipeline": 2, "other": 3, "data": 2}
+    torch_mesh = np.arange(12).reshape(2, 3, 2)
+    assert groups_along(mesh, "data") == tuple(tuple(row) for row in torch_mesh.reshape(-1, 2).tolist())
+    assert groups_along(mesh, "pipeline")[:2] == ((0, 6), (1, 7))
+    assert groups_along(mesh, "other")[0] == (0, 2, 4)
+    for dimension, size in mesh.items():
+        groups = groups_along(mesh, dimension)
+        assert {len(group) for group in groups} == {size}
+        assert sorted(rank for group in groups for rank in group) == list(range(12))
+    assert plan(mesh={"data": 3}).groups("data") == ((0, 1, 2),)

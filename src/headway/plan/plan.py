@@ -1,0 +1,237 @@
+"""Plan: everything decided about one job, as one readable YAML file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    StringConstraints,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from headway import files
+from headway.cluster import Cluster
+from headway.errors import PlanError
+from headway.model import ModelSpec
+from headway.passes.base import Pass
+from headway.passes.registry import passes
+from headway.plan.mesh import Groups, groups_along
+from headway.strategies import registry
+from headway.strategies.base import Strategy
+from headway.version import __version__
+
+FORMAT: Literal[2] = 2
+DATA = "data"
+MAX_WORLD_SIZE = 2**20
+_FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+Dimension = Annotated[str, StringConstraints(pattern="^[a-z][a-z_]*$", max_length=32)]
+
+
+class PlannedModel(BaseModel):
+    """Which model a plan was made for."""
+
+    model_config = _FROZEN
+
+    parameters: int = Field(ge=0)
+    """The number of its trainable parameters."""
+
+    size_bytes: int = Field(ge=0)
+    """The bytes of all of them."""
+
+    fingerprint: str
+    """A digest of their names, shapes and dtypes."""
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> PlannedModel:
+        """Describe ``model``."""
+        return cls(
+            parameters=len(model.parameters), size_bytes=model.size_bytes, fingerprint=model.fingerprint
+        )
+
+
+class Prediction(BaseModel):
+    """What is expected of a plan."""
+
+    model_config = _FROZEN
+
+    step_ms: float = Field(ge=0, allow_inf_nan=False)
+    """The step under the plan."""
+
+    baseline_ms: float = Field(ge=0, allow_inf_nan=False)
+    """The recorded step that it is held against."""
+
+    uncertainty_ms: float = Field(ge=0, allow_inf_nan=False)
+    """By how much ``step_ms`` may be off, at nine in ten."""
+
+
+class Plan(BaseModel):
+    """A strategy along each dimension of the job's device mesh, passes, and the job that they were decided for."""
+
+    model_config = _FROZEN
+
+    format: Literal[2] = FORMAT
+    """The version of this format. Plans of format 1, of a ``strategy`` and a ``world_size``, are read too."""
+
+    headway: str = __version__
+    """The version of Headway that wrote the plan."""
+
+    mesh: dict[Dimension, Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)]] = Field(min_length=1)
+    """The number of ranks along each dimension, the outermost first, as in ``torch.distributed.DeviceMesh``. Their
+    product is the number of workers; consecutive ranks are neighbours along the last dimension."""
+
+    parallel: dict[Dimension, SerializeAsAny[Strategy]]
+    """For each dimension of the mesh the strategy by name, with its options below it."""
+
+    passes: tuple[SerializeAsAny[Pass], ...] = ()
+    """Changes of the job that no strategy decides about, by name with their options, in the order of their making."""
+
+    model: PlannedModel
+    """The model that the plan is for; another one is refused."""
+
+    prediction: Prediction | None = None
+    """What is expected of the plan, where it was replayed."""
+
+    cluster: Cluster | None = None
+    """The hosts and links that the prediction is for."""
+
+    @classmethod
+    def data_parallel(
+        cls,
+        strategy: Strategy,
+        world_size: int,
+        model: ModelSpec,
+        *,
+        prediction: Prediction | None = None,
+        cluster: Cluster | None = None,
+    ) -> Self:
+        """The plan that ``world_size`` ranks train ``model`` with ``strategy``, each all of it."""
+        return cls(
+            mesh={DATA: world_size},
+            parallel={DATA: strategy},
+            model=PlannedModel.of(model),
+            prediction=prediction,
+            cluster=cluster,
+        )
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _strategies_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("a strategy for each dimension of the mesh")
+        return {dimension: _strategy(one) for dimension, one in value.items()}
+
+    @field_validator("passes", mode="before")
+    @classmethod
+    def _passes_by_name(cls, value: Any) -> Any:
+        return [_pass(one) for one in value] if isinstance(value, list | tuple) else value
+
+    @model_validator(mode="after")
+    def _fits_the_mesh(self) -> Self:
+        if self.mesh.keys() != self.parallel.keys():
+            raise ValueError(
+                f"parallel needs a strategy for each of {', '.join(self.mesh)}, has them for {', '.join(self.parallel)}"
+            )
+        for dimension, strategy in self.parallel.items():
+            if strategy.dimension != dimension:
+                raise ValueError(
+                    f"{strategy.name} is for the dimension {strategy.dimension!r}, stands at {dimension!r}"
+                )
+        if self.world_size > MAX_WORLD_SIZE:
+            raise ValueError(f"a mesh of {self.world_size} ranks, expected at most {MAX_WORLD_SIZE}")
+        return self
+
+    @field_serializer("parallel", mode="wrap")
+    def _strategies_under_their_names(self, value: dict[str, Strategy], handler: Any) -> dict[str, Any]:
+        options: dict[str, Any] = handler(value)
+        return {dimension: {value[dimension].name: own} for dimension, own in options.items()}
+
+    @field_serializer("passes", mode="wrap")
+    def _passes_under_their_names(self, value: tuple[Pass, ...], handler: Any) -> list[dict[str, Any]]:
+        return [{one.name: options} for one, options in zip(value, handler(value), strict=True)]
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of a plan of one dimension. Raises PlanError for others, which no runtime carries out yet."""
+        if len(self.parallel) > 1:
+            raise PlanError(
+                "the plan shares work along several dimensions", got=", ".join(self.parallel),
+                expected="one dimension", fix="Leave one dimension in mesh and parallel.",
+            )  # fmt: skip
+        (strategy,) = self.parallel.values()
+        return strategy
+
+    def groups(self, dimension: str) -> Groups:
+        """The groups of ranks that the strategy of ``dimension`` acts on."""
+        return groups_along(self.mesh, dimension)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan. Raises PlanError where it is missing, damaged, or of another format version."""
+        what = f"plan {path}"
+        data = files.plain_yaml(files.read_text(Path(path), PlanError, "plan"), PlanError, what)
+        if isinstance(data, dict) and data.get("format") == 1:
+            from headway.plan.format_1 import upgraded
+
+            data = upgraded(data, what)
+        return files.validate(data, cls, PlanError, what)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as YAML, whole or not at all."""
+        files.write_text(
+            Path(path), files.dump_yaml(self.model_dump(mode="json", exclude_none=True)), PlanError
+        )
+
+    def check(self, model: ModelSpec, world_size: int) -> None:
+        """Raise PlanError unless the plan was made for this model and this number of workers."""
+        remake = "Record this job and run headway optimize on that trace."
+        if world_size != self.world_size:
+            raise PlanError(
+                "the plan is for another world size", got=f"{world_size} workers",
+                expected=f"{self.world_size}", fix=remake,
+            )  # fmt: skip
+        if model.fingerprint != self.model.fingerprint:
+            raise PlanError(
+                "the plan is for another model",
+                got=f"{len(model.parameters)} parameters in {model.size_bytes} bytes ({model.fingerprint})",
+                expected=f"{self.model.parameters} in {self.model.size_bytes} ({self.model.fingerprint})",
+                fix=remake,
+            )
+
+
+def _strategy(value: Any) -> Strategy:
+    if isinstance(value, Strategy):
+        return value
+    name, options = _named(value, "strategy", registry.names())
+    policy: type[Strategy] = registry.plugin_named(name).policy
+    return policy.model_validate(options)
+
+
+def _pass(value: Any) -> Pass:
+    if isinstance(value, Pass):
+        return value
+    name, options = _named(value, "pass", tuple(passes()))
+    return passes()[name].model_validate(options)
+
+
+def _named(value: Any, what: str, names: tuple[str, ...]) -> tuple[str, Any]:
+    known = ", ".join(names) or "none that are installed"
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError(f"one {what} by name, one of {known}, with its options below it")
+    ((name, options),) = value.items()
+    if name not in names:
+        raise ValueError(f"unknown {what} {name!r}, expected one of {known}")
+    return name, options or {}
