@@ -31,7 +31,7 @@ from headway.job import Job
 from headway.prediction.models import workload_named
 from headway.prediction.strategies import strategies_named
 from headway.simulation.engine import play
-from headway.simulation.operations import Dataflow
+from headway.simulation.operations import OperationGraph
 from headway.strategies.registry import plugin_of
 
 MODELS = ("resnet50", "bert-base", "vgg16")
@@ -112,7 +112,7 @@ def _compared(folder: Path, case: str, plan: str, links: Links) -> list[dict[str
     ]
 
 
-def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphBuilder, Dataflow]:
+def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphBuilder, OperationGraph]:
     hosts = tuple(
         Host(name=f"h{rank}", workers=1, up_gbps=links.gbps, down_gbps=links.gbps) for rank in range(workers)
     )

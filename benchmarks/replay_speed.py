@@ -125,11 +125,11 @@ def _measure(ranks: int, tensors: int, *, change: bool = False) -> dict[str, Any
     from headway.collectives.links import Links
     from headway.simulation.compiled import simulate_for
     from headway.simulation.engine import play
-    from headway.simulation.operations import DataflowBuilder
+    from headway.simulation.operations import OperationGraphBuilder
 
     begin = time.perf_counter()
     simulate_for(10**9)  # whatever the size: compiled
-    small = DataflowBuilder(1)
+    small = OperationGraphBuilder(1)
     small.operation(1, sender=0)
     play(small.close())
     loaded = time.perf_counter()

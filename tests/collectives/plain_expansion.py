@@ -8,7 +8,7 @@ import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.simulation.operations import NO_RESOURCE, WHOLE, DataflowBuilder, Resources
+from headway.simulation.operations import NO_RESOURCE, WHOLE, OperationGraphBuilder, Resources
 
 
 class Links:
@@ -31,11 +31,11 @@ class Links:
         plain = Resources.plain(len(room))
         return Resources(np.rint(np.array(room) * WHOLE).astype(np.int64), plain.burst_ns, plain.changes)
 
-    def builder(self) -> DataflowBuilder:
+    def builder(self) -> OperationGraphBuilder:
         """An empty graph on these links."""
-        return DataflowBuilder(self.resources)
+        return OperationGraphBuilder(self.resources)
 
-    def overhead(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
+    def overhead(self, builder: OperationGraphBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
         """Add what a collective costs a rank before its first message."""
         overhead_ns = round(cost.overhead_us * 1e3)
         resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
@@ -43,7 +43,7 @@ class Links:
 
     def transfer(
         self,
-        builder: DataflowBuilder,
+        builder: OperationGraphBuilder,
         sender: int,
         receiver: int,
         size_bytes: int,
@@ -84,7 +84,7 @@ class Links:
     def _work_us(cost: AlgorithmCost) -> float:
         return min(cost.message_us, cost.message_cpu_us)
 
-    def handle(self, builder: DataflowBuilder, rank: int, cost: AlgorithmCost, after: list[int]) -> int:
+    def handle(self, builder: OperationGraphBuilder, rank: int, cost: AlgorithmCost, after: list[int]) -> int:
         """Add what a message costs its receiver."""
         work_us = self._work_us(cost)
         resource = 2 * len(self._cluster.hosts) + self._cluster.world_size + rank
@@ -96,7 +96,7 @@ class Links:
 
 
 def expand(
-    builder: DataflowBuilder,
+    builder: OperationGraphBuilder,
     links: Links,
     program_of: ProgramOf,
     size_bytes: int,

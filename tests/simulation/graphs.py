@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.simulation.operations import WHOLE, Dataflow, DataflowBuilder, Resources
+from headway.simulation.operations import WHOLE, OperationGraph, OperationGraphBuilder, Resources
 
 
 @dataclass(frozen=True)
 class DrawnOperation:
-    """One operation, as ``DataflowBuilder.operation`` takes it; ``after`` are earlier ones."""
+    """One operation, as ``OperationGraphBuilder.operation`` takes it; ``after`` are earlier ones."""
 
     duration_ns: int
     latency_ns: int
@@ -65,8 +65,8 @@ def drawn_resources(draw: st.DrawFn) -> Resources:
     )
 
 
-def graph_of(operations: list[DrawnOperation], resources: Resources | None = None) -> Dataflow:
-    builder = DataflowBuilder(resources or RESOURCES)
+def graph_of(operations: list[DrawnOperation], resources: Resources | None = None) -> OperationGraph:
+    builder = OperationGraphBuilder(resources or RESOURCES)
     for one in operations:
         builder.operation(
             one.duration_ns, after=one.after, latency_ns=one.latency_ns, sender=one.sender, receiver=one.receiver,

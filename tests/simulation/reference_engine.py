@@ -9,13 +9,13 @@ from collections import deque
 import numpy as np
 
 from headway.simulation.engine import Schedule
-from headway.simulation.operations import ROUTE, WAITS, Dataflow
+from headway.simulation.operations import ROUTE, WAITS, OperationGraph
 
 _CHANGED, _LEFT, _INSTANT, _READY = -1, 0, 1, 2  # of events at one time, those that free something come first
 _Event = tuple[int, int, int, int]  # time (ns), kind, operation, which estimate of its end this is
 
 
-def play(graph: Dataflow) -> Schedule:
+def play(graph: OperationGraph) -> Schedule:
     """Start every operation as soon as what it waits for is done.
 
     See ``engine.play`` for what that means for those that need resources.
@@ -73,7 +73,7 @@ class _Sharing:
     An estimate of that holds until something else begins or ends on one of the resources.
     """
 
-    def __init__(self, graph: Dataflow, events: list[_Event]) -> None:
+    def __init__(self, graph: OperationGraph, events: list[_Event]) -> None:
         self._events = events
         self._duration_ns = graph.duration_ns.tolist()
         sides = zip(graph.sender.tolist(), graph.receiver.tolist(), strict=True)

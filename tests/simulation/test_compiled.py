@@ -40,11 +40,11 @@ import numba.core.caching as caching
 def nowhere(*_):
     raise RuntimeError("cannot cache function: no locator available")
 caching.FunctionCache.__init__ = nowhere
-from headway.simulation.operations import DataflowBuilder
+from headway.simulation.operations import OperationGraphBuilder
 from headway.simulation.compiled import simulate_for
 from headway.simulation.engine import play
 simulate_for(10**9)
-builder = DataflowBuilder(1)
+builder = OperationGraphBuilder(1)
 builder.operation(5, sender=0)
 print(play(builder.close()).end_ns[0])
 """

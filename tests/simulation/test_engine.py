@@ -11,11 +11,11 @@ from tests.simulation.graphs import DrawnOperation, drawn_operations, drawn_reso
 
 from headway.simulation import compiled, engine, kernel
 from headway.simulation.engine import play
-from headway.simulation.operations import DataflowBuilder, Resources
+from headway.simulation.operations import OperationGraphBuilder, Resources
 
 
 def test_an_operation_waits_for_all_before_it() -> None:
-    builder = DataflowBuilder()
+    builder = OperationGraphBuilder()
     a, b = builder.operation(10), builder.operation(25)
     c = builder.operation(5, after=[a, b])
     schedule = play(builder.close())
@@ -24,7 +24,7 @@ def test_an_operation_waits_for_all_before_it() -> None:
 
 
 def test_a_link_carries_one_message_at_a_time_and_latency_does_not_occupy_it() -> None:
-    builder = DataflowBuilder(resources=2)
+    builder = OperationGraphBuilder(resources=2)
     first = builder.operation(10, latency_ns=100, sender=0, receiver=1)
     second = builder.operation(10, latency_ns=100, sender=0, receiver=1)
     schedule = play(builder.close())
@@ -34,7 +34,7 @@ def test_a_link_carries_one_message_at_a_time_and_latency_does_not_occupy_it() -
 
 
 def test_connections_share_a_link_evenly() -> None:
-    builder = DataflowBuilder(resources=3)
+    builder = OperationGraphBuilder(resources=3)
     long = builder.operation(100, sender=0, receiver=1, queue=1)
     short = builder.operation(20, sender=0, receiver=2, queue=2)
     behind = builder.operation(10, latency_ns=5, sender=0, receiver=1, queue=1)
@@ -47,7 +47,7 @@ def test_connections_share_a_link_evenly() -> None:
 
 
 def test_the_scarcer_side_of_a_message_sets_its_rate_and_leaves_the_rest_to_others() -> None:
-    builder = DataflowBuilder(resources=4)
+    builder = OperationGraphBuilder(resources=4)
     builder.operation(30, sender=0, receiver=3, queue=0)
     builder.operation(30, sender=1, receiver=3, queue=1)
     builder.operation(30, sender=2, receiver=3, queue=2)
@@ -59,14 +59,14 @@ def test_the_scarcer_side_of_a_message_sets_its_rate_and_leaves_the_rest_to_othe
 
 
 def test_both_directions_of_a_link_are_free_of_each_other() -> None:
-    builder = DataflowBuilder(resources=4)
+    builder = OperationGraphBuilder(resources=4)
     builder.operation(10, sender=0, receiver=3)
     builder.operation(10, sender=2, receiver=1)
     assert play(builder.close()).end_ns.max() == 10
 
 
 def test_a_cycle_is_an_error() -> None:
-    builder = DataflowBuilder()
+    builder = OperationGraphBuilder()
     a = builder.operation(1)
     b = builder.operation(1, after=[a])
     builder.edge(b, a)
@@ -75,7 +75,7 @@ def test_a_cycle_is_an_error() -> None:
 
 
 def test_an_empty_graph_is_over_at_once() -> None:
-    assert len(play(DataflowBuilder().close()).end_ns) == 0
+    assert len(play(OperationGraphBuilder().close()).end_ns) == 0
 
 
 @given(
@@ -85,7 +85,7 @@ def test_an_empty_graph_is_over_at_once() -> None:
 def test_without_resources_the_engine_finds_the_longest_path(
     durations: list[int], edges: list[tuple[int, int]]
 ) -> None:
-    builder = DataflowBuilder()
+    builder = OperationGraphBuilder()
     count = len(durations)
     for duration in durations:
         builder.operation(duration)
@@ -115,7 +115,7 @@ def test_the_engine_plays_by_the_rules_that_the_reference_spells_out(
 
 def test_times_that_are_out_of_range_are_an_error() -> None:
     for duration_ns in (2**61, 2**59):
-        builder = DataflowBuilder(1)
+        builder = OperationGraphBuilder(1)
         before: list[int] = []
         for _ in range(4):
             before = [builder.operation(duration_ns, after=before, sender=0)]

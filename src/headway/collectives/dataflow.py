@@ -17,8 +17,8 @@ from headway.simulation.operations import (
     SPILL,
     SUCCESSORS,
     WAITS,
-    Dataflow,
-    DataflowBuilder,
+    OperationGraph,
+    OperationGraphBuilder,
 )
 
 __all__ = ["ProgramOf", "alone", "expand"]
@@ -48,8 +48,8 @@ class CollectiveBlock:
         """How much room its successors need beside the rows."""
         return len(self._structure.edges.spilled)
 
-    def fill(self, into: Dataflow, base: int, spill: int) -> None:
-        """Write the rows (``graph.dataflow.Block``)."""
+    def fill(self, into: OperationGraph, base: int, spill: int) -> None:
+        """Write the rows (``simulation.operations.Block``)."""
         structure, edges = self._structure, self._structure.edges
         own = slice(base, base + self.operations)
         for messages, rows in zip(self._columns, structure.places(base), strict=True):
@@ -68,7 +68,7 @@ class CollectiveBlock:
 
 
 def expand(
-    builder: DataflowBuilder,
+    builder: OperationGraphBuilder,
     links: Links,
     program_of: ProgramOf,
     size_bytes: int,
@@ -99,14 +99,14 @@ def alone(
     program_of: ProgramOf,
     size_bytes: int,
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
-) -> Dataflow:
+) -> OperationGraph:
     """One collective with nothing else under way."""
     return repeated(cluster, program_of, size_bytes, cost, 1)
 
 
 def repeated(
     cluster: Cluster, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, count: int
-) -> Dataflow:
+) -> OperationGraph:
     """As many collectives, each rank's as soon as the one before is done, with nothing else under way."""
     links = Links(cluster)
     builder = links.builder()

@@ -14,9 +14,9 @@ from headway.simulation.operations import (
     LATEST_NS,
     NO_RESOURCE,
     WHOLE,
-    DataflowBuilder,
     Ints,
     Numbers,
+    OperationGraphBuilder,
     Resources,
     RouteTable,
 )
@@ -72,7 +72,7 @@ class Links:
             room[way : 2 * self._hosts : 2] = np.maximum(1, np.rint(gbps / self._most_gbps * WHOLE))
         return Resources(room, burst_ns, _changes(self.cluster, room))
 
-    def builder(self) -> DataflowBuilder:
+    def builder(self) -> OperationGraphBuilder:
         """An empty graph on these links, whose routes are theirs.
 
         Where what graphs before it laid out has become too much, it is all forgotten.
@@ -81,7 +81,7 @@ class Links:
             self.routes = RouteTable()
             self._laid_out.clear()
             self._laid_out_bytes = 0
-        return DataflowBuilder(self.resources, self.routes)
+        return OperationGraphBuilder(self.resources, self.routes)
 
     def laid_out(
         self, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, connection: int

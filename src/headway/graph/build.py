@@ -11,7 +11,7 @@ from headway.collectives.links import Links
 from headway.collectives.selection import Selection
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
-from headway.simulation.operations import Dataflow
+from headway.simulation.operations import OperationGraph
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class GraphBuilder:
         """Mark the end of this rank's step."""
         self.boundaries.setdefault(walk.step, [-1] * self.ranks)[walk.rank] = walk.tail
 
-    def close(self) -> Dataflow:
+    def close(self) -> OperationGraph:
         """Expand every collective into its transfers and close the graph."""
         for collective in self.collectives:
             collective.base = expand(

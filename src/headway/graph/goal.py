@@ -16,7 +16,7 @@ from headway import files
 from headway.collectives.columns import columns_of, message_bytes, structure_of
 from headway.errors import UserError
 from headway.graph.build import GraphBuilder, PlacedCollective
-from headway.simulation.operations import DURATION, Dataflow
+from headway.simulation.operations import DURATION, OperationGraph
 
 MAX_OPERATIONS = 5_000_000
 LONGEST_NS = 2_000_000_000  # numbers are read into 32 bits
@@ -36,7 +36,7 @@ class GoalWriter:
     Raises UserError for a graph that is too large to be read by anybody.
     """
 
-    def __init__(self, graph: GraphBuilder, dataflow: Dataflow) -> None:
+    def __init__(self, graph: GraphBuilder, dataflow: OperationGraph) -> None:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
         if len(dataflow) > MAX_OPERATIONS:
             raise UserError(

@@ -12,7 +12,7 @@ from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
 from headway.collectives.dataflow import alone
 from headway.collectives.selection import RINGS, Algorithms
 from headway.simulation.engine import play
-from headway.simulation.operations import Dataflow
+from headway.simulation.operations import OperationGraph
 
 _SIZES_BYTES = tuple(2**exponent for exponent in range(10, 32, 3))
 
@@ -78,7 +78,7 @@ def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveC
     return CollectiveCost(overhead_ns, ns_per_byte, messages, _SIZES_BYTES, tuple(alone_ns))
 
 
-def _busiest_ns(graph: Dataflow) -> float:
+def _busiest_ns(graph: OperationGraph) -> float:
     """For how long the link that is used the most is used."""
     busiest = 0.0
     for side in (graph.sender, graph.receiver):

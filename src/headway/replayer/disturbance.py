@@ -7,12 +7,12 @@ import numpy as np
 from headway.graph.build import GraphBuilder
 from headway.simulation.engine import Schedule, play
 from headway.simulation.intervals import Intervals
-from headway.simulation.operations import Dataflow
+from headway.simulation.operations import OperationGraph
 
 ROUNDS = 4
 
 
-def play_disturbed(graph: GraphBuilder, dataflow: Dataflow, slowdown: float) -> Schedule:
+def play_disturbed(graph: GraphBuilder, dataflow: OperationGraph, slowdown: float) -> Schedule:
     """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
 
     Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap

@@ -33,7 +33,7 @@ from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
 from headway.replayer.what_if import WhatIf
 from headway.scheduling.buckets import BucketSchedule
-from headway.simulation.operations import Dataflow
+from headway.simulation.operations import OperationGraph
 from headway.strategies import registry
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
@@ -160,7 +160,7 @@ class Replayer:
         self,
         strategy: Strategy | None = None,
         what_if: WhatIf = WhatIf(),  # noqa: B008
-    ) -> tuple[GraphBuilder, Dataflow]:
+    ) -> tuple[GraphBuilder, OperationGraph]:
         """The graph that ``replay`` would play, with all ranks."""
         with times_in_range():
             played = self._strategy_run(strategy)

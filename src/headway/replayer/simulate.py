@@ -23,7 +23,7 @@ from headway.replayer.memory import peak_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
 from headway.simulation.engine import Schedule
-from headway.simulation.operations import Dataflow
+from headway.simulation.operations import OperationGraph
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
 
@@ -108,12 +108,14 @@ class Simulator:
             played = play_disturbed(graph, dataflow, job.on.compute_slowdown)
         return Simulation(job, strategy, graph, played, len(dataflow), time.perf_counter() - begun)
 
-    def lay_out(self, job: Job, strategy: Strategy, *, fold: bool = False) -> tuple[GraphBuilder, Dataflow]:
+    def lay_out(
+        self, job: Job, strategy: Strategy, *, fold: bool = False
+    ) -> tuple[GraphBuilder, OperationGraph]:
         """The graph that ``simulate`` would play. Raises as it does."""
         with times_in_range():
             return self._laid_out(job, strategy, fold=fold)
 
-    def _laid_out(self, job: Job, strategy: Strategy, *, fold: bool) -> tuple[GraphBuilder, Dataflow]:
+    def _laid_out(self, job: Job, strategy: Strategy, *, fold: bool) -> tuple[GraphBuilder, OperationGraph]:
         cluster, computation = job.on, job.steps
         schedule = strategy.decide(job)
         known = computation.timelines

@@ -8,7 +8,7 @@ import numpy as np
 
 from headway.simulation import kernel
 from headway.simulation.compiled import simulate_for
-from headway.simulation.operations import END, LATEST_NS, START, Dataflow, Ints
+from headway.simulation.operations import END, LATEST_NS, START, Ints, OperationGraph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +19,7 @@ class Schedule:
     end_ns: Ints
 
 
-def play(graph: Dataflow) -> Schedule:
+def play(graph: OperationGraph) -> Schedule:
     """Start every operation as soon as what it waits for is done.
 
     One that needs resources first waits for those in front of it in its queue. Then it shares them with the operations

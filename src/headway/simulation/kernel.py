@@ -400,7 +400,7 @@ def simulate(
     changes: Array,
     queues: int,
 ) -> int:
-    """Play a graph (see ``engine.play`` and ``graph.dataflow``); returns how many operations were, or OUT_OF_RANGE.
+    """Play a graph (see ``engine.play`` and ``operations``); returns how many operations were, or OUT_OF_RANGE.
 
     Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. ``room`` and
     ``burst`` have an entry a resource, ``changes`` rows of a time, a resource and how much there is of it from then on,

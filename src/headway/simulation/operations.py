@@ -1,4 +1,4 @@
-"""Dataflow: the operations of some steps over all ranks and links, and what each waits for, in flat arrays.
+"""The operations of some steps over all ranks and links, and what each waits for, in flat arrays.
 
 An operation is one cache line of 64 bytes, so that playing it costs one access to memory and one for each operation
 that waits for it. What it uses (a route) and successors that do not fit are kept beside.
@@ -21,9 +21,9 @@ MOST_OPERATIONS = 2**31 - 1
 LATEST_NS = 2**60  # a sum of three such times still fits
 OPERATION_BYTES = 64
 
-# Columns of ``Dataflow.wide``.
+# Columns of ``OperationGraph.wide``.
 DURATION, START, END = 0, 1, 2
-# Columns of ``Dataflow.narrow``, behind those.
+# Columns of ``OperationGraph.narrow``, behind those.
 ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
@@ -69,7 +69,7 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dataflow:
+class OperationGraph:
     """Operations, as rows of two views of the same memory.
 
     An operation uses up to two resources (a sender's and a receiver's side of a link), for ``duration_ns`` at its full
@@ -126,12 +126,12 @@ class Dataflow:
         more = self.spilled[spill + 1 : spill + 1 + self.spilled[spill]].tolist() if spill != NONE else []
         return [*own[own != NONE].tolist(), *more]
 
-    def with_durations(self, operations: npt.NDArray[np.intp], duration_ns: Ints) -> Dataflow:
+    def with_durations(self, operations: npt.NDArray[np.intp], duration_ns: Ints) -> OperationGraph:
         """The same graph where ``operations`` take other times."""
         wide, narrow = lines(len(self))
         wide[:] = self.wide
         wide[operations, DURATION] = duration_ns
-        return Dataflow(wide, narrow, self.spilled, self.routes, self.resources, self.queues)
+        return OperationGraph(wide, narrow, self.spilled, self.routes, self.resources, self.queues)
 
 
 def lines(count: int) -> tuple[Ints, Numbers]:
@@ -144,7 +144,7 @@ def lines(count: int) -> tuple[Ints, Numbers]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edges:
-    """The successors of some operations as ``Dataflow`` keeps them. ``targets`` are those places of ``spilled``."""
+    """Successors of some operations as ``OperationGraph`` keeps them. ``targets`` are those places of ``spilled``."""
 
     slots: Numbers
     spill: Numbers
@@ -185,9 +185,9 @@ class Block(Protocol):
 
     @property
     def spills(self) -> int:
-        """How much room its successors need in ``Dataflow.spilled``."""
+        """How much room its successors need in ``OperationGraph.spilled``."""
 
-    def fill(self, into: Dataflow, base: int, spill: int) -> None:
+    def fill(self, into: OperationGraph, base: int, spill: int) -> None:
         """Write the rows into ``into`` from operation ``base`` on, and what spills from ``spill`` on.
 
         What operations outside of the block wait for is added to their WAITS.
@@ -234,8 +234,8 @@ class RouteTable:
         return Routes(sender, receiver, asked, queue, latency_ns)
 
 
-class DataflowBuilder:
-    """Collects operations and edges, in any order, and closes them into a Dataflow."""
+class OperationGraphBuilder:
+    """Collects operations and edges, in any order, and closes them into an OperationGraph."""
 
     def __init__(self, resources: int | Resources = 0, routes: RouteTable | None = None) -> None:
         self.resources = Resources.plain(resources) if isinstance(resources, int) else resources
@@ -286,7 +286,7 @@ class DataflowBuilder:
         self._blocks.append((base, block))
         return base
 
-    def close(self) -> Dataflow:
+    def close(self) -> OperationGraph:
         """The finished graph. Raises OverflowError where it has more operations than can be numbered."""
         if self._count > MOST_OPERATIONS:
             raise OverflowError(f"{self._count} operations are more than can be numbered")
@@ -297,7 +297,9 @@ class DataflowBuilder:
         room = len(edges.spilled)
         wide, narrow = lines(self._count)
         spilled = np.zeros(room + sum(block.spills for _, block in self._blocks), dtype=np.int32)
-        made = Dataflow(wide, narrow, spilled, self.routes.columns(), self.resources, self.routes.queues)
+        made = OperationGraph(
+            wide, narrow, spilled, self.routes.columns(), self.resources, self.routes.queues
+        )
         wide[number, DURATION] = self._duration_ns
         narrow[number, ROUTE] = self._route
         narrow[number, SUCCESSORS:] = edges.slots
