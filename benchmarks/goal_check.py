@@ -112,19 +112,19 @@ def _compared(folder: Path, case: str, plan: str, links: Links) -> list[dict[str
     ]
 
 
-def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphBuilder, OperationGraph]:
+def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphBuilder[Any], OperationGraph]:
     hosts = tuple(
         Host(name=f"h{rank}", workers=1, up_gbps=links.gbps, down_gbps=links.gbps) for rank in range(workers)
     )
     cluster = Cluster(hosts=hosts, latency_us=links.latency_us)
     workload = workload_named(model, None, "momentum")
     strategy = strategies_named((plan,), workload)[plan]
-    graph = GraphBuilder(cluster, workload.spec, strategy.decide(Job.of(workload.spec)))
+    graph = GraphBuilder(cluster, strategy.decide(Job.of(workload.spec)))
     ranks = [
         [workload.timeline(rank, step).scaled(1 + UNEVEN * rank) for step in range(STEPS)]
         for rank in range(workers)
     ]
-    lay_out_ranks(graph, plugin_of(strategy).reactions(graph), ranks)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(workload.spec)), ranks)
     return graph, graph.close()
 
 

@@ -19,7 +19,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.scheduling.buckets import Gather
+from headway.scheduling.buckets import BucketSchedule, Gather
 from headway.simulation.engine import Schedule, play
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.reactions import Reactions
@@ -29,20 +29,19 @@ BACKWARD = [*(Item(Point.READY, name) for name in MODEL.ready_order), Item(Point
 STEP = [Item(Point.STEP), Item(Part.OPTIMIZER, duration_ns=1000)]
 
 
-def walked(*items: Item) -> GraphBuilder:
+def walked(*items: Item) -> GraphBuilder[BucketSchedule]:
     """Two ranks that walk twice over ``items`` under one bucket a layer."""
     cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2)))
     graph = GraphBuilder(
         cluster,
-        MODEL,
         DecoupledStrategy(bucket_cap_bytes=5000, gather="gradients", channels=1).decide(Job.of(MODEL)),
     )
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank in range(2)]
-    lay_out_ranks(graph, Reactions(graph), timelines)
+    lay_out_ranks(graph, Reactions(graph, Job.of(MODEL)), timelines)
     return graph
 
 
-def settled(graph: GraphBuilder, step: int) -> list[tuple[int, bool]]:
+def settled(graph: GraphBuilder[BucketSchedule], step: int) -> list[tuple[int, bool]]:
     """The buckets rank 0 waited for in ``step``, and whether each was updated then."""
     durations = graph.close().duration_ns
     return [
@@ -72,18 +71,20 @@ def test_a_second_backward_waits_for_gradients_and_updates_nothing() -> None:
 
 def played(
     items: list[Item], strategy: DecoupledStrategy, model: ModelSpec = MODEL, **algorithms: AlgorithmCost
-) -> tuple[GraphBuilder, Schedule]:
+) -> tuple[GraphBuilder[BucketSchedule], Schedule]:
     """Two ranks that walk three times over ``items``, played; links carry 1 Gb/s, a message takes 1 us."""
     hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2))
     graph = GraphBuilder(
-        Cluster(hosts=hosts, latency_us=1, algorithms=algorithms), model, strategy.decide(Job.of(model))
+        Cluster(hosts=hosts, latency_us=1, algorithms=algorithms), strategy.decide(Job.of(model))
     )
     timelines = [[Timeline(rank, step, tuple(items)) for step in range(3)] for rank in range(2)]
-    lay_out_ranks(graph, Reactions(graph), timelines)
+    lay_out_ranks(graph, Reactions(graph, Job.of(model)), timelines)
     return graph, play(graph.close())
 
 
-def spans(graph: GraphBuilder, schedule: Schedule, name: str, step: int) -> dict[int, tuple[int, int]]:
+def spans(
+    graph: GraphBuilder[BucketSchedule], schedule: Schedule, name: str, step: int
+) -> dict[int, tuple[int, int]]:
     """For each bucket, when rank 0 began and ended its collective ``name`` of ``step``."""
     return {
         c.bucket: (int(schedule.end_ns[c.begins[0]]), int(schedule.end_ns[c.ends[0]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from tests.models import layered_model
@@ -44,7 +45,7 @@ def step(read: Item | None) -> tuple[Item, ...]:
 
 @dataclass
 class Played:
-    graph: GraphBuilder
+    graph: GraphBuilder[Any]
     schedule: Schedule
 
     def ends(self, name: str, step: int = 0, rank: int = 0) -> list[int]:
@@ -67,12 +68,12 @@ def played(
     strategy: Strategy, read: Item | None, *, find_unused: bool = False, first: Item | None = None
 ) -> Played:
     model = MODEL.model_copy(update={"find_unused_parameters": find_unused})
-    graph = GraphBuilder(CLUSTER, model, strategy.decide(Job.of(model)))
+    graph = GraphBuilder(CLUSTER, strategy.decide(Job.of(model)))
     timelines = [
         [Timeline(rank, number, (*([first] if first else []), *step(read))) for number in range(3)]
         for rank in range(2)
     ]
-    lay_out_ranks(graph, plugin_of(strategy).reactions(graph), timelines)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(model)), timelines)
     return Played(graph, play(graph.close()))
 
 

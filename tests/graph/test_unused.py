@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.models import layered_model
 
@@ -34,14 +36,14 @@ def backward(*unused: str) -> tuple[Item, ...]:
     return (*items, Item(Point.BACKWARD_END), Item(Point.STEP), Item(Part.OPTIMIZER, "", 6000))
 
 
-def played(strategy: Strategy, *ranks: tuple[Item, ...]) -> tuple[GraphBuilder, Schedule]:
-    graph = GraphBuilder(CLUSTER, MODEL, strategy.decide(Job.of(MODEL)))
+def played(strategy: Strategy, *ranks: tuple[Item, ...]) -> tuple[GraphBuilder[Any], Schedule]:
+    graph = GraphBuilder(CLUSTER, strategy.decide(Job.of(MODEL)))
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank, items in enumerate(ranks)]
-    lay_out_ranks(graph, plugin_of(strategy).reactions(graph), timelines)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(MODEL)), timelines)
     return graph, play(graph.close())
 
 
-def exchanges(graph: GraphBuilder) -> list[PlacedCollective]:
+def exchanges(graph: GraphBuilder[Any]) -> list[PlacedCollective]:
     return [one for one in graph.collectives if one.bucket < 0]
 
 

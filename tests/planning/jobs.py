@@ -11,6 +11,7 @@ from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.step_profile import LayerTimes, StepProfile, profile_of_layers
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.engine import play
@@ -113,12 +114,12 @@ def _along(part: str, point: str, moments: list[tuple[str, int]], length_ns: int
 
 def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> float:
     """What the full engine says: the last of ``steps`` steps, over all ranks."""
-    graph = GraphBuilder(job.cluster, job.model, schedule)
+    graph = GraphBuilder(job.cluster, schedule)
     ranks = [
         [timeline_of(job.profile, rank, step) for step in range(steps)]
         for rank in range(job.cluster.world_size)
     ]
-    lay_out_ranks(graph, Reactions(graph), ranks)
+    lay_out_ranks(graph, Reactions(graph, Job.of(job.model)), ranks)
     played = play(graph.close())
     ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
     return float(ends[-1] - ends[-2])

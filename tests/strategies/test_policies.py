@@ -32,7 +32,7 @@ def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str
     assert strategy.describe()
     assert plugin_of(strategy) is plugin
     cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(4)))
-    assert plugin.reactions(GraphBuilder(cluster, job.model, schedule))
+    assert plugin.reactions(GraphBuilder(cluster, schedule), job)
     assert plugin.footprint(job, schedule).buffers_bytes >= job.model.size_bytes
     assert plugin.injection is not None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand
 from headway.collectives.links import Links
 from headway.collectives.selection import Selection
-from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 from headway.simulation.operations import OperationGraph
+
+S = TypeVar("S", bound=Schedule)
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class PlacedCollective:
     base: int = -1  # its first operation, once the graph is closed
 
 
-class GraphBuilder:
+class GraphBuilder(Generic[S]):
     """The graph under construction, as strategies see it.
 
     It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them. ``links``
@@ -73,15 +75,13 @@ class GraphBuilder:
     def __init__(
         self,
         cluster: Cluster,
-        model: ModelSpec,
-        schedule: BucketSchedule,
+        schedule: S,
         folded: int = 0,
         links: Links | None = None,
     ) -> None:
         self.cluster = cluster
         # By how much collectives in flight slow parts of a step down, where that is not the cluster's own slowdown.
         self.slowdowns: Mapping[str, float] = {}
-        self.model = model
         self.schedule = schedule
         self.world_size = cluster.world_size
         self.ranks = folded or cluster.world_size

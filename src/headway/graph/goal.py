@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class GoalWriter:
     Raises UserError for a graph that is too large to be read by anybody.
     """
 
-    def __init__(self, graph: GraphBuilder, dataflow: OperationGraph) -> None:
+    def __init__(self, graph: GraphBuilder[Any], dataflow: OperationGraph) -> None:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
         if len(dataflow) > MAX_OPERATIONS:
             raise UserError(
@@ -64,7 +65,7 @@ class GoalWriter:
         assert (self.ranks >= 0).all(), "an operation of no rank"
         assert (self._processor >= 0).all(), "an operation of no processor"
 
-    def _place(self, graph: GraphBuilder, collective: PlacedCollective, tag: int, processor: int) -> int:
+    def _place(self, graph: GraphBuilder[Any], collective: PlacedCollective, tag: int, processor: int) -> int:
         """Note whose the operations of a collective are, which are done by ``processor``; returns the next tag."""
         world_size = self._world_size
         ranks = np.arange(world_size)

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.collectives.selection import native
-from headway.graph.build import GraphBuilder, Walk
+from headway.graph.build import GraphBuilder, S, Walk
 from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.scheduling.buckets import BucketSchedule
 
 
 class StepLayout(Protocol):
@@ -26,7 +27,7 @@ class StepLayout(Protocol):
 class InRecordedOrder(ABC):
     """Computation as it was recorded, with a strategy's reactions to the points of every rank's timeline."""
 
-    def __init__(self, graph: GraphBuilder) -> None:
+    def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
         self._graph = graph
 
     @abstractmethod
@@ -93,7 +94,7 @@ class InRecordedOrder(ABC):
                     graph.compute(walk, item.kind, item.duration_ns)
 
 
-def lay_out_ranks(graph: GraphBuilder, layout: StepLayout, ranks: Sequence[Sequence[Timeline]]) -> None:
+def lay_out_ranks(graph: GraphBuilder[S], layout: StepLayout, ranks: Sequence[Sequence[Timeline]]) -> None:
     """Have ``layout`` lay out the timelines of every rank (``ranks[rank][position]``)."""
     for rank, timelines in enumerate(ranks):
         walk = Walk(rank)

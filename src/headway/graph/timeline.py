@@ -36,7 +36,8 @@ class Point:
 class Item(NamedTuple):
     """A stretch of computation (``duration_ns`` of part ``kind``) or a point (of no duration).
 
-    A read lasts as long as one rank needs for all that it reads, and may last no time.
+    A read lasts as long as one rank needs for all that it reads, and may last no time. ``stage`` and ``micro_batch``
+    say of what it is computed: of the only stage, and of the whole batch (-1), where the job has no pipeline.
     """
 
     kind: str
@@ -44,7 +45,9 @@ class Item(NamedTuple):
     duration_ns: int = 0
     size_bytes: int = 0
     parameters: tuple[str, ...] = ()  # of a read: those that are read; all where there are none
-    overlap: float = 0.0  # the share of the stretch during which a collective was under way on this rank
+    overlap: float = 0.0  # the share of the stretch during which a collective was in flight on this rank
+    stage: int = 0
+    micro_batch: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from headway.plan import Plan, Prediction
 from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.plugin import Proposal
 from headway.strategies.registry import plugin_of, plugins
@@ -85,7 +85,7 @@ def candidate_strategies(
 
     ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
     """
-    seen: set[tuple[str, BucketSchedule]] = set()
+    seen: set[tuple[str, Schedule]] = set()
     options = [] if recorded is None else [recorded.spelled_out(job)]
     options += [strategy for proposal in proposals for strategy in proposal.strategies]
     for strategy in options:
@@ -138,7 +138,7 @@ def _best_first(candidates: list[Candidate], job: Job, baseline_ms: float) -> tu
     def key(candidate: Candidate) -> tuple[int, bool, int, float]:
         band = int((candidate.predicted_ms / best_ms - 1) / TIE)
         slower = candidate.predicted_ms > baseline_ms
-        return band, slower, len(candidate.strategy.decide(job).buckets), candidate.predicted_ms
+        return band, slower, candidate.strategy.decide(job).collectives, candidate.predicted_ms
 
     return tuple(sorted(candidates, key=key))
 
@@ -162,8 +162,9 @@ def _changes(before: Strategy, after: Strategy, job: Job) -> tuple[str, ...]:
     changes = []
     if before.name != after.name:
         changes.append(f"{after.name} instead of {before.name}")
-    had, has = (len(strategy.decide(job).buckets) for strategy in (before, after))
-    if had != has:
-        changes.append(f"{has} buckets instead of {had}")
+    had, has = (strategy.decide(job) for strategy in (before, after))
+    if had.parts != has.parts:
+        same_kind = isinstance(has, type(had))
+        changes.append(f"{has.parts} instead of {had.collectives if same_kind else had.parts}")
     changes += plugin_of(after).explain(before, after)
     return tuple(changes) or UNCHANGED

@@ -9,6 +9,7 @@ from headway.graph.build import Stretch
 from headway.graph.timeline import Part
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
+from headway.scheduling.buckets import BucketSchedule
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.format import Manifest, RankInfo, Trace
 
@@ -52,10 +53,12 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
     ranks = result.graph.ranks
     hosts = replayer.cluster.resized(ranks).hosts
     host_of = [host.name for host in hosts for _ in range(host.workers)]
+    schedule = result.graph.schedule
+    buckets = tuple(b.parameters for b in schedule.buckets) if isinstance(schedule, BucketSchedule) else ()
     infos = tuple(
         RankInfo(
             rank=rank, host=host_of[rank], pid=0, world_size=ranks, backend="replay", version="",
-            buckets=tuple(bucket.parameters for bucket in result.graph.schedule.buckets),
+            buckets=buckets,
         )
         for rank in sorted(rows)
     )  # fmt: skip

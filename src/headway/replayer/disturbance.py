@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from headway.graph.build import GraphBuilder
@@ -12,7 +14,7 @@ from headway.simulation.operations import OperationGraph
 ROUNDS = 4
 
 
-def play_disturbed(graph: GraphBuilder, dataflow: OperationGraph, slowdown: float) -> Schedule:
+def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown: float) -> Schedule:
     """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
 
     Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap
@@ -31,7 +33,7 @@ def play_disturbed(graph: GraphBuilder, dataflow: OperationGraph, slowdown: floa
     return schedule
 
 
-def _overlaps(graph: GraphBuilder, schedule: Schedule) -> np.ndarray:
+def _overlaps(graph: GraphBuilder[Any], schedule: Schedule) -> np.ndarray:
     spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.ranks)]
     for collective in graph.collectives:
         asked_by_all_ns = int(schedule.end_ns[collective.begins].max())

@@ -26,8 +26,8 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     first = min(job.steps.timelines)
     timelines = job.steps.timelines[first]
     plugin = plugin_of(strategy)
-    graph = GraphBuilder(job.on, job.model, strategy.decide(job))
-    lay_out_ranks(graph, plugin.reactions(graph), [timelines])
+    graph = GraphBuilder(job.on, strategy.decide(job))
+    lay_out_ranks(graph, plugin.reactions(graph, job), [timelines])
     launched = np.zeros((len(timelines), 2))
     for collective in graph.collectives:
         if collective.bucket >= 0:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.registry import plugin_of
 
 
-def peak_bytes(job: Job, strategy: Strategy, schedule: BucketSchedule) -> int:
+def peak_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> int:
     """The most that one rank of ``job`` holds at once.
 
     Parameters, buffers, the optimizer's state and what ``strategy`` holds are there all the time. During backward

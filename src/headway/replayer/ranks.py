@@ -12,7 +12,7 @@ from headway.graph.timeline import Point, Timeline
 from headway.job import Job
 from headway.replayer.folding import period_of
 from headway.replayer.size import operations_of
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 
 MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
@@ -21,7 +21,7 @@ LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Poin
 Recorded = Mapping[int, Sequence[Timeline]]
 
 
-def draws_of(job: Job, strategy: Strategy, schedule: BucketSchedule) -> int:
+def draws_of(job: Job, strategy: Strategy, schedule: Schedule) -> int:
     """How often the recorded ranks are drawn, each time from another step on, before they repeat.
 
     As often as the workers of ``job`` need and as there are steps, where so many ranks can be played in good time.

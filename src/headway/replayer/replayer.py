@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -32,7 +32,7 @@ from headway.replayer.simulate import Simulation, Simulator
 from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
 from headway.replayer.what_if import WhatIf
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 from headway.simulation.operations import OperationGraph
 from headway.strategies import registry
 from headway.strategies.base import Strategy
@@ -160,7 +160,7 @@ class Replayer:
         self,
         strategy: Strategy | None = None,
         what_if: WhatIf = WhatIf(),  # noqa: B008
-    ) -> tuple[GraphBuilder, OperationGraph]:
+    ) -> tuple[GraphBuilder[Any], OperationGraph]:
         """The graph that ``replay`` would play, with all ranks."""
         with times_in_range():
             played = self._strategy_run(strategy)
@@ -183,7 +183,7 @@ class Replayer:
         return asked.decide(self.job) == self._recorded_schedule
 
     @cached_property
-    def _recorded_schedule(self) -> BucketSchedule:
+    def _recorded_schedule(self) -> Schedule:
         return self.recorded_strategy.decide(self.job)
 
 

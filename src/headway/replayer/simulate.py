@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ class Simulation:
 
     job: Job
     strategy: Strategy
-    graph: GraphBuilder
+    graph: GraphBuilder[Any]
     played: Schedule
     operations: int
     elapsed_s: float
@@ -110,12 +111,14 @@ class Simulator:
 
     def lay_out(
         self, job: Job, strategy: Strategy, *, fold: bool = False
-    ) -> tuple[GraphBuilder, OperationGraph]:
+    ) -> tuple[GraphBuilder[Any], OperationGraph]:
         """The graph that ``simulate`` would play. Raises as it does."""
         with times_in_range():
             return self._laid_out(job, strategy, fold=fold)
 
-    def _laid_out(self, job: Job, strategy: Strategy, *, fold: bool) -> tuple[GraphBuilder, OperationGraph]:
+    def _laid_out(
+        self, job: Job, strategy: Strategy, *, fold: bool
+    ) -> tuple[GraphBuilder[Any], OperationGraph]:
         cluster, computation = job.on, job.steps
         schedule = strategy.decide(job)
         known = computation.timelines
@@ -126,8 +129,8 @@ class Simulator:
         ranks = ranks_of(known, draws, factors, computation.warm_up_steps)
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
-        graph = GraphBuilder(cluster, job.model, schedule, folded, self._links_of(cluster, folded))
-        lay_out_ranks(graph, plugin_of(strategy).reactions(graph), ranks)
+        graph = GraphBuilder(cluster, schedule, folded, self._links_of(cluster, folded))
+        lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job), ranks)
         return graph, graph.close()
 
     def _links_of(self, cluster: Cluster, folded: int) -> Links:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from headway.errors import UserError
 from headway.graph.timeline import Part, Point, Timeline
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
 
@@ -16,9 +16,7 @@ MAX_OPERATIONS = 60_000_000
 BYTES_AN_OPERATION = 80  # its line, and when it started and ended
 
 
-def check_size(
-    ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: BucketSchedule
-) -> None:
+def check_size(ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule) -> None:
     """Refuse what would take too long."""
     operations = operations_of(ranks, job, strategy, schedule)
     if operations > MAX_OPERATIONS:
@@ -31,7 +29,7 @@ def check_size(
 
 
 def operations_of(
-    ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: BucketSchedule
+    ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule
 ) -> int:
     """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
     world_size = job.world_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from headway.graph.build import GraphBuilder
 
@@ -11,7 +12,7 @@ OUTLYING = 2.0  # times the median
 POOR_FIT = 0.25
 
 
-def unfitted(graph: GraphBuilder) -> float:
+def unfitted(graph: GraphBuilder[Any]) -> float:
     """By how much what was measured of the graph's collectives is off their costs, at worst; a share."""
     selections = {collective.selection for collective in graph.collectives}
     return max((each.cost(graph.cluster).fit_error for each in selections), default=0.0)

@@ -82,6 +82,16 @@ class BucketSchedule:
     algorithms: Algorithms = RINGS
 
     @property
+    def parts(self) -> str:
+        """What it cuts a step's communication into, in words."""
+        return f"{len(self.buckets)} buckets"
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives a step has, halves of one counted once: fewer are less risk."""
+        return len(self.buckets)
+
+    @property
     def buckets_of(self) -> dict[str, tuple[int, ...]]:
         """The indices of the buckets that hold a part of each parameter."""
         found: dict[str, list[int]] = defaultdict(list)

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 
 
 class Strategy(BaseModel):
@@ -23,7 +23,7 @@ class Strategy(BaseModel):
     name: ClassVar[str]
     dimension: ClassVar[str] = "data"
 
-    def decide(self, job: Job) -> BucketSchedule:
+    def decide(self, job: Job) -> Schedule:
         """Decide what ``job`` communicates. Raises PlanError where the options do not fit its model."""
         raise NotImplementedError
 

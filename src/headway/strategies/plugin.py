@@ -72,15 +72,16 @@ class StrategyPlugin(ABC, Generic[S]):
     # In replay.
 
     @abstractmethod
-    def reactions(self, graph: GraphBuilder) -> StepLayout:
-        """What lays the steps of ranks out in ``graph``, whose schedule this strategy decided."""
+    def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
+        """What lays the steps of the ranks of ``job`` out in ``graph``, whose schedule this strategy decided."""
 
     @abstractmethod
-    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
+    def footprint(self, job: Job, schedule: Any) -> Footprint:
         """What one rank holds besides parameters, gradients and activations."""
 
-    def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
-        """About how many pieces the collectives of one pass have."""
+    def messages(self, schedule: Any, world_size: int, library: str) -> int:
+        """About how many pieces the collectives of one pass have; by default, all-reduces of buckets."""
+        assert isinstance(schedule, BucketSchedule)
         sizes = (bucket.size_bytes for bucket in schedule.buckets)
         return sum(native(ALL_REDUCE, size, world_size, library).pieces for size in sizes)
 

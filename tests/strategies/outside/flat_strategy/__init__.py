@@ -43,9 +43,10 @@ class FlatStrategy(Strategy):
 
 
 class _Reactions(InRecordedOrder):
-    def __init__(self, graph: GraphBuilder) -> None:
+    def __init__(self, graph: GraphBuilder[BucketSchedule], job: Job) -> None:
         super().__init__(graph)
-        self._left = [len(graph.model.parameters)] * graph.ranks
+        self._parameters = len(job.model.parameters)
+        self._left = [self._parameters] * graph.ranks
 
     def use(self, walk: Walk, module: str) -> None:
         pass
@@ -57,7 +58,7 @@ class _Reactions(InRecordedOrder):
             selection = native(ALL_REDUCE, bucket.size_bytes, graph.world_size, graph.cluster.library)
             number = graph.launch(walk, ALL_REDUCE, 0, bucket.size_bytes, bucket=0, selection=selection)
             graph.wait(walk, "gradients", number)
-            self._left[walk.rank] = len(graph.model.parameters)
+            self._left[walk.rank] = self._parameters
 
     def unused(self, walk: Walk, parameter: str) -> None:
         self.ready(walk, parameter)
@@ -79,8 +80,8 @@ class _Plugin(StrategyPlugin[FlatStrategy]):
     policy = FlatStrategy
     usual = ("",)
 
-    def reactions(self, graph: GraphBuilder) -> _Reactions:
-        return _Reactions(graph)
+    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> _Reactions:
+        return _Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
         return Footprint(job.model.size_bytes, job.model.optimizer_state_bytes, True, 1.0)

@@ -29,10 +29,10 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
     usual = ("",)
     measured_after_recordings = True
 
-    def reactions(self, graph: GraphBuilder) -> StepLayout:
+    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
         from headway.strategies.data_parallel.ddp.reactions import Reactions
 
-        return Reactions(graph)
+        return Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
         return footprint.footprint(job.model, schedule, job.world_size)

@@ -13,14 +13,17 @@ from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
+from headway.job import Job
+from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.filling import Filling
 
 
 class Reactions(InRecordedOrder):
     """DDP's reactions: a bucket is reduced when it is full and every bucket before it has been launched."""
 
-    def __init__(self, graph: GraphBuilder) -> None:
+    def __init__(self, graph: GraphBuilder[BucketSchedule], job: Job) -> None:
         super().__init__(graph)
+        self._model = job.model
         self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
         self._launched: dict[int, list[int]] = defaultdict(list)
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward
@@ -35,7 +38,7 @@ class Reactions(InRecordedOrder):
         launched = filling.ready(parameter)
         for index in launched:
             self._launch(walk, index)
-        if launched and filling.complete and self._graph.model.find_unused_parameters:
+        if launched and filling.complete and self._model.find_unused_parameters:
             self._exchange_uses(walk)
 
     def unused(self, walk: Walk, parameter: str) -> None:
@@ -61,7 +64,7 @@ class Reactions(InRecordedOrder):
 
     def _exchange_uses(self, walk: Walk) -> None:
         """Add up over ranks what was used, on the process group itself."""
-        graph, size_bytes = self._graph, self._graph.model.uses_bytes
+        graph, size_bytes = self._graph, self._model.uses_bytes
         number = graph.launch(
             walk, ALL_REDUCE, -1 - self._passes[walk.rank], size_bytes, bucket=-1,
             selection=native(ALL_REDUCE, size_bytes, graph.world_size, graph.cluster.library),

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
 from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder, Walk
+from headway.scheduling.buckets import BucketSchedule
 
 
 class Jobs:
     """Job number ``n`` of a rank is served by its channel ``n % channels``."""
 
-    def __init__(self, graph: GraphBuilder) -> None:
+    def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
         self._graph = graph
         self._schedule = graph.schedule
         self._counts: dict[int, int] = defaultdict(int)  # rank -> how many jobs it has asked for

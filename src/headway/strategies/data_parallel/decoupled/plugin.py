@@ -34,10 +34,10 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
     carries_over = True
     usual = ("gather=parameters", "gather=gradients")
 
-    def reactions(self, graph: GraphBuilder) -> StepLayout:
+    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
         from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
-        return Reactions(graph)
+        return Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
         return footprint.footprint(job.model, schedule, job.world_size)

@@ -17,6 +17,8 @@ from headway.collectives.algorithms import NCCL
 from headway.graph.build import GraphBuilder, Walk
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
+from headway.job import Job
+from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.filling import Filling
 from headway.strategies.data_parallel.decoupled.jobs import Jobs
 from headway.trace.events import Read
@@ -28,8 +30,9 @@ class Reactions(InRecordedOrder):
     Buckets that share parameters are settled together, as a unit.
     """
 
-    def __init__(self, graph: GraphBuilder) -> None:
+    def __init__(self, graph: GraphBuilder[BucketSchedule], job: Job) -> None:
         super().__init__(graph)
+        self._model = job.model
         if (slower := graph.cluster.decoupled_slowdown) is not None:
             graph.slowdowns = {Part.FORWARD: slower.forward, Part.BACKWARD: slower.backward}
         self._schedule = graph.schedule
@@ -58,7 +61,7 @@ class Reactions(InRecordedOrder):
         self._update_overhead_ns = self._cost_ns(DEFERRED_UPDATE)
         self._beside_overhead_ns = graph.cluster.update_beside_us * 1e3
         self._step_call_ns = round(self._cost_ns(STEP_CALL))
-        self._step_ns = round(self._cost_ns(RUNTIME_STEP) * len(graph.model.parameters))
+        self._step_ns = round(self._cost_ns(RUNTIME_STEP) * len(job.model.parameters))
 
     def _cost_ns(self, name: str) -> float:
         return self._graph.cluster.cost_of(name).overhead_us * 1e3
@@ -124,7 +127,7 @@ class Reactions(InRecordedOrder):
             self._reduced[walk.rank][index] = self._latest[walk.rank][index] = number
             for gathered in self._schedule.gathers_behind(index):
                 self._gather(walk, gathered)
-            if filling.complete and index == filling.next - 1 and self._graph.model.find_unused_parameters:
+            if filling.complete and index == filling.next - 1 and self._model.find_unused_parameters:
                 self._exchange_uses(walk)
 
     def unused(self, walk: Walk, parameter: str) -> None:
@@ -133,7 +136,7 @@ class Reactions(InRecordedOrder):
 
     def _exchange_uses(self, walk: Walk) -> None:
         """Ranks add up which parameters they used; who has no gradient waits for that before an update."""
-        self._uses[walk.rank] = self._jobs.exchange(walk, self._graph.model.uses_bytes)
+        self._uses[walk.rank] = self._jobs.exchange(walk, self._model.uses_bytes)
         buckets_of = self._schedule.buckets_of
         self._asking[walk.rank] = {
             self._unit_of[index] for name in self._unused[walk.rank] for index in buckets_of.get(name, ())
@@ -272,7 +275,7 @@ class Reactions(InRecordedOrder):
     def _units_of_modules(self) -> dict[str, list[int]]:
         buckets_of = self._schedule.buckets_of
         found: dict[str, list[int]] = defaultdict(list)
-        for parameter in self._graph.model.parameters:
+        for parameter in self._model.parameters:
             known = found[parameter.module]
             units = dict.fromkeys(self._unit_of[index] for index in buckets_of.get(parameter.name, ()))
             known += [unit for unit in units if unit not in known]

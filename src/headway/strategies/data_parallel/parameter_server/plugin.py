@@ -27,10 +27,10 @@ CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 class _Plugin(StrategyPlugin[ParameterServerStrategy]):
     policy = ParameterServerStrategy
 
-    def reactions(self, graph: GraphBuilder) -> StepLayout:
+    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
         from headway.strategies.data_parallel.parameter_server.reactions import Reactions
 
-        return Reactions(graph)
+        return Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
         return footprint.footprint(job.model, schedule, job.world_size)
