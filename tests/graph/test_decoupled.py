@@ -20,7 +20,7 @@ from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, Gather
-from headway.simulation.engine import Schedule, play
+from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
@@ -71,7 +71,7 @@ def test_a_second_backward_waits_for_gradients_and_updates_nothing() -> None:
 
 def played(
     items: list[Item], strategy: DecoupledStrategy, model: ModelSpec = MODEL, **algorithms: AlgorithmCost
-) -> tuple[GraphBuilder[BucketSchedule], Schedule]:
+) -> tuple[GraphBuilder[BucketSchedule], PlayedTimes]:
     """Two ranks that walk three times over ``items``, played; links carry 1 Gb/s, a message takes 1 us."""
     hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2))
     graph = GraphBuilder(
@@ -83,7 +83,7 @@ def played(
 
 
 def spans(
-    graph: GraphBuilder[BucketSchedule], schedule: Schedule, name: str, step: int
+    graph: GraphBuilder[BucketSchedule], schedule: PlayedTimes, name: str, step: int
 ) -> dict[int, tuple[int, int]]:
     """For each bucket, when rank 0 began and ended its collective ``name`` of ``step``."""
     return {

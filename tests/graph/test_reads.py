@@ -14,7 +14,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.scheduling.buckets import Gather
-from headway.simulation.engine import Schedule, play
+from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -46,7 +46,7 @@ def step(read: Item | None) -> tuple[Item, ...]:
 @dataclass
 class Played:
     graph: GraphBuilder[Any]
-    schedule: Schedule
+    schedule: PlayedTimes
 
     def ends(self, name: str, step: int = 0, rank: int = 0) -> list[int]:
         found = [c for c in self.graph.collectives if c.name == name and c.step == step]

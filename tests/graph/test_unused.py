@@ -13,7 +13,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.scheduling.buckets import Gather
-from headway.simulation.engine import Schedule, play
+from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -36,7 +36,7 @@ def backward(*unused: str) -> tuple[Item, ...]:
     return (*items, Item(Point.BACKWARD_END), Item(Point.STEP), Item(Part.OPTIMIZER, "", 6000))
 
 
-def played(strategy: Strategy, *ranks: tuple[Item, ...]) -> tuple[GraphBuilder[Any], Schedule]:
+def played(strategy: Strategy, *ranks: tuple[Item, ...]) -> tuple[GraphBuilder[Any], PlayedTimes]:
     graph = GraphBuilder(CLUSTER, strategy.decide(Job.of(MODEL)))
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank, items in enumerate(ranks)]
     lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(MODEL)), timelines)
@@ -47,11 +47,11 @@ def exchanges(graph: GraphBuilder[Any]) -> list[PlacedCollective]:
     return [one for one in graph.collectives if one.bucket < 0]
 
 
-def begin(schedule: Schedule, collective: PlacedCollective, rank: int = 0) -> int:
+def begin(schedule: PlayedTimes, collective: PlacedCollective, rank: int = 0) -> int:
     return int(schedule.end_ns[collective.begins[rank]])
 
 
-def end(schedule: Schedule, collective: PlacedCollective, rank: int = 0) -> int:
+def end(schedule: PlayedTimes, collective: PlacedCollective, rank: int = 0) -> int:
     return int(schedule.end_ns[collective.ends[rank]])
 
 

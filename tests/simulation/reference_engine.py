@@ -8,14 +8,14 @@ from collections import deque
 
 import numpy as np
 
-from headway.simulation.engine import Schedule
+from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import ROUTE, WAITS, OperationGraph
 
 _CHANGED, _LEFT, _INSTANT, _READY = -1, 0, 1, 2  # of events at one time, those that free something come first
 _Event = tuple[int, int, int, int]  # time (ns), kind, operation, which estimate of its end this is
 
 
-def play(graph: OperationGraph) -> Schedule:
+def play(graph: OperationGraph) -> PlayedTimes:
     """Start every operation as soon as what it waits for is done.
 
     See ``engine.play`` for what that means for those that need resources.
@@ -64,7 +64,7 @@ def play(graph: OperationGraph) -> Schedule:
                 heapq.heappush(events, (ready_ns[successor], kind_of(successor), successor, 0))
     if played < count:
         raise ValueError(f"the graph has a cycle: {count - played} operations wait for each other")
-    return Schedule(np.array(start_ns, dtype=np.int64), np.array(end_ns, dtype=np.int64))
+    return PlayedTimes(np.array(start_ns, dtype=np.int64), np.array(end_ns, dtype=np.int64))
 
 
 class _Sharing:

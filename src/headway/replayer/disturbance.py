@@ -7,40 +7,40 @@ from typing import Any
 import numpy as np
 
 from headway.graph.build import GraphBuilder
-from headway.simulation.engine import Schedule, play
+from headway.simulation.engine import PlayedTimes, play
 from headway.simulation.intervals import Intervals
 from headway.simulation.operations import OperationGraph
 
 ROUNDS = 4
 
 
-def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown: float) -> Schedule:
+def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown: float) -> PlayedTimes:
     """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
 
     Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap
-    depends on the schedule and the other way round, so both are found in a few rounds.
+    depends on when operations run and the other way round, so both are found in a few rounds.
     """
-    schedule = play(dataflow)
+    played = play(dataflow)
     slowdowns = np.array([graph.slowdowns.get(stretch.part, slowdown) for stretch in graph.stretches])
     if not slowdowns.any():
-        return schedule
+        return played
     operations = np.array([stretch.operation for stretch in graph.stretches], dtype=np.int64)
     undisturbed_ns = dataflow.duration_ns[operations]
     for _ in range(ROUNDS):
-        overlaps = _overlaps(graph, schedule)
+        overlaps = _overlaps(graph, played)
         duration_ns = np.round(undisturbed_ns * (1 + slowdowns * overlaps)).astype(np.int64)
-        schedule = play(dataflow.with_durations(operations, duration_ns))
-    return schedule
+        played = play(dataflow.with_durations(operations, duration_ns))
+    return played
 
 
-def _overlaps(graph: GraphBuilder[Any], schedule: Schedule) -> np.ndarray:
+def _overlaps(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
     spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.ranks)]
     for collective in graph.collectives:
-        asked_by_all_ns = int(schedule.end_ns[collective.begins].max())
-        for rank, end_ns in enumerate(schedule.end_ns[collective.ends].tolist()):
+        asked_by_all_ns = int(played.end_ns[collective.begins].max())
+        for rank, end_ns in enumerate(played.end_ns[collective.ends].tolist()):
             spans[rank].append((asked_by_all_ns, end_ns))
     under_way = [Intervals(each) for each in spans]
-    starts, ends = schedule.start_ns.tolist(), schedule.end_ns.tolist()
+    starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     return np.array(
         [
             under_way[stretch.rank].share_of(starts[stretch.operation], ends[stretch.operation])

@@ -23,7 +23,7 @@ from headway.replayer.folding import period_of
 from headway.replayer.memory import peak_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
-from headway.simulation.engine import Schedule
+from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import OperationGraph
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
@@ -39,7 +39,7 @@ class Simulation:
     job: Job
     strategy: Strategy
     graph: GraphBuilder[Any]
-    played: Schedule
+    played: PlayedTimes
     operations: int
     elapsed_s: float
 

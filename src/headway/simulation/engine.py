@@ -12,14 +12,14 @@ from headway.simulation.operations import END, LATEST_NS, START, Ints, Operation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
+class PlayedTimes:
     """When each operation started, and when it was done."""
 
     start_ns: Ints
     end_ns: Ints
 
 
-def play(graph: OperationGraph) -> Schedule:
+def play(graph: OperationGraph) -> PlayedTimes:
     """Start every operation as soon as what it waits for is done.
 
     One that needs resources first waits for those in front of it in its queue. Then it shares them with the operations
@@ -33,7 +33,7 @@ def play(graph: OperationGraph) -> Schedule:
     count = len(graph)
     if not count:
         nothing = np.zeros(0, dtype=np.int64)
-        return Schedule(nothing, nothing)
+        return PlayedTimes(nothing, nothing)
     routes = graph.routes
     longest_ns = max(int(graph.duration_ns.max()), int(routes.latency_ns.max()))
     played = (
@@ -48,4 +48,4 @@ def play(graph: OperationGraph) -> Schedule:
         raise OverflowError("times are out of range")
     if played < count:
         raise ValueError(f"the graph has a cycle: {count - played} operations wait for each other")
-    return Schedule(graph.wide[:, START].copy(), graph.wide[:, END].copy())
+    return PlayedTimes(graph.wide[:, START].copy(), graph.wide[:, END].copy())
