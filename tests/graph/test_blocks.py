@@ -10,7 +10,7 @@ from tests.planning.jobs import timeline_of as planned_step
 
 from headway.cluster import Cluster, Host
 from headway.graph.blocks import ComputeBlock, blocks_of, timeline_of
-from headway.graph.build import GraphBuilder, Walk
+from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
@@ -46,7 +46,7 @@ class MicroBatches(Reactions):
 
     count = 4
 
-    def lay_out_step(self, walk: Walk, timeline: Timeline) -> None:
+    def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         own: list[ComputeBlock] = []
         blocks = blocks_of(timeline)
         passes = [block for block in blocks if block.kind in (Part.FORWARD, Part.BACKWARD)]
@@ -59,15 +59,15 @@ class MicroBatches(Reactions):
                 )
                 own.append(replace(part, items=kept))
         rest = [block for block in blocks if block not in passes]
-        super().lay_out_step(walk, timeline_of((*own, *rest), timeline))
+        super().lay_out_step(cursor, timeline_of((*own, *rest), timeline))
 
 
 class Dropped(Reactions):
     """No optimizer."""
 
-    def lay_out_step(self, walk: Walk, timeline: Timeline) -> None:
+    def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         kept = tuple(block for block in blocks_of(timeline) if block.kind != Part.OPTIMIZER)
-        super().lay_out_step(walk, timeline_of(kept, timeline))
+        super().lay_out_step(cursor, timeline_of(kept, timeline))
 
 
 def played(layout: type[Reactions]) -> tuple[GraphBuilder[Any], int]:
@@ -81,7 +81,7 @@ def played(layout: type[Reactions]) -> tuple[GraphBuilder[Any], int]:
 def test_a_strategy_may_split_repeat_and_drop_blocks() -> None:
     stock, stock_ns = played(Reactions)
     split, split_ns = played(MicroBatches)
-    computed = [sum(each.part == Part.FORWARD for each in graph.stretches) for graph in (stock, split)]
+    computed = [sum(each.part == Part.FORWARD for each in graph.spans) for graph in (stock, split)]
     assert computed[1] == 4 * computed[0]
     assert len(split.collectives) == len(stock.collectives), "one reduction, behind the last micro-batch"
     # The last micro-batch's backward is a quarter as long, so less of it hides communication.

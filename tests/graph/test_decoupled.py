@@ -46,7 +46,7 @@ def settled(graph: GraphBuilder[BucketSchedule], step: int) -> list[tuple[int, b
     durations = graph.close().duration_ns
     return [
         (s.bucket, bool(durations[s.operation]))
-        for s in graph.stretches
+        for s in graph.spans
         if s.rank == 0 and s.step == step and s.wait_name == "parameters"
     ]
 
@@ -57,7 +57,7 @@ def test_forward_settles_what_it_uses_and_the_first_gradient_settles_the_rest() 
     (first,) = graph.schedule.buckets_of["layer0.weight"]
     assert settled(graph, 0) == []
     assert settled(graph, 1) == [(first, True), (1 - first, True)]
-    after = [s for s in graph.stretches if s.rank == 0 and s.step == 1 and s.wait_name]
+    after = [s for s in graph.spans if s.rank == 0 and s.step == 1 and s.wait_name]
     scatters = [c for c in graph.collectives if c.name == "reduce_scatter" and c.step == 1]
     assert len(after) == len(scatters) == 2
 
@@ -118,7 +118,7 @@ def test_parameters_are_gathered_after_the_step_and_the_update_of_the_own_share(
 def test_the_main_thread_pays_the_call_of_step_and_no_update_where_parameters_are_gathered() -> None:
     items = [*FORWARD, *BACKWARD, *STEP]
     graph, schedule = played(items, PARAMETERS, step_call=AlgorithmCost(overhead_us=7.0))
-    own = [s for s in graph.stretches if s.rank == 0 and s.part == Part.OPTIMIZER]
+    own = [s for s in graph.spans if s.rank == 0 and s.part == Part.OPTIMIZER]
     lengths = {int(schedule.end_ns[s.operation] - schedule.start_ns[s.operation]) for s in own}
     assert lengths == {0, 7000}
     waited = [s for s in own if s.step == 2 and s.wait_name == "parameters"]
@@ -139,7 +139,7 @@ def test_the_runtime_s_own_work_on_the_main_thread_counts() -> None:
     for gather in ("parameters", "gradients"):
         strategy = PARAMETERS.model_copy(update={"gather": gather})
         graph, schedule = played(items, strategy, MODEL, **costs)
-        own = [s for s in graph.stretches if s.rank == 0 and s.step == 1]
+        own = [s for s in graph.spans if s.rank == 0 and s.step == 1]
         lengths = {
             part: [
                 int(schedule.end_ns[s.operation] - schedule.start_ns[s.operation])
@@ -166,7 +166,7 @@ def test_a_second_backward_without_a_step_reduces_again_and_gathers_no_parameter
     graph, _ = played([*BACKWARD, *BACKWARD, *STEP], PARAMETERS)
     names = [c.name for c in graph.collectives if c.step == 1]
     assert names == ["reduce_scatter"] * 4 + ["all_gather"] * 2
-    stretches = [s for s in graph.stretches if s.rank == 0 and s.step == 1 and s.wait_name]
+    stretches = [s for s in graph.spans if s.rank == 0 and s.step == 1 and s.wait_name]
     assert [s.wait_name for s in stretches] == ["parameters", "parameters", "gradients"]
     assert len(stretches[-1].waited_for) == 2
 
@@ -218,7 +218,7 @@ def test_a_bucket_of_parts_goes_when_every_parameter_in_it_is_ready() -> None:
     )
     scatters = spans(graph, schedule, "reduce_scatter", 0)
     assert [begin for begin, _ in scatters.values()] == [20_000, 40_000]
-    waits = [s for s in graph.stretches if s.rank == 0 and s.step == 1 and s.wait_name]
+    waits = [s for s in graph.spans if s.rank == 0 and s.step == 1 and s.wait_name]
     # The buckets share a parameter, so they are settled together, for one update.
     assert graph.schedule.units == ((0, 1),)
     assert [(s.bucket, len(s.waited_for)) for s in waits] == [(0, 2)]

@@ -41,7 +41,7 @@ def test_it_plays_as_the_graph_does_where_links_cost_nothing(
     text = (tmp_path / "out.goal").read_text()
     assert count == len(parse(text))
     ends, played = ends_ns(text), play(dataflow).end_ns
-    for rank, operation in ((stretch.rank, stretch.operation) for stretch in graph.stretches):
+    for rank, operation in ((span.rank, span.operation) for span in graph.spans):
         # Links of a million Gb/s still take some microseconds for all messages.
         assert ends[rank, f"o{operation}"] == pytest.approx(int(played[operation]), abs=20_000)
     messages = [one for one in parse(text).values() if one.what == "send"]
@@ -77,7 +77,7 @@ def test_what_goes_on_at_the_same_time_has_processors_of_its_own(tmp_path: Path)
     costs = {
         own[line.partition(":")[0]] for line in lines if ": calc 7000 " in line or ": calc 3000 " in line
     }
-    main = {own[f"o{stretch.operation}"] for stretch in graph.stretches}
+    main = {own[f"o{span.operation}"] for span in graph.spans}
     assert (main, costs) == ({goal.MAIN}, {goal.COSTS})
     assert len(updates) > 1
     assert len(set(updates.values())) == len(updates)

@@ -9,7 +9,7 @@ import pytest
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
-from headway.graph.build import GraphBuilder, Stretch
+from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
@@ -57,10 +57,10 @@ class Played:
         return [int(self.schedule.end_ns[c.begins[rank]]) for c in found]
 
     def stretches(self, part: str, step: int = 0) -> list[tuple[int, int]]:
-        def span(one: Stretch) -> tuple[int, int]:
+        def span(one: ComputeSpan) -> tuple[int, int]:
             return int(self.schedule.start_ns[one.operation]), int(self.schedule.end_ns[one.operation])
 
-        own = [s for s in self.graph.stretches if s.rank == 0 and s.step == step and s.part == part]
+        own = [s for s in self.graph.spans if s.rank == 0 and s.step == step and s.part == part]
         return [span(one) for one in own]
 
 
@@ -145,7 +145,7 @@ def test_a_read_of_gathered_gradients_waits_for_its_gathers_and_their_update_is_
 def test_a_read_of_some_gathered_gradients_leaves_the_others_on_their_way() -> None:
     one = played(decoupled("gradients"), Item(Part.READ, Read.LOOK, READ_NS, parameters=("layer1.bias",)))
     (index,) = one.graph.schedule.buckets_of["layer1.bias"]
-    read = [s for s in one.graph.stretches if s.rank == 0 and s.step == 0 and s.waited_for]
+    read = [s for s in one.graph.spans if s.rank == 0 and s.step == 0 and s.waited_for]
     waited = [one.graph.collectives[n].bucket for s in read for n in s.waited_for]
     assert waited == [index]
     now = [end - start for start, end in one.stretches(Part.OPTIMIZER) if end > start]

@@ -83,7 +83,7 @@ def test_ddp_adds_up_uses_behind_the_last_bucket_and_waits_for_them(strategy: St
     assert first.selection.algorithm == "native"
     buckets = [one for one in graph.collectives if one.bucket >= 0 and one.step == 0]
     assert begin(schedule, first) >= max(begin(schedule, one) for one in buckets) == 60_000
-    (waits,) = [s for s in graph.stretches if s.rank == 0 and s.step == 0 and s.wait_name == "gradients"]
+    (waits,) = [s for s in graph.spans if s.rank == 0 and s.step == 0 and s.wait_name == "gradients"]
     last_ns = max(end(schedule, one) for one in (*buckets, first))
     assert schedule.start_ns[waits.operation] == last_ns
     assert schedule.end_ns[graph.boundaries[0][0]] == last_ns + 6000
@@ -115,7 +115,7 @@ def test_decoupled_adds_up_uses_on_a_channel_behind_the_reduce_scatters(gather: 
     else:
         (bucket,) = graph.schedule.buckets_of["layer0.weight"]
         asking = [
-            [s for s in graph.stretches if s.rank == rank and graph.collectives.index(uses) in s.waited_for]
+            [s for s in graph.spans if s.rank == rank and graph.collectives.index(uses) in s.waited_for]
             for rank in range(2)
         ]
         assert [[s.bucket for s in found] for found in asking] == [[], [bucket]]

@@ -17,8 +17,8 @@ S = TypeVar("S", bound=Schedule)
 
 
 @dataclass(slots=True)
-class Walk:
-    """One rank's walk along its timeline: ``tail`` is the last operation of its main thread."""
+class RankCursor:
+    """How far one rank is laid out: ``tail`` is the last operation of its main thread."""
 
     rank: int
     step: int = 0
@@ -28,7 +28,7 @@ class Walk:
 
 
 @dataclass(slots=True)
-class Stretch:
+class ComputeSpan:
     """What an operation of a main thread stands for. ``waited_for`` are the collectives it waited for."""
 
     rank: int
@@ -85,7 +85,7 @@ class GraphBuilder(Generic[S]):
         self.schedule = schedule
         self.world_size = cluster.world_size
         self.ranks = folded or cluster.world_size
-        self.stretches: list[Stretch] = []
+        self.spans: list[ComputeSpan] = []
         self.works: list[Work] = []
         self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
         self.collectives: list[PlacedCollective] = []
@@ -93,36 +93,38 @@ class GraphBuilder(Generic[S]):
         self._operations = self._links.builder()
         self._placed: dict[tuple[str, int, int, int], int] = {}
 
-    def compute(self, walk: Walk, part: str, duration_ns: int, bucket: int = -1) -> None:
-        """Add a stretch of computation to a main thread, after what it has to wait for."""
-        after = [walk.tail] if walk.tail >= 0 else []
-        waits = tuple(walk.pending)
-        after += [self.collectives[number].ends[walk.rank] for number in waits]
-        walk.tail = self._operations.operation(duration_ns, after=after)
-        self.stretches.append(Stretch(walk.rank, walk.step, part, walk.tail, bucket, walk.wait_name, waits))
-        walk.pending.clear()
-        walk.wait_name = ""
+    def compute(self, cursor: RankCursor, part: str, duration_ns: int, bucket: int = -1) -> None:
+        """Add computation to a main thread, after what it has to wait for."""
+        after = [cursor.tail] if cursor.tail >= 0 else []
+        waits = tuple(cursor.pending)
+        after += [self.collectives[number].ends[cursor.rank] for number in waits]
+        cursor.tail = self._operations.operation(duration_ns, after=after)
+        self.spans.append(
+            ComputeSpan(cursor.rank, cursor.step, part, cursor.tail, bucket, cursor.wait_name, waits)
+        )
+        cursor.pending.clear()
+        cursor.wait_name = ""
 
-    def wait(self, walk: Walk, name: str, collective: int) -> None:
-        """Have the main thread's next stretch wait for a collective."""
-        if collective not in walk.pending:
-            walk.pending.append(collective)
-        walk.wait_name = name
+    def wait(self, cursor: RankCursor, name: str, collective: int) -> None:
+        """Have the main thread's next computation wait for a collective."""
+        if collective not in cursor.pending:
+            cursor.pending.append(collective)
+        cursor.wait_name = name
 
-    def work(self, walk: Walk, duration_ns: int, *, bucket: int, after: Sequence[int] = ()) -> int:
+    def work(self, cursor: RankCursor, duration_ns: int, *, bucket: int, after: Sequence[int] = ()) -> int:
         """Add computation beside the main thread, of ``bucket``; returns its operation.
 
         It begins after everything on this rank's main thread so far and after the collectives ``after``.
         """
-        before = [walk.tail] if walk.tail >= 0 else []
-        before += [self.collectives[number].ends[walk.rank] for number in after]
+        before = [cursor.tail] if cursor.tail >= 0 else []
+        before += [self.collectives[number].ends[cursor.rank] for number in after]
         operation = self._operations.operation(duration_ns, after=before)
-        self.works.append(Work(walk.rank, walk.step, operation, bucket))
+        self.works.append(Work(cursor.rank, cursor.step, operation, bucket))
         return operation
 
     def launch(
         self,
-        walk: Walk,
+        cursor: RankCursor,
         name: str,
         key: int,
         size_bytes: int,
@@ -138,27 +140,27 @@ class GraphBuilder(Generic[S]):
         On this rank it begins after everything on its main thread so far, after the collectives ``after`` and after
         the operations ``after_work``. Collectives of different channels have connections of their own.
         """
-        place = (name, bucket, walk.step, key)
+        place = (name, bucket, cursor.step, key)
         number = self._placed.get(place, -1)
         if number < 0:
             number = self._placed[place] = len(self.collectives)
             begins = [self._operations.operation() for _ in range(self.ranks)]
             ends = [self._operations.operation() for _ in range(self.ranks)]
             self.collectives.append(
-                PlacedCollective(name, selection, walk.step, bucket, size_bytes, begins, ends, channel)
+                PlacedCollective(name, selection, cursor.step, bucket, size_bytes, begins, ends, channel)
             )
-        begin = self.collectives[number].begins[walk.rank]
-        if walk.tail >= 0:
-            self._operations.edge(walk.tail, begin)
+        begin = self.collectives[number].begins[cursor.rank]
+        if cursor.tail >= 0:
+            self._operations.edge(cursor.tail, begin)
         for earlier in after:
-            self._operations.edge(self.collectives[earlier].ends[walk.rank], begin)
+            self._operations.edge(self.collectives[earlier].ends[cursor.rank], begin)
         for operation in after_work:
             self._operations.edge(operation, begin)
         return number
 
-    def boundary(self, walk: Walk) -> None:
+    def boundary(self, cursor: RankCursor) -> None:
         """Mark the end of this rank's step."""
-        self.boundaries.setdefault(walk.step, [-1] * self.ranks)[walk.rank] = walk.tail
+        self.boundaries.setdefault(cursor.step, [-1] * self.ranks)[cursor.rank] = cursor.tail
 
     def close(self) -> OperationGraph:
         """Expand every collective into its transfers and close the graph."""

@@ -54,8 +54,8 @@ class GoalWriter:
         self._to = np.full(count, -1, dtype=np.int64)  # of messages: who receives them
         self._size_bytes = np.zeros(count, dtype=np.int64)
         self._tag = np.zeros(count, dtype=np.int64)
-        for stretch in graph.stretches:
-            self.ranks[stretch.operation], self._processor[stretch.operation] = stretch.rank, MAIN
+        for span in graph.spans:
+            self.ranks[span.operation], self._processor[span.operation] = span.rank, MAIN
         for work in graph.works:
             self.ranks[work.operation] = work.rank
             self._processor[work.operation] = UPDATES + work.bucket % APART

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from headway.collectives.algorithms import ALL_REDUCE, KINDS
 from headway.collectives.selection import native
-from headway.graph.build import GraphBuilder, S, Walk
+from headway.graph.build import GraphBuilder, RankCursor, S
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.scheduling.buckets import BucketSchedule
 
@@ -20,7 +20,7 @@ from headway.scheduling.buckets import BucketSchedule
 class StepLayout(Protocol):
     """What a strategy makes of the steps of ranks."""
 
-    def lay_out_step(self, walk: Walk, timeline: Timeline) -> None:
+    def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step of one rank to the graph: its computation, and what is launched and waited for between."""
 
 
@@ -31,34 +31,34 @@ class InRecordedOrder(ABC):
         self._graph = graph
 
     @abstractmethod
-    def use(self, walk: Walk, module: str) -> None:
+    def use(self, cursor: RankCursor, module: str) -> None:
         """Forward is about to need the parameters of ``module``."""
 
     @abstractmethod
-    def ready(self, walk: Walk, parameter: str) -> None:
+    def ready(self, cursor: RankCursor, parameter: str) -> None:
         """The gradient of ``parameter`` is complete on this rank."""
 
     @abstractmethod
-    def unused(self, walk: Walk, parameter: str) -> None:
+    def unused(self, cursor: RankCursor, parameter: str) -> None:
         """This backward, whose first gradient is about to be complete, leaves ``parameter`` without one."""
 
     @abstractmethod
-    def backward_end(self, walk: Walk) -> None:
+    def backward_end(self, cursor: RankCursor) -> None:
         """The computation of a synchronising backward is done."""
 
     @abstractmethod
-    def read(self, walk: Walk, read: Item) -> None:
+    def read(self, cursor: RankCursor, read: Item) -> None:
         """The script reads gradients, which takes one rank ``read.duration_ns`` for all of those that it reads."""
 
     @abstractmethod
-    def optimizer(self, walk: Walk, duration_ns: int) -> None:
+    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
         """The optimizer steps, which takes ``duration_ns`` for all parameters."""
 
     @abstractmethod
-    def finalize(self, walk: Walk, duration_ns: int) -> None:
+    def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
         """What the recorded strategy did after its gradients had arrived."""
 
-    def lay_out_step(self, walk: Walk, timeline: Timeline) -> None:
+    def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add the recorded computation in its order, and ask the strategy at every point."""
         graph = self._graph
         blocking = 0
@@ -66,39 +66,39 @@ class InRecordedOrder(ABC):
         for item in timeline.items:
             match item.kind:
                 case Point.USE:
-                    self.use(walk, item.name)
+                    self.use(cursor, item.name)
                 case Point.READY:
-                    self.ready(walk, item.name)
+                    self.ready(cursor, item.name)
                 case Point.UNUSED:
-                    self.unused(walk, item.name)
+                    self.unused(cursor, item.name)
                 case Point.BACKWARD_END:
-                    self.backward_end(walk)
+                    self.backward_end(cursor)
                 case Point.BLOCKING:
                     kind = item.name if item.name in KINDS else ALL_REDUCE
                     selection = native(kind, item.size_bytes, graph.world_size, graph.cluster.library)
                     number = graph.launch(
-                        walk, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
+                        cursor, item.name, blocking, item.size_bytes, bucket=-1, selection=selection
                     )
-                    graph.wait(walk, item.name, number)
+                    graph.wait(cursor, item.name, number)
                     blocking += 1
                 case Point.STEP:
-                    self.optimizer(walk, optimizer_ns)
+                    self.optimizer(cursor, optimizer_ns)
                     optimizer_ns = 0
                 case Part.READ:
-                    self.read(walk, item)
+                    self.read(cursor, item)
                 case Part.FINALIZE:
-                    self.finalize(walk, item.duration_ns)
+                    self.finalize(cursor, item.duration_ns)
                 case Part.OPTIMIZER:
                     pass  # played at the STEP point, where and when the strategy wants it
                 case _:
-                    graph.compute(walk, item.kind, item.duration_ns)
+                    graph.compute(cursor, item.kind, item.duration_ns)
 
 
 def lay_out_ranks(graph: GraphBuilder[S], layout: StepLayout, ranks: Sequence[Sequence[Timeline]]) -> None:
     """Have ``layout`` lay out the timelines of every rank (``ranks[rank][position]``)."""
     for rank, timelines in enumerate(ranks):
-        walk = Walk(rank)
+        cursor = RankCursor(rank)
         for position, timeline in enumerate(timelines):
-            walk.step = position
-            layout.lay_out_step(walk, timeline)
-            graph.boundary(walk)
+            cursor.step = position
+            layout.lay_out_step(cursor, timeline)
+            graph.boundary(cursor)

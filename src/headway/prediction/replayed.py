@@ -48,9 +48,9 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
     played = simulate(workload.job(cluster), strategy)
     (step_ns,) = played.step_times_ns.tolist()
     parts_ns: dict[str, int] = defaultdict(int)
-    for stretch in played.graph.stretches:
-        if stretch.rank == 0 and stretch.step == played.first_step:
-            parts_ns[stretch.part] += played.duration_ns(stretch)
+    for span in played.graph.spans:
+        if span.rank == 0 and span.step == played.first_step:
+            parts_ns[span.part] += played.duration_ns(span)
     exposed_ns = step_ns - sum(parts_ns.values())
     peak_bytes = played.peak_bytes
     assert peak_bytes is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from headway.graph.build import Stretch
+from headway.graph.build import ComputeSpan
 from headway.graph.timeline import Part
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
@@ -27,11 +27,11 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
     Of a folded replay it has the ranks that stand for all.
     """
     rows: dict[int, list[Event]] = defaultdict(list)
-    by_rank: dict[int, list[Stretch]] = defaultdict(list)
-    for stretch in result.graph.stretches:
-        by_rank[stretch.rank].append(stretch)
-    for rank, stretches in by_rank.items():
-        rows[rank] = _main_thread(stretches, result) + _steps(rank, result)
+    by_rank: dict[int, list[ComputeSpan]] = defaultdict(list)
+    for span in result.graph.spans:
+        by_rank[span.rank].append(span)
+    for rank, own in by_rank.items():
+        rows[rank] = _main_thread(own, result) + _steps(rank, result)
     for work in result.graph.works:
         start_ns, end_ns = (
             int(times[work.operation]) for times in (result.played.start_ns, result.played.end_ns)
@@ -70,31 +70,27 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
     )
 
 
-def _main_thread(stretches: list[Stretch], result: Simulation) -> list[Event]:
+def _main_thread(spans: list[ComputeSpan], result: Simulation) -> list[Event]:
     rows: list[Event] = []
     open_pass: Event | None = None
     before_ns = 0
-    for stretch in stretches:
-        start_ns = int(result.played.start_ns[stretch.operation])
-        end_ns = int(result.played.end_ns[stretch.operation])
-        under_forward = stretch.part == Part.OPTIMIZER and stretch.bucket >= 0
-        if open_pass and not under_forward and _PASS_KIND.get(stretch.part) != open_pass.kind:
+    for span in spans:
+        start_ns = int(result.played.start_ns[span.operation])
+        end_ns = int(result.played.end_ns[span.operation])
+        under_forward = span.part == Part.OPTIMIZER and span.bucket >= 0
+        if open_pass and not under_forward and _PASS_KIND.get(span.part) != open_pass.kind:
             rows.append(open_pass)
             open_pass = None
-        if stretch.waited_for and start_ns > before_ns:
-            rows.append(
-                _span(Kind.WAIT, stretch.wait_name, stretch.step, before_ns, start_ns, stretch.bucket)
-            )
-        if stretch.part in _PASS_KIND:
+        if span.waited_for and start_ns > before_ns:
+            rows.append(_span(Kind.WAIT, span.wait_name, span.step, before_ns, start_ns, span.bucket))
+        if span.part in _PASS_KIND:
             if open_pass is None:
-                open_pass = _span(_PASS_KIND[stretch.part], "", stretch.step, start_ns, end_ns)
+                open_pass = _span(_PASS_KIND[span.part], "", span.step, start_ns, end_ns)
             open_pass = open_pass._replace(duration_ns=end_ns - open_pass.start_ns)
         elif under_forward:
-            rows.append(
-                _span(Kind.UPDATE, f"bucket {stretch.bucket}", stretch.step, start_ns, end_ns, stretch.bucket)
-            )
-        elif stretch.part in _SPAN_KIND and end_ns > start_ns:
-            rows.append(_span(_SPAN_KIND[stretch.part], stretch.part, stretch.step, start_ns, end_ns))
+            rows.append(_span(Kind.UPDATE, f"bucket {span.bucket}", span.step, start_ns, end_ns, span.bucket))
+        elif span.part in _SPAN_KIND and end_ns > start_ns:
+            rows.append(_span(_SPAN_KIND[span.part], span.part, span.step, start_ns, end_ns))
         before_ns = end_ns
     return rows + ([open_pass] if open_pass else [])
 

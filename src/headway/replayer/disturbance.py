@@ -21,10 +21,10 @@ def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown:
     depends on when operations run and the other way round, so both are found in a few rounds.
     """
     played = play(dataflow)
-    slowdowns = np.array([graph.slowdowns.get(stretch.part, slowdown) for stretch in graph.stretches])
+    slowdowns = np.array([graph.slowdowns.get(span.part, slowdown) for span in graph.spans])
     if not slowdowns.any():
         return played
-    operations = np.array([stretch.operation for stretch in graph.stretches], dtype=np.int64)
+    operations = np.array([span.operation for span in graph.spans], dtype=np.int64)
     undisturbed_ns = dataflow.duration_ns[operations]
     for _ in range(ROUNDS):
         overlaps = _overlaps(graph, played)
@@ -42,8 +42,5 @@ def _overlaps(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
     under_way = [Intervals(each) for each in spans]
     starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     return np.array(
-        [
-            under_way[stretch.rank].share_of(starts[stretch.operation], ends[stretch.operation])
-            for stretch in graph.stretches
-        ]
+        [under_way[span.rank].share_of(starts[span.operation], ends[span.operation]) for span in graph.spans]
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headway.cluster import Cluster
 from headway.collectives.links import Links
-from headway.graph.build import GraphBuilder, Stretch
+from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.replayer.disturbance import play_disturbed
@@ -66,15 +66,15 @@ class Simulation:
         """The mean over the steps that count, and over ranks."""
         return float(np.mean(self.step_times_ms))
 
-    def duration_ns(self, stretch: Stretch) -> int:
-        """How long a stretch of computation took."""
-        return int(self.played.end_ns[stretch.operation] - self.played.start_ns[stretch.operation])
+    def duration_ns(self, span: ComputeSpan) -> int:
+        """How long a span of computation took."""
+        return int(self.played.end_ns[span.operation] - self.played.start_ns[span.operation])
 
     @cached_property
     def waiting_ms(self) -> float:
         """What ranks did not compute in, the mean over steps and ranks: they waited for communication or each other."""
-        stretches = (each for each in self.graph.stretches if each.step >= self.first_step)
-        computed_ns = sum(map(self.duration_ns, stretches))
+        spans = (each for each in self.graph.spans if each.step >= self.first_step)
+        computed_ns = sum(map(self.duration_ns, spans))
         boundaries = self.graph.boundaries
         first, last = (np.array(boundaries[step]) for step in (self.first_step - 1, max(boundaries)))
         steps = len(boundaries) - self.first_step

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import native
 from headway.errors import PlanError
-from headway.graph.build import GraphBuilder, Walk
+from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
@@ -48,32 +48,32 @@ class _Reactions(InRecordedOrder):
         self._parameters = len(job.model.parameters)
         self._left = [self._parameters] * graph.ranks
 
-    def use(self, walk: Walk, module: str) -> None:
+    def use(self, cursor: RankCursor, module: str) -> None:
         pass
 
-    def ready(self, walk: Walk, parameter: str) -> None:
+    def ready(self, cursor: RankCursor, parameter: str) -> None:
         graph, (bucket,) = self._graph, self._graph.schedule.buckets
-        self._left[walk.rank] -= 1
-        if self._left[walk.rank] == 0:
+        self._left[cursor.rank] -= 1
+        if self._left[cursor.rank] == 0:
             selection = native(ALL_REDUCE, bucket.size_bytes, graph.world_size, graph.cluster.library)
-            number = graph.launch(walk, ALL_REDUCE, 0, bucket.size_bytes, bucket=0, selection=selection)
-            graph.wait(walk, "gradients", number)
-            self._left[walk.rank] = self._parameters
+            number = graph.launch(cursor, ALL_REDUCE, 0, bucket.size_bytes, bucket=0, selection=selection)
+            graph.wait(cursor, "gradients", number)
+            self._left[cursor.rank] = self._parameters
 
-    def unused(self, walk: Walk, parameter: str) -> None:
-        self.ready(walk, parameter)
+    def unused(self, cursor: RankCursor, parameter: str) -> None:
+        self.ready(cursor, parameter)
 
-    def backward_end(self, walk: Walk) -> None:
-        self._graph.compute(walk, Part.FINALIZE, 0)
+    def backward_end(self, cursor: RankCursor) -> None:
+        self._graph.compute(cursor, Part.FINALIZE, 0)
 
-    def finalize(self, walk: Walk, duration_ns: int) -> None:
-        self._graph.compute(walk, Part.FINALIZE, duration_ns)
+    def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
+        self._graph.compute(cursor, Part.FINALIZE, duration_ns)
 
-    def read(self, walk: Walk, read: Item) -> None:
-        self._graph.compute(walk, Part.READ, read.duration_ns)
+    def read(self, cursor: RankCursor, read: Item) -> None:
+        self._graph.compute(cursor, Part.READ, read.duration_ns)
 
-    def optimizer(self, walk: Walk, duration_ns: int) -> None:
-        self._graph.compute(walk, Part.OPTIMIZER, duration_ns)
+    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
+        self._graph.compute(cursor, Part.OPTIMIZER, duration_ns)
 
 
 class _Plugin(StrategyPlugin[FlatStrategy]):

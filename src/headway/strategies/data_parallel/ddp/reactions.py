@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
-from headway.graph.build import GraphBuilder, Walk
+from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
@@ -29,51 +29,51 @@ class Reactions(InRecordedOrder):
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward
         self._passes: dict[int, int] = defaultdict(int)
 
-    def use(self, walk: Walk, module: str) -> None:
+    def use(self, cursor: RankCursor, module: str) -> None:
         """Parameters are whole whenever forward runs."""
 
-    def ready(self, walk: Walk, parameter: str) -> None:
+    def ready(self, cursor: RankCursor, parameter: str) -> None:
         """Count down the parameter's bucket, and launch what may be launched, in order."""
-        filling = self._fillings[walk.rank]
+        filling = self._fillings[cursor.rank]
         launched = filling.ready(parameter)
         for index in launched:
-            self._launch(walk, index)
+            self._launch(cursor, index)
         if launched and filling.complete and self._model.find_unused_parameters:
-            self._exchange_uses(walk)
+            self._exchange_uses(cursor)
 
-    def unused(self, walk: Walk, parameter: str) -> None:
+    def unused(self, cursor: RankCursor, parameter: str) -> None:
         """What the graph of this backward lacks is ready before anything else."""
-        self.ready(walk, parameter)
+        self.ready(cursor, parameter)
 
-    def _launch(self, walk: Walk, index: int) -> None:
+    def _launch(self, cursor: RankCursor, index: int) -> None:
         bucket = self._graph.schedule.buckets[index]
-        key = self._passes[walk.rank] * len(self._graph.schedule.buckets) + index
+        key = self._passes[cursor.rank] * len(self._graph.schedule.buckets) + index
         number = self._graph.launch(
-            walk, ALL_REDUCE, key, bucket.wire_bytes, bucket=index,
+            cursor, ALL_REDUCE, key, bucket.wire_bytes, bucket=index,
             selection=self.selection(bucket.wire_bytes),
-            channel=len(self._launched[walk.rank]) % self.at_a_time if self.channels_apart else 0,
-            after=self._before(walk),
+            channel=len(self._launched[cursor.rank]) % self.at_a_time if self.channels_apart else 0,
+            after=self._before(cursor),
         )  # fmt: skip
-        self._launched[walk.rank].append(number)
-        self._awaited[walk.rank].append(number)
+        self._launched[cursor.rank].append(number)
+        self._awaited[cursor.rank].append(number)
 
-    def _before(self, walk: Walk) -> list[int]:
+    def _before(self, cursor: RankCursor) -> list[int]:
         """The all-reduce that the next one follows."""
-        launched = self._launched[walk.rank]
+        launched = self._launched[cursor.rank]
         return launched[-self.at_a_time : len(launched) - self.at_a_time + 1]
 
-    def _exchange_uses(self, walk: Walk) -> None:
+    def _exchange_uses(self, cursor: RankCursor) -> None:
         """Add up over ranks what was used, on the process group itself."""
         graph, size_bytes = self._graph, self._model.uses_bytes
         number = graph.launch(
-            walk, ALL_REDUCE, -1 - self._passes[walk.rank], size_bytes, bucket=-1,
+            cursor, ALL_REDUCE, -1 - self._passes[cursor.rank], size_bytes, bucket=-1,
             selection=native(ALL_REDUCE, size_bytes, graph.world_size, graph.cluster.library),
             channel=self.at_a_time if self.channels_apart else 0,
-            after=[] if self.channels_apart else self._before(walk),
+            after=[] if self.channels_apart else self._before(cursor),
         )  # fmt: skip
         if not self.channels_apart:
-            self._launched[walk.rank].append(number)
-        self._awaited[walk.rank].append(number)
+            self._launched[cursor.rank].append(number)
+        self._awaited[cursor.rank].append(number)
 
     @property
     def at_a_time(self) -> int:
@@ -89,23 +89,23 @@ class Reactions(InRecordedOrder):
         """What carries out the all-reduce of a bucket."""
         return native(ALL_REDUCE, size_bytes, self._graph.world_size, self._graph.cluster.library)
 
-    def backward_end(self, walk: Walk) -> None:
+    def backward_end(self, cursor: RankCursor) -> None:
         """Wait for every bucket of this backward, and for what was used."""
-        for number in self._awaited[walk.rank]:
-            self._graph.wait(walk, "gradients", number)
-        self._awaited[walk.rank].clear()
-        self._graph.compute(walk, Part.FINALIZE, 0)
-        self._fillings[walk.rank].restart()
-        self._passes[walk.rank] += 1
+        for number in self._awaited[cursor.rank]:
+            self._graph.wait(cursor, "gradients", number)
+        self._awaited[cursor.rank].clear()
+        self._graph.compute(cursor, Part.FINALIZE, 0)
+        self._fillings[cursor.rank].restart()
+        self._passes[cursor.rank] += 1
 
-    def finalize(self, walk: Walk, duration_ns: int) -> None:
+    def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
         """Buckets are copied back to gradients."""
-        self._graph.compute(walk, Part.FINALIZE, duration_ns)
+        self._graph.compute(cursor, Part.FINALIZE, duration_ns)
 
-    def read(self, walk: Walk, read: Item) -> None:
+    def read(self, cursor: RankCursor, read: Item) -> None:
         """Gradients are there when backward returns."""
-        self._graph.compute(walk, Part.READ, read.duration_ns)
+        self._graph.compute(cursor, Part.READ, read.duration_ns)
 
-    def optimizer(self, walk: Walk, duration_ns: int) -> None:
+    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
         """The optimizer steps at once."""
-        self._graph.compute(walk, Part.OPTIMIZER, duration_ns)
+        self._graph.compute(cursor, Part.OPTIMIZER, duration_ns)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
 from headway.collectives.selection import Selection
-from headway.graph.build import GraphBuilder, Walk
+from headway.graph.build import GraphBuilder, RankCursor
 from headway.scheduling.buckets import BucketSchedule
 
 
@@ -27,7 +27,7 @@ class Jobs:
 
     def of_bucket(
         self,
-        walk: Walk,
+        cursor: RankCursor,
         name: str,
         index: int,
         passes: int,
@@ -40,34 +40,36 @@ class Jobs:
             name, size_bytes, self._graph.world_size, self._graph.cluster.library
         )
         key = passes * len(self._schedule.buckets) + index
-        return self._submit(walk, name, key, size_bytes, index, selection, after, after_work)
+        return self._submit(cursor, name, key, size_bytes, index, selection, after, after_work)
 
-    def exchange(self, walk: Walk, size_bytes: int) -> int:
+    def exchange(self, cursor: RankCursor, size_bytes: int) -> int:
         """Queue the sum over ranks of a small tensor. Returns the collective's number."""
-        return self._submit(walk, ALL_REDUCE, self._key(walk), size_bytes, -1, Selection(RING, ALL_REDUCE))
+        return self._submit(
+            cursor, ALL_REDUCE, self._key(cursor), size_bytes, -1, Selection(RING, ALL_REDUCE)
+        )
 
-    def ask(self, walk: Walk, size_bytes: int, after: Sequence[int]) -> int:
+    def ask(self, cursor: RankCursor, size_bytes: int, after: Sequence[int]) -> int:
         """Ask the other ranks for their shares of ``size_bytes``, over connections of their own, as in one ring.
 
         They answer after the collectives ``after``. Returns the collective's number.
         """
         return self._graph.launch(
-            walk, ALL_GATHER, self._key(walk), size_bytes, bucket=-1, selection=Selection(RING, ALL_GATHER),
+            cursor, ALL_GATHER, self._key(cursor), size_bytes, bucket=-1, selection=Selection(RING, ALL_GATHER),
             channel=self._schedule.channels, after=after,
         )  # fmt: skip
 
-    def before(self, walk: Walk) -> list[int]:
+    def before(self, cursor: RankCursor) -> list[int]:
         """The job before the next one on its channel."""
-        jobs = self._latest[walk.rank]
+        jobs = self._latest[cursor.rank]
         return jobs[:1] if len(jobs) == self._schedule.channels else []
 
-    def _key(self, walk: Walk) -> int:
-        self._others[walk.rank, walk.step] += 1
-        return -self._others[walk.rank, walk.step]
+    def _key(self, cursor: RankCursor) -> int:
+        self._others[cursor.rank, cursor.step] += 1
+        return -self._others[cursor.rank, cursor.step]
 
     def _submit(
         self,
-        walk: Walk,
+        cursor: RankCursor,
         name: str,
         key: int,
         size_bytes: int,
@@ -76,18 +78,18 @@ class Jobs:
         after: Sequence[int] = (),
         after_work: Sequence[int] = (),
     ) -> int:
-        count = self._counts[walk.rank]
-        self._counts[walk.rank] += 1
+        count = self._counts[cursor.rank]
+        self._counts[cursor.rank] += 1
         number = self._graph.launch(
-            walk,
+            cursor,
             name,
             key,
             size_bytes,
             bucket=bucket,
             selection=selection,
             channel=count % self._schedule.channels,
-            after=[*self.before(walk), *after],
+            after=[*self.before(cursor), *after],
             after_work=after_work,
         )
-        self._latest[walk.rank] = [*self._latest[walk.rank], number][-self._schedule.channels :]
+        self._latest[cursor.rank] = [*self._latest[cursor.rank], number][-self._schedule.channels :]
         return number

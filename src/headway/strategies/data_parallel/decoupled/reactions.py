@@ -14,7 +14,7 @@ from headway.cluster import (
     STEP_CALL,
 )
 from headway.collectives.algorithms import NCCL
-from headway.graph.build import GraphBuilder, Walk
+from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
@@ -66,32 +66,32 @@ class Reactions(InRecordedOrder):
     def _cost_ns(self, name: str) -> float:
         return self._graph.cluster.cost_of(name).overhead_us * 1e3
 
-    def use(self, walk: Walk, module: str) -> None:
+    def use(self, cursor: RankCursor, module: str) -> None:
         """Forward needs a module: wait for its units' gathers, and bring their parameters up to date.
 
         Units that the optimizer has not stepped hold gradients only, which forward has no need of.
         """
         for unit in self._units_of_module.get(module, ()):
-            if unit in self._due[walk.rank]:
-                self._materialise(walk, unit)
+            if unit in self._due[cursor.rank]:
+                self._materialise(cursor, unit)
 
-    def _materialise(self, walk: Walk, unit: int) -> None:
+    def _materialise(self, cursor: RankCursor, unit: int) -> None:
         buckets = self._units[unit]
-        under_way = self._gathers[walk.rank]
+        under_way = self._gathers[cursor.rank]
         gathers = [under_way.pop(index) for index in buckets if index in under_way]
         if not gathers:
             return
         for gather in gathers:
-            self._graph.wait(walk, "parameters", gather)
-        if unit in self._asking[walk.rank]:
-            self._graph.wait(walk, "parameters", self._uses[walk.rank])
+            self._graph.wait(cursor, "parameters", gather)
+        if unit in self._asking[cursor.rank]:
+            self._graph.wait(cursor, "parameters", self._uses[cursor.rank])
         update_ns = 0
-        if unit in self._due[walk.rank]:
-            self._due[walk.rank].remove(unit)
+        if unit in self._due[cursor.rank]:
+            self._due[cursor.rank].remove(unit)
             update_ns = self._settling_ns(buckets)
             if self._schedule.gather == "gradients":
-                update_ns += round(self._whole_ns(walk.rank, buckets) + self._update_overhead_ns)
-        self._graph.compute(walk, Part.OPTIMIZER, update_ns, bucket=buckets[0])
+                update_ns += round(self._whole_ns(cursor.rank, buckets) + self._update_overhead_ns)
+        self._graph.compute(cursor, Part.OPTIMIZER, update_ns, bucket=buckets[0])
 
     def _settling_ns(self, buckets: Sequence[int]) -> int:
         """What it takes to bring the parameters of a unit up to date, besides their update."""
@@ -109,167 +109,168 @@ class Reactions(InRecordedOrder):
     def _share(self, buckets: Sequence[int]) -> float:
         return sum(self._schedule.buckets[index].size_bytes for index in buckets) / self._total_bytes
 
-    def ready(self, walk: Walk, parameter: str) -> None:
+    def ready(self, cursor: RankCursor, parameter: str) -> None:
         """Count down the parameter's bucket; reduce-scatter what is full, in order."""
-        filling = self._fillings[walk.rank]
-        if walk.rank not in self._begun:  # the first gradient of a pass
-            self._begun.add(walk.rank)
-            self._settle_all(walk)
-            self._brought.discard(walk.rank)
-            self._settled[walk.rank].clear()
-        self._taken[walk.rank] += 1
+        filling = self._fillings[cursor.rank]
+        if cursor.rank not in self._begun:  # the first gradient of a pass
+            self._begun.add(cursor.rank)
+            self._settle_all(cursor)
+            self._brought.discard(cursor.rank)
+            self._settled[cursor.rank].clear()
+        self._taken[cursor.rank] += 1
         full = filling.ready(parameter)
         if full and (taking_ns := self._cost_ns(RUNTIME_BACKWARD)):
-            self._graph.compute(walk, Part.BACKWARD, round(taking_ns * self._taken[walk.rank]))
-            self._taken[walk.rank] = 0
+            self._graph.compute(cursor, Part.BACKWARD, round(taking_ns * self._taken[cursor.rank]))
+            self._taken[cursor.rank] = 0
         for index in full:
-            number = self._jobs.of_bucket(walk, "reduce_scatter", index, self._passes[walk.rank])
-            self._reduced[walk.rank][index] = self._latest[walk.rank][index] = number
+            number = self._jobs.of_bucket(cursor, "reduce_scatter", index, self._passes[cursor.rank])
+            self._reduced[cursor.rank][index] = self._latest[cursor.rank][index] = number
             for gathered in self._schedule.gathers_behind(index):
-                self._gather(walk, gathered)
+                self._gather(cursor, gathered)
             if filling.complete and index == filling.next - 1 and self._model.find_unused_parameters:
-                self._exchange_uses(walk)
+                self._exchange_uses(cursor)
 
-    def unused(self, walk: Walk, parameter: str) -> None:
+    def unused(self, cursor: RankCursor, parameter: str) -> None:
         """Whether it gets a gradient after all is known when backward ends."""
-        self._unused[walk.rank].append(parameter)
+        self._unused[cursor.rank].append(parameter)
 
-    def _exchange_uses(self, walk: Walk) -> None:
+    def _exchange_uses(self, cursor: RankCursor) -> None:
         """Ranks add up which parameters they used; who has no gradient waits for that before an update."""
-        self._uses[walk.rank] = self._jobs.exchange(walk, self._model.uses_bytes)
+        self._uses[cursor.rank] = self._jobs.exchange(cursor, self._model.uses_bytes)
         buckets_of = self._schedule.buckets_of
-        self._asking[walk.rank] = {
-            self._unit_of[index] for name in self._unused[walk.rank] for index in buckets_of.get(name, ())
+        self._asking[cursor.rank] = {
+            self._unit_of[index] for name in self._unused[cursor.rank] for index in buckets_of.get(name, ())
         }
 
-    def _settle_all(self, walk: Walk) -> None:
+    def _settle_all(self, cursor: RankCursor) -> None:
         """What forward left untouched is settled, in gather order, before the first gradient is accumulated.
 
         Gradients that were reduced and neither gathered nor stepped are waited for too: their buckets fill again.
         """
         for index in self._schedule.gather_order:
-            self._materialise(walk, self._unit_of[index])
-        if self._schedule.gather == "parameters" and (reduced := self._reduced[walk.rank]):
+            self._materialise(cursor, self._unit_of[index])
+        if self._schedule.gather == "parameters" and (reduced := self._reduced[cursor.rank]):
             for number in reduced.values():
-                self._graph.wait(walk, "gradients", number)
-            self._graph.compute(walk, Part.FINALIZE, 0)
-        self._reduced[walk.rank].clear()
+                self._graph.wait(cursor, "gradients", number)
+            self._graph.compute(cursor, Part.FINALIZE, 0)
+        self._reduced[cursor.rank].clear()
 
-    def _gather(self, walk: Walk, index: int, after_work: Sequence[int] = ()) -> None:
-        reduced = self._reduced[walk.rank].get(index)
+    def _gather(self, cursor: RankCursor, index: int, after_work: Sequence[int] = ()) -> None:
+        reduced = self._reduced[cursor.rank].get(index)
         after = [] if reduced is None else [reduced]
-        passes = self._passes[walk.rank]
-        self._gathers[walk.rank][index] = self._jobs.of_bucket(
-            walk, "all_gather", index, passes, after, after_work
+        passes = self._passes[cursor.rank]
+        self._gathers[cursor.rank][index] = self._jobs.of_bucket(
+            cursor, "all_gather", index, passes, after, after_work
         )
 
-    def backward_end(self, walk: Walk) -> None:
+    def backward_end(self, cursor: RankCursor) -> None:
         """Nobody waits here; the next pass counts anew. Parameters without a gradient take part with zeros."""
-        for parameter in self._unused[walk.rank]:
-            self.ready(walk, parameter)
-        self._unused[walk.rank].clear()
-        self._begun.discard(walk.rank)
-        self._fillings[walk.rank].restart()
-        self._passes[walk.rank] += 1
+        for parameter in self._unused[cursor.rank]:
+            self.ready(cursor, parameter)
+        self._unused[cursor.rank].clear()
+        self._begun.discard(cursor.rank)
+        self._fillings[cursor.rank].restart()
+        self._passes[cursor.rank] += 1
 
-    def finalize(self, walk: Walk, duration_ns: int) -> None:
+    def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
         """There is nothing to copy back before somebody looks: the deferred update reads the bucket."""
         if duration_ns:
-            self._copy_ns[walk.rank] = duration_ns
+            self._copy_ns[cursor.rank] = duration_ns
 
-    def read(self, walk: Walk, read: Item) -> None:
+    def read(self, cursor: RankCursor, read: Item) -> None:
         """Wait for what is read: values, averages, or their shares where each rank can do its share of it."""
         if read.name == Read.VALUES:
-            self._read_values(walk, read)
+            self._read_values(cursor, read)
         elif self._schedule.gather == "gradients":
-            self._read_gathered(walk, read)
-        elif not self._latest[walk.rank]:
-            self._graph.compute(walk, Part.READ, read.duration_ns)
+            self._read_gathered(cursor, read)
+        elif not self._latest[cursor.rank]:
+            self._graph.compute(cursor, Part.READ, read.duration_ns)
         elif read.name in Read.BY_SHARES and self._shards_reads:
-            self._read_shards(walk, read)
+            self._read_shards(cursor, read)
         else:
-            self._bring(walk, read)
+            self._bring(cursor, read)
 
-    def _read_values(self, walk: Walk, read: Item) -> None:
+    def _read_values(self, cursor: RankCursor, read: Item) -> None:
         """Bring what is looked at up to date, as forward would."""
         wanted = {self._unit_of[index] for index in self._buckets_read(read)}
         for index in self._schedule.gather_order:
             unit = self._unit_of[index]
-            if unit in wanted and unit in self._due[walk.rank]:
-                self._materialise(walk, unit)
-        self._graph.compute(walk, Part.READ, read.duration_ns)
+            if unit in wanted and unit in self._due[cursor.rank]:
+                self._materialise(cursor, unit)
+        self._graph.compute(cursor, Part.READ, read.duration_ns)
 
     @property
     def _shards_reads(self) -> bool:
         return self._graph.cluster.library != NCCL
 
-    def _read_gathered(self, walk: Walk, read: Item) -> None:
+    def _read_gathered(self, cursor: RankCursor, read: Item) -> None:
         """Settle what is read. What is settled before a step is not deferred by it."""
         wanted = {self._unit_of[index] for index in self._buckets_read(read)}
         copied_ns = 0
         for index in self._schedule.gather_order:
             unit = self._unit_of[index]
-            if unit in wanted and index in self._gathers[walk.rank]:
-                if unit not in self._due[walk.rank]:
-                    self._settled[walk.rank].add(unit)
-                    copied_ns += round(self._copy_ns[walk.rank] * self._share(self._units[unit]))
-                self._materialise(walk, unit)
-        self._graph.compute(walk, Part.READ, read.duration_ns + copied_ns)
+            if unit in wanted and index in self._gathers[cursor.rank]:
+                if unit not in self._due[cursor.rank]:
+                    self._settled[cursor.rank].add(unit)
+                    copied_ns += round(self._copy_ns[cursor.rank] * self._share(self._units[unit]))
+                self._materialise(cursor, unit)
+        self._graph.compute(cursor, Part.READ, read.duration_ns + copied_ns)
 
-    def _read_shards(self, walk: Walk, read: Item) -> None:
+    def _read_shards(self, cursor: RankCursor, read: Item) -> None:
         """Each rank reads its share; a number of each is exchanged before gradients are changed."""
         for index in self._buckets_read(read):
-            self._graph.wait(walk, "gradients", self._latest[walk.rank][index])
-        self._graph.compute(walk, Part.READ, round(read.duration_ns / self._graph.world_size))
-        self._graph.wait(walk, "gradients", self._jobs.exchange(walk, 8 * self._graph.world_size))
-        self._graph.compute(walk, Part.READ, 0)
+            self._graph.wait(cursor, "gradients", self._latest[cursor.rank][index])
+        self._graph.compute(cursor, Part.READ, round(read.duration_ns / self._graph.world_size))
+        self._graph.wait(cursor, "gradients", self._jobs.exchange(cursor, 8 * self._graph.world_size))
+        self._graph.compute(cursor, Part.READ, 0)
 
-    def _bring(self, walk: Walk, read: Item) -> None:
+    def _bring(self, cursor: RankCursor, read: Item) -> None:
         """Who looks at one gradient gets all of them, from the ranks that hold their shares."""
         copied_ns = 0
-        if walk.rank not in self._brought:
-            self._brought.add(walk.rank)
-            uses = [self._uses[walk.rank]] if walk.rank in self._uses else []
-            asked = self._jobs.ask(walk, self._total_bytes, [*self._latest[walk.rank].values(), *uses])
-            self._graph.wait(walk, "gradients", asked)
-            copied_ns = self._copy_ns[walk.rank]
-        self._graph.compute(walk, Part.READ, read.duration_ns + copied_ns)
+        if cursor.rank not in self._brought:
+            self._brought.add(cursor.rank)
+            uses = [self._uses[cursor.rank]] if cursor.rank in self._uses else []
+            asked = self._jobs.ask(cursor, self._total_bytes, [*self._latest[cursor.rank].values(), *uses])
+            self._graph.wait(cursor, "gradients", asked)
+            copied_ns = self._copy_ns[cursor.rank]
+        self._graph.compute(cursor, Part.READ, read.duration_ns + copied_ns)
 
     def _buckets_read(self, read: Item) -> list[int]:
         buckets_of = self._schedule.buckets_of
         names = read.parameters or tuple(buckets_of)
         return sorted({index for name in names for index in buckets_of.get(name, ())})
 
-    def optimizer(self, walk: Walk, duration_ns: int) -> None:
+    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
         """Go on at once.
 
         With gradients each bucket's update waits for its first use, unless a read has settled it. With parameters the
         channels update this rank's share of every bucket that was reduced, each as soon as it is, and gather it.
         """
         if duration_ns:  # of several optimizers' calls in a step the first brings all of their work
-            self._update_ns[walk.rank] = duration_ns
+            self._update_ns[cursor.rank] = duration_ns
         if self._schedule.gather == "gradients":
-            settled = self._settled.pop(walk.rank, set())
+            settled = self._settled.pop(cursor.rank, set())
             now = [index for unit in settled for index in self._units[unit]]
-            update_ns = round(self._update_ns[walk.rank] * self._share(now))
-            self._graph.compute(walk, Part.OPTIMIZER, update_ns + self._step_ns)
-            self._due[walk.rank] = {self._unit_of[index] for index in self._gathers[walk.rank]}
+            update_ns = round(self._update_ns[cursor.rank] * self._share(now))
+            self._graph.compute(cursor, Part.OPTIMIZER, update_ns + self._step_ns)
+            self._due[cursor.rank] = {self._unit_of[index] for index in self._gathers[cursor.rank]}
             return
-        self._graph.compute(walk, Part.OPTIMIZER, self._step_call_ns + self._step_ns)
-        reduced = self._reduced[walk.rank]
-        uses = [self._uses[walk.rank]] if walk.rank in self._uses else []
+        self._graph.compute(cursor, Part.OPTIMIZER, self._step_call_ns + self._step_ns)
+        reduced = self._reduced[cursor.rank]
+        uses = [self._uses[cursor.rank]] if cursor.rank in self._uses else []
         for index in self._schedule.gather_order:
             if index in reduced:
                 update = self._graph.work(
-                    walk,
+                    cursor,
                     round(
-                        self._whole_ns(walk.rank, [index]) / self._graph.world_size + self._beside_overhead_ns
+                        self._whole_ns(cursor.rank, [index]) / self._graph.world_size
+                        + self._beside_overhead_ns
                     ),
                     bucket=index,
-                    after=[*self._jobs.before(walk), reduced[index], *uses],
+                    after=[*self._jobs.before(cursor), reduced[index], *uses],
                 )
-                self._gather(walk, index, [update])
-        self._due[walk.rank] |= {self._unit_of[index] for index in reduced}
+                self._gather(cursor, index, [update])
+        self._due[cursor.rank] |= {self._unit_of[index] for index in reduced}
         reduced.clear()
 
     def _units_of_modules(self) -> dict[str, list[int]]:
