@@ -122,7 +122,7 @@ def _predict(ranks: int) -> dict[str, Any]:
 
 def _measure(ranks: int, tensors: int, *, change: bool = False) -> dict[str, Any]:
     from headway.cluster import Cluster, Host
-    from headway.collectives.links import Links
+    from headway.collectives.resources import ClusterResources
     from headway.simulation.compiled import simulate_for
     from headway.simulation.engine import play
     from headway.simulation.operations import OperationGraphBuilder
@@ -134,35 +134,35 @@ def _measure(ranks: int, tensors: int, *, change: bool = False) -> dict[str, Any
     play(small.close())
     loaded = time.perf_counter()
     hosts = tuple(Host(name=f"host{rank}", workers=1, up_gbps=1, down_gbps=1) for rank in range(ranks))
-    links = Links(Cluster(hosts=hosts, latency_us=20))
+    resources = ClusterResources(Cluster(hosts=hosts, latency_us=20))
     random = np.random.default_rng(0)
     compute_ns = random.integers(1_000_000, 5_000_000, size=(tensors, ranks)).tolist()
     sizes_bytes = [TENSOR_BYTES] * tensors
     if not change:
-        return _played(_built(links, compute_ns, sizes_bytes), begin, loaded)
+        return _played(_built(resources, compute_ns, sizes_bytes), begin, loaded)
     sizes_bytes = random.integers(TENSOR_BYTES // 2, TENSOR_BYTES * 3 // 2, size=tensors).tolist()
-    _built(links, compute_ns, sizes_bytes)
+    _built(resources, compute_ns, sizes_bytes)
     first_build_s = time.perf_counter() - loaded
     sizes_bytes[tensors // 2] += 4096
     changed = time.perf_counter()
-    said = _played(_built(links, compute_ns, sizes_bytes), changed, changed)
+    said = _played(_built(resources, compute_ns, sizes_bytes), changed, changed)
     return {**said, "first_build_s": first_build_s}
 
 
-def _built(links: Any, compute_ns: list[list[int]], sizes_bytes: list[int]) -> Any:
+def _built(resources: Any, compute_ns: list[list[int]], sizes_bytes: list[int]) -> Any:
     """The graph of a step in which every rank readies tensors of ``sizes_bytes``, after so much computation each."""
     from headway.collectives.algorithms import ALL_REDUCE, RING, program_of
     from headway.collectives.dataflow import expand
 
-    builder = links.builder()
-    ranks = range(links.world_size)
+    builder = resources.builder()
+    ranks = range(resources.world_size)
     tails = [builder.operation() for _ in ranks]
     for tensor, size_bytes in enumerate(sizes_bytes):
         tails = [builder.operation(compute_ns[tensor][rank], after=[tails[rank]]) for rank in ranks]
         ends = [builder.operation() for _ in ranks]
         expand(
             builder,
-            links,
+            resources,
             program_of(RING, ALL_REDUCE),
             size_bytes,
             tails,

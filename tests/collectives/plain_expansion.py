@@ -11,7 +11,7 @@ from headway.collectives.program import ProgramOf, piece_bounds
 from headway.simulation.operations import NO_RESOURCE, WHOLE, OperationGraphBuilder, Resources
 
 
-class Links:
+class ClusterResources:
     """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, overhead.
 
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
@@ -24,7 +24,7 @@ class Links:
         self._host_of = cluster.host_of_rank
 
     @property
-    def resources(self) -> Resources:
+    def columns(self) -> Resources:
         """The links of the cluster, up and down in turn, then local sends, then cores."""
         rates = [gbps for host in self._cluster.hosts for gbps in (host.up_gbps, host.down_gbps)]
         room = [gbps / max(rates) for gbps in rates] + [1.0] * (2 * self._cluster.world_size)
@@ -32,8 +32,8 @@ class Links:
         return Resources(np.rint(np.array(room) * WHOLE).astype(np.int64), plain.burst_ns, plain.changes)
 
     def builder(self) -> OperationGraphBuilder:
-        """An empty graph on these links."""
-        return OperationGraphBuilder(self.resources)
+        """An empty graph on these resources."""
+        return OperationGraphBuilder(self.columns)
 
     def overhead(self, builder: OperationGraphBuilder, rank: int, cost: AlgorithmCost, after: int) -> int:
         """Add what a collective costs a rank before its first message."""
@@ -97,7 +97,7 @@ class Links:
 
 def expand(
     builder: OperationGraphBuilder,
-    links: Links,
+    resources: ClusterResources,
     program_of: ProgramOf,
     size_bytes: int,
     begins: Sequence[int],
@@ -116,7 +116,7 @@ def expand(
     world_size = len(begins)
     programs = [program_of(rank, world_size) for rank in range(world_size)]
     cost = cost.at(size_bytes / (programs[0].chunks * programs[0].pieces))
-    begun = [links.overhead(builder, rank, cost, begin) for rank, begin in enumerate(begins)]
+    begun = [resources.overhead(builder, rank, cost, begin) for rank, begin in enumerate(begins)]
     done: list[list[int]] = [[] for _ in begins]  # for each rank, the operation that ends each step
     last_sent = list(begun)
     bounds = piece_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks, programs[0].pieces)
@@ -128,13 +128,13 @@ def expand(
             receiver, posted_after = step.send_to, number - programs[step.send_to].lookahead
             held = done[rank][step.send_after] if step.send_after >= 0 else begun[rank]
             posted = done[receiver][posted_after] if posted_after >= 0 else begun[receiver]
-            arrivals[receiver] = links.transfer(
+            arrivals[receiver] = resources.transfer(
                 builder, rank, receiver, end - start, [held, posted], cost, connection
             )
             last_sent[rank] = arrivals[receiver]
         for rank, steps in enumerate(done):
             before = steps[-1] if steps else begun[rank]
-            steps.append(links.handle(builder, rank, cost, [arrivals[rank], before]))
+            steps.append(resources.handle(builder, rank, cost, [arrivals[rank], before]))
     for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
         builder.edge(steps[-1] if steps else start, end)
         builder.edge(sent, end)

@@ -77,15 +77,15 @@ def test_collectives_end_as_those_laid_out_message_by_message(
 ) -> None:
     found = []
     for module in (dataflow, plain_expansion):
-        links = module.Links(cluster)
-        builder = links.builder()
+        resources = module.ClusterResources(cluster)
+        builder = resources.builder()
         ranks = range(cluster.world_size)
         begun = [builder.operation(late_ns[rank]) for rank in ranks]
         all_ends = []
         for program, size_bytes, connection, cost in collectives:
             begins = [builder.operation(after=[begun[rank]]) for rank in ranks]
             ends = [builder.operation() for _ in ranks]
-            module.expand(builder, links, program, size_bytes, begins, ends, cost, connection)
+            module.expand(builder, resources, program, size_bytes, begins, ends, cost, connection)
             all_ends += ends
         found.append(play(builder.close()).end_ns[all_ends].tolist())
     # What happens at the same time has another order, and sharing is rounded to nanoseconds.

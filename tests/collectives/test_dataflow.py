@@ -15,8 +15,8 @@ from headway.collectives.algorithms import (
     program_of,
 )
 from headway.collectives.dataflow import ProgramOf, expand
-from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.collectives.resources import ClusterResources
 from headway.simulation.engine import play
 
 RINGS = (ring_reduce_scatter, ring_all_gather, ring_all_reduce)
@@ -32,11 +32,11 @@ def end_ns(
     on: Cluster, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost = COST, late_ns: int = 0
 ) -> list[int]:
     """When each rank is done where rank 0 begins ``late_ns`` after the others."""
-    links = Links(on)
-    builder = links.builder()
+    resources = ClusterResources(on)
+    builder = resources.builder()
     begins = [builder.operation(late_ns if rank == 0 else 0) for rank in range(on.world_size)]
     ends = [builder.operation() for _ in range(on.world_size)]
-    expand(builder, links, program_of, size_bytes, begins, ends, cost)
+    expand(builder, resources, program_of, size_bytes, begins, ends, cost)
     finished: list[int] = play(builder.close()).end_ns[ends].tolist()
     return finished
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.columns import OUTSIDE, Structure, structure_of
-from headway.collectives.links import Links, Messages
 from headway.collectives.program import ProgramOf
+from headway.collectives.resources import ClusterResources, Messages
 from headway.simulation.operations import (
     DURATION,
     NONE,
@@ -69,7 +69,7 @@ class CollectiveBlock:
 
 def expand(
     builder: OperationGraphBuilder,
-    links: Links,
+    resources: ClusterResources,
     program_of: ProgramOf,
     size_bytes: int,
     begins: Sequence[int],
@@ -83,11 +83,11 @@ def expand(
     is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
     Returns the number of its first operation.
     """
-    world_size, folded = links.world_size, links.folded
+    world_size, folded = resources.world_size, resources.folded
     assert len(begins) == len(ends) == (folded or world_size)
-    assert builder.routes is links.routes, "a graph on other links"
+    assert builder.routes is resources.routes, "a graph on other resources"
     structure = structure_of(program_of, world_size, folded)
-    laid_out = links.laid_out(program_of, size_bytes, cost, connection)
+    laid_out = resources.laid_out(program_of, size_bytes, cost, connection)
     base = builder.block(CollectiveBlock(structure, laid_out, ends))
     for rank, begin in enumerate(begins):
         builder.edge(begin, base + rank)
@@ -108,11 +108,11 @@ def repeated(
     cluster: Cluster, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, count: int
 ) -> OperationGraph:
     """As many collectives, each rank's as soon as the one before is done, with nothing else under way."""
-    links = Links(cluster)
-    builder = links.builder()
+    resources = ClusterResources(cluster)
+    builder = resources.builder()
     begins = [builder.operation() for _ in range(cluster.world_size)]
     for _ in range(count):
         ends = [builder.operation() for _ in range(cluster.world_size)]
-        expand(builder, links, program_of, size_bytes, begins, ends, cost)
+        expand(builder, resources, program_of, size_bytes, begins, ends, cost)
         begins = ends
     return builder.close()

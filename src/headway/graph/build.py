@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand
-from headway.collectives.links import Links
+from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import Selection
 from headway.scheduling.schedule import Schedule
 from headway.simulation.operations import OperationGraph
@@ -68,8 +68,9 @@ class PlacedCollective:
 class GraphBuilder(Generic[S]):
     """The graph under construction, as strategies see it.
 
-    It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them. ``links``
-    are those of ``cluster`` that another graph was built on, folded alike, and know what that has laid out.
+    It has ``ranks`` of the ``world_size`` ranks: all, or the first of those that are ``folded`` onto them. The
+    ``resources`` are those of ``cluster`` that another graph was built on, folded alike, and know what that has laid
+    out.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GraphBuilder(Generic[S]):
         cluster: Cluster,
         schedule: S,
         folded: int = 0,
-        links: Links | None = None,
+        resources: ClusterResources | None = None,
     ) -> None:
         self.cluster = cluster
         # By how much collectives in flight slow parts of a step down, where that is not the cluster's own slowdown.
@@ -89,8 +90,8 @@ class GraphBuilder(Generic[S]):
         self.works: list[Work] = []
         self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
         self.collectives: list[PlacedCollective] = []
-        self._links = links or Links(cluster, folded)
-        self._operations = self._links.builder()
+        self._resources = resources or ClusterResources(cluster, folded)
+        self._operations = self._resources.builder()
         self._placed: dict[tuple[str, int, int, int], int] = {}
 
     def compute(self, cursor: RankCursor, part: str, duration_ns: int, bucket: int = -1) -> None:
@@ -167,7 +168,7 @@ class GraphBuilder(Generic[S]):
         for collective in self.collectives:
             collective.base = expand(
                 self._operations,
-                self._links,
+                self._resources,
                 collective.selection.program_of,
                 collective.size_bytes,
                 collective.begins,

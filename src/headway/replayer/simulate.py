@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.cluster import Cluster
-from headway.collectives.links import Links
+from headway.collectives.resources import ClusterResources
 from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
@@ -93,7 +93,7 @@ class Simulator:
     """Simulates jobs, and keeps the resources of the last: most plans are tried on one cluster."""
 
     def __init__(self) -> None:
-        self._links: Links | None = None
+        self._resources: ClusterResources | None = None
 
     def simulate(self, job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:
         """Play ``job`` under ``strategy``: every step that it knows of, after a warm-up.
@@ -129,14 +129,14 @@ class Simulator:
         ranks = ranks_of(known, draws, factors, computation.warm_up_steps)
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
-        graph = GraphBuilder(cluster, schedule, folded, self._links_of(cluster, folded))
+        graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
         lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job), ranks)
         return graph, graph.close()
 
-    def _links_of(self, cluster: Cluster, folded: int) -> Links:
-        before = self._links
+    def _resources_of(self, cluster: Cluster, folded: int) -> ClusterResources:
+        before = self._resources
         if before is None or before.folded != folded or before.cluster != cluster:
-            self._links = before = Links(cluster, folded)
+            self._resources = before = ClusterResources(cluster, folded)
         return before
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headway.cluster import AlgorithmCost, Cluster, Host, Traffic
-from headway.collectives import links as links_module
+from headway.collectives import resources as resources_module
 from headway.collectives.dataflow import alone, expand, repeated
-from headway.collectives.links import Links
 from headway.collectives.program import ring_all_gather, ring_reduce_scatter
+from headway.collectives.resources import ClusterResources
 from headway.collectives.servers import push_and_pull
 from headway.simulation.engine import play
 
@@ -87,14 +87,14 @@ def test_messages_share_a_link_or_queue_for_it() -> None:
     """A small push beside a large one: at half the rate, or behind all of it."""
     ends: dict[str, int] = {}
     for sharing in ("shared", "queued"):
-        links = Links(cluster(3, sharing=sharing))
-        builder = links.builder()
+        resources = ClusterResources(cluster(3, sharing=sharing))
+        builder = resources.builder()
         for size_bytes in (1_000_000, 100_000):
             begins = [builder.operation() for _ in range(3)]
             ended = [builder.operation() for _ in range(3)]
             expand(
                 builder,
-                links,
+                resources,
                 ring_all_gather,
                 size_bytes * 3,
                 begins,
@@ -116,19 +116,19 @@ def test_a_quick_link_carries_several_slow_ones() -> None:
 
 
 def test_what_comes_again_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next graph on these links too, until there is too much of it."""
-    links = Links(cluster(4))
+    """By the next graph on these resources too, until there is too much of it."""
+    resources = ClusterResources(cluster(4))
     program = ring_all_gather
-    first = links.laid_out(program, 1_000_000, AlgorithmCost(), 0)
-    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first
+    first = resources.laid_out(program, 1_000_000, AlgorithmCost(), 0)
+    assert resources.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first
     for other in ((2_000_000, AlgorithmCost(), 0), (1_000_000, AlgorithmCost(message_us=1), 0),
                   (1_000_000, AlgorithmCost(), 1)):  # fmt: skip
-        assert links.laid_out(program, *other) is not first
-    routes = links.builder().routes
-    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first
-    monkeypatch.setattr(links_module, "MOST_LAID_OUT_BYTES", 0)
-    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first, (
+        assert resources.laid_out(program, *other) is not first
+    routes = resources.builder().routes
+    assert resources.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first
+    monkeypatch.setattr(resources_module, "MOST_LAID_OUT_BYTES", 0)
+    assert resources.laid_out(program, 1_000_000, AlgorithmCost(), 0) is first, (
         "a graph is not built on two tables"
     )
-    assert links.builder().routes is not routes
-    assert links.laid_out(program, 1_000_000, AlgorithmCost(), 0) is not first
+    assert resources.builder().routes is not routes
+    assert resources.laid_out(program, 1_000_000, AlgorithmCost(), 0) is not first

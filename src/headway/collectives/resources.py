@@ -34,7 +34,7 @@ class Messages:
     route: Numbers
 
 
-class Links:
+class ClusterResources:
     """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, its cores.
 
     A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
@@ -63,7 +63,7 @@ class Links:
         return self.cluster.world_size
 
     @property
-    def resources(self) -> Resources:
+    def columns(self) -> Resources:
         """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores."""
         count = 2 * self._hosts + 2 * self._ranks
         burst_ns, room = np.zeros(count, dtype=np.int64), np.full(count, WHOLE, dtype=np.int64)
@@ -73,7 +73,7 @@ class Links:
         return Resources(room, burst_ns, _changes(self.cluster, room))
 
     def builder(self) -> OperationGraphBuilder:
-        """An empty graph on these links, whose routes are theirs.
+        """An empty graph on these resources, whose routes are theirs.
 
         Where what graphs before it laid out has become too much, it is all forgotten.
         """
@@ -81,7 +81,7 @@ class Links:
             self.routes = RouteTable()
             self._laid_out.clear()
             self._laid_out_bytes = 0
-        return OperationGraphBuilder(self.resources, self.routes)
+        return OperationGraphBuilder(self.columns, self.routes)
 
     def laid_out(
         self, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, connection: int
