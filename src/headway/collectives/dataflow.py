@@ -1,4 +1,4 @@
-"""Collectives in a dataflow graph: chunk programs expanded into transfers on links."""
+"""Collectives in a graph of operations: chunk programs expanded into transfers on links."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CollectiveBlock:
 
     @property
     def spills(self) -> int:
-        """How much room its successors need beside the rows."""
+        """How much room its successors need besides the rows."""
         return len(self._structure.edges.spilled)
 
     def fill(self, into: OperationGraph, base: int, spill: int) -> None:
@@ -79,7 +79,7 @@ def expand(
 ) -> int:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
-    Collectives under way together on one ``connection`` send their messages one after the other. Who waits for whom
+    Concurrent collectives on one ``connection`` send their messages one after the other. Who waits for whom
     is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
     Returns the number of its first operation.
     """
@@ -100,14 +100,14 @@ def alone(
     size_bytes: int,
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
 ) -> OperationGraph:
-    """One collective with nothing else under way."""
+    """One collective with nothing else in flight."""
     return repeated(cluster, program_of, size_bytes, cost, 1)
 
 
 def repeated(
     cluster: Cluster, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, count: int
 ) -> OperationGraph:
-    """As many collectives, each rank's as soon as the one before is done, with nothing else under way."""
+    """As many collectives, each rank's as soon as the one before is done, with nothing else in flight."""
     resources = ClusterResources(cluster)
     builder = resources.builder()
     begins = [builder.operation() for _ in range(cluster.world_size)]

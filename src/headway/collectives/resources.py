@@ -37,8 +37,8 @@ class Messages:
 class ClusterResources:
     """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, its cores.
 
-    A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
-    it are one rank's sends. What its collectives and messages cost a rank queues for its cores. Messages of a rank to
+    Rates inside a host are measured per sender under full contention, so every rank has its own resource for local
+    sends. What its collectives and messages cost a rank queues for its cores. Messages of a rank to
     another on one connection follow each other; connections share a link, each up to the rate of the other end.
 
     Where ranks are ``folded``, only the first of them and their hosts are there, and stand for their like.
@@ -192,10 +192,10 @@ def _changes(cluster: Cluster, room: Ints) -> Ints:
         for moment_ms in sorted(
             {m for each in traffic for m in (each.start_ms, each.end_ms) if m is not None}
         ):
-            under_way = [
+            in_flight = [
                 t for t in traffic if t.start_ms <= moment_ms and (t.end_ms is None or moment_ms < t.end_ms)
             ]
-            taken = sum(t.gbps for t in under_way) / gbps
-            left = max(1 - taken, 1 / (1 + sum(t.connections for t in under_way)))
+            taken = sum(t.gbps for t in in_flight) / gbps
+            left = max(1 - taken, 1 / (1 + sum(t.connections for t in in_flight)))
             rows.append((round(moment_ms * 1e6), side, max(1, round(left * int(room[side])))))
     return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)

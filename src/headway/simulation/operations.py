@@ -1,7 +1,7 @@
 """The operations of some steps over all ranks and links, and what each waits for, in flat arrays.
 
 An operation is one cache line of 64 bytes, so that playing it costs one access to memory and one for each operation
-that waits for it. What it uses (a route) and successors that do not fit are kept beside.
+that waits for it. What it uses (a route) and successors that do not fit are kept apart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
 FREE = 0  # the route of operations that use nothing
-WHOLE = 2**46  # what rates are counted in: that of the quickest resource, where rates differ
+WHOLE = 2**46  # what rates are counted in: that of the fastest resource, where rates differ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +49,9 @@ class Routes:
 class Resources:
     """What operations share.
 
-    ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is how long at its full rate each works in no time
-    after it was idle for as long. ``changes`` are rows of a time (ns), a resource and how much there is of it from then
-    on (in WHOLE), in order of time.
+    ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is token-bucket credit: after idling for this long, a
+    resource does that much work at once. ``changes`` are rows of a time (ns), a resource and how much there is of it
+    from then on (in WHOLE), in order of time.
     """
 
     room: Ints
