@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from tests import limits
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -19,11 +24,41 @@ def headway(
     """
     if arguments[0] == "record" and not measuring:
         arguments = ("record", "--no-measuring", *arguments[1:])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "headway", *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout_s, env=environment, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "headway", *map(str, arguments)]
+    return run(command, timeout_s, {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"})
+
+
+def run(
+    command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end; output is captured, a hang fails."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    out, said = communicate(process, timeout_s)
+    return subprocess.CompletedProcess(command, process.returncode, out, said)
+
+
+def communicate(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
+    """What ``process``, the first of a session, has printed when it ends.
+
+    One that outlasts its limit, which a busy machine stretches (``limits``), is ended with all its group and fails.
+    """
+    limit = limits.Limit(timeout_s, lambda: [process.pid])
+    try:
+        while (left_s := limit.left_s()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return process.communicate(timeout=left_s)
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    out, said = process.communicate()
+    raise AssertionError(f"{process.args!r} took longer than {timeout_s:g} s:\n{out[-4000:]}\n{said[-4000:]}")
 
 
 def record_into(out: Path, steps: str = "3:8") -> tuple[object, ...]:

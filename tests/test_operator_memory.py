@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import limits
 
 from headway import torch_private
 from headway.operator_memory import inner_bytes
@@ -68,7 +69,7 @@ def test_a_process_grows_by_as_much(way: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=limits.stretched(120),
     )
     given, weight, put_out = tensors()
     if way == "forward":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests import limits
+
 import headway
 
 
@@ -19,7 +21,10 @@ def test_everything_public_is_there_and_nothing_else() -> None:
 
 def test_importing_headway_does_not_import_torch() -> None:
     code = "import sys, headway; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, timeout=limits.stretched(60)).returncode
+        == 0
+    )
 
 
 EXTRAS = ("msgspec", "scipy", "google.protobuf", "perfetto", "bokeh", "pyroute2", "sklearn", "bayes_opt")
@@ -39,7 +44,11 @@ for module in pkgutil.walk_packages(headway.__path__, "headway.", onerror=lambda
         print(module.name, failure)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=limits.stretched(120),
     )
     shut = done.stdout.splitlines()
     assert [line for line in shut if not line.startswith(ONLY_WITH_EXTRAS)] == []

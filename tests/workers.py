@@ -4,7 +4,8 @@
 
 The function is called as ``function(rank, world_size, *arguments)`` after ``init_process_group``; what it returns comes
 back as JSON, by rank. A rank that raises fails the test with its traceback, and a rank that outlasts the time limit
-fails it with everybody's output. The limit counts from when every rank has imported what it needs.
+fails it with everybody's output. The limit counts from when every rank has imported what it needs, and a busy machine
+stretches it (``limits``). Ranks are forked from a process that has imported torch (``rank_server``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests import limits, rank_server
 
 ROOT = Path(__file__).parents[1]
 START_LIMIT_S = 90.0
@@ -65,18 +66,16 @@ def launch(
 ) -> list[Worker]:
     """As ``run``, but for tests in which ranks are meant to die: return how each ended."""
     with tempfile.TemporaryDirectory() as folder:
+        group_limit_s = limits.stretched(group_timeout_s)
         started = [
-            _start(Path(folder), rank, world_size, function, arguments, group_timeout_s, backend)
+            _start(Path(folder), rank, world_size, function, arguments, group_limit_s, backend)
             for rank in range(world_size)
         ]
         _await_start(Path(folder), started)
-        deadline = time.monotonic() + timeout_s
+        limit = limits.Limit(timeout_s, lambda: [process.pid for process in started])
         overdue = False
-        for process in started:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                overdue = True
+        while any(process.poll() is None for process in started) and not (overdue := limit.over()):
+            time.sleep(0.005)
         for process in started:
             process.kill()
             process.wait()
@@ -97,50 +96,48 @@ def _start(
     arguments: tuple[Any, ...],
     group_timeout_s: float,
     backend: str,
-) -> subprocess.Popen[bytes]:
+) -> rank_server.Forked:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     job = {"rank": rank, "world_size": world_size, "function": function, "arguments": arguments,
            "folder": str(folder), "group_timeout_s": group_timeout_s, "backend": backend}  # fmt: skip
-    with (folder / f"output-{rank}").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.workers", json.dumps(job)],
-            cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    return rank_server.start(rank, json.dumps(job), folder / f"output-{rank}", environment)
 
 
-def _await_start(folder: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline and all(process.poll() is None for process in started):
+def _await_start(folder: Path, started: list[rank_server.Forked]) -> None:
+    limit = limits.Limit(START_LIMIT_S, lambda: [process.pid for process in started])
+    while not limit.over() and all(process.poll() is None for process in started):
         if all((folder / f"started-{rank}").exists() for rank in range(len(started))):
             return
-        time.sleep(0.01)
+        time.sleep(0.005)
 
 
-def _ended(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> Worker:
+def _ended(folder: Path, rank: int, process: rank_server.Forked) -> Worker:
     result = folder / f"result-{rank}"
     return Worker(
         rank=rank,
-        status=process.returncode,
+        status=process.wait(),
         output=(folder / f"output-{rank}").read_text(errors="replace")[-8000:],
         result=json.loads(result.read_text()) if result.exists() else None,
     )
 
 
-def _work(job: dict[str, Any]) -> None:
+def work(described: str) -> None:
+    """Be one rank, as ``launch`` has described it."""
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+    job: dict[str, Any] = json.loads(described)
     torch.set_num_threads(1)
     folder, rank, world_size = Path(job["folder"]), job["rank"], job["world_size"]
     module, _, name = job["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     store = FileStore(str(folder / "store"), world_size)
     (folder / f"started-{rank}").touch()
-    meet(store, rank, world_size, START_LIMIT_S)
+    meet(store, rank, world_size, limits.stretched(START_LIMIT_S))
     dist.init_process_group(
         job["backend"], store=store, rank=rank, world_size=world_size,
         timeout=timedelta(seconds=job["group_timeout_s"]),
@@ -156,7 +153,3 @@ def meet(store: Any, rank: int, world_size: int, limit_s: float) -> None:
     """Wait until every rank is there: a group with a short timeout must not be formed before."""
     store.set(f"started-{rank}", "")
     store.wait([f"started-{each}" for each in range(world_size)], timedelta(seconds=limit_s))
-
-
-if __name__ == "__main__":
-    _work(json.loads(sys.argv[1]))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import headway
+from tests.commands import headway, run
 
 from headway.plan import Plan
 from headway.trace.folder import load_trace
@@ -34,10 +33,8 @@ def test_the_script_of_the_readme_goes_through_the_loop(tmp_path: Path) -> None:
 
 
 def test_the_example_in_code_trains_the_same_under_its_plan(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*TORCHRUN, str(EXAMPLES / "in_code.py"), str(tmp_path)],
-        capture_output=True, text=True, timeout=90, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    command = [*TORCHRUN, str(EXAMPLES / "in_code.py"), str(tmp_path)]
+    done = run(command, 90, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     said = done.stdout.split()
     assert float(said[1]) == pytest.approx(float(said[5]), rel=1e-4)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.commands import SCRIPTS, last_line, torchrun
+from tests.commands import SCRIPTS, communicate, last_line, torchrun
 from torch import nn
 
 from headway.diagnosis.diagnosis import diagnose
@@ -56,7 +56,7 @@ def interrupted(
             if line.startswith(at):
                 send(process, number)
                 break
-        _, said = process.communicate(timeout=120)
+        _, said = communicate(process, 120)
     finally:
         process.kill()
     return process.returncode, said

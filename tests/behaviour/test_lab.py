@@ -15,6 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from tests import limits
+from tests.commands import communicate
+from tests.commands import run as run_command
 
 from headway.errors import HeadwayError, LabError, LaunchError
 from headway.lab import cgroups, state
@@ -52,7 +55,7 @@ class Job:
             command,
             mode=mode,
             grace_s=grace_s,
-            timeout_s=timeout_s,
+            timeout_s=None if timeout_s is None else limits.stretched(timeout_s),
             on_line=lambda *line: self.lines.append(line),
             on_notice=self.notices.append,
         )
@@ -144,7 +147,7 @@ def start_cli(*arguments: str, env: Mapping[str, str] | None = None) -> subproce
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     with start_cli(*arguments) as process:
-        out, err = process.communicate(timeout=40)
+        out, err = communicate(process, 40)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
@@ -320,7 +323,7 @@ def test_signals_reach_the_ranks(number: signal.Signals) -> None:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)]
         process.send_signal(number)
-        out, _ = process.communicate(timeout=30)
+        out, _ = communicate(process, 30)
     assert sorted(out.splitlines()) == [f"[rank 0] got {name}", f"[rank 1] got {name}"]
     assert process.returncode == 5
 
@@ -468,7 +471,7 @@ def run_as_nobody(code: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 [python, "-P", "-c", source],
                 env=env, cwd="/", user=NOBODY, group=NOBODY, extra_groups=(), check=False,
-                capture_output=True, text=True, timeout=40,
+                capture_output=True, text=True, timeout=limits.stretched(40),
             )  # fmt: skip
 
         if attempt("import headway.lab.launch, pyroute2").returncode:
@@ -513,7 +516,7 @@ def run_with_limit(limit: str, *arguments: str) -> subprocess.CompletedProcess[s
     code = "from headway.cli.main import main; main()"
     script = f'echo 0 > /proc/sys/user/{limit} && exec "$@"'
     command = ["unshare", "-Ur", "sh", "-c", script, "sh", sys.executable, "-P", "-c", code, "lab", "run"]
-    return subprocess.run([*command, *arguments], check=False, capture_output=True, text=True, timeout=40)
+    return run_command([*command, *arguments], 40)
 
 
 @pytest.mark.namespaces

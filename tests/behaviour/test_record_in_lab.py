@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import limits
 from tests.commands import SCRIPTS, headway, record_into
 
 from headway.collectives.algorithms import ALL_REDUCE, NATIVE, sent_bytes
@@ -91,7 +92,7 @@ def test_clocks_are_told_by_causality_where_no_port_may_be_opened(
         skewed = (sys.executable, SKEWED)
         permitted = subprocess.run(
             [*map(str, skewed), "true"], env={**os.environ, "RANK": "0", "SKEW_MS": json.dumps({"0": 1.0})},
-            capture_output=True, text=True, timeout=30, check=False,
+            capture_output=True, text=True, timeout=limits.stretched(30), check=False,
         )  # fmt: skip
         if permitted.returncode:
             pytest.skip(f"clocks cannot be set here: {permitted.stderr.strip()}")

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import SCRIPTS, record_into
+from tests import limits
+from tests.commands import SCRIPTS, communicate, record_into
 from torch import nn
 
 from headway.diagnosis.diagnosis import diagnose
@@ -68,7 +69,7 @@ def launchers(
 
 def test_a_shared_folder_gets_one_trace(tmp_path: Path) -> None:
     first, second = launchers([tmp_path / "trace"] * 2)
-    (printed, said), (_, others) = first.communicate(timeout=LIMIT_S), second.communicate(timeout=LIMIT_S)
+    (printed, said), (_, others) = communicate(first, LIMIT_S), communicate(second, LIMIT_S)
     assert (first.returncode, second.returncode) == (0, 0), said + others
     assert "Recorded 5 steps of 2 ranks" in printed
     assert f"headway: rank 0's launcher on first wrote {tmp_path / 'trace'}" in others
@@ -81,14 +82,14 @@ def test_without_a_shared_folder_ranks_send_their_files(tmp_path: Path) -> None:
     permitted = subprocess.run(
         [*PRIVATE, "mount", "-t", "tmpfs", "none", str(tmp_path)],
         capture_output=True,
-        timeout=30,
+        timeout=limits.stretched(30),
         check=False,
     )
     if permitted.returncode:
         pytest.skip("no file systems of one's own here")
     out = tmp_path / "local" / "trace"
     first, second = launchers([out, out], private=tmp_path)
-    (printed, said), (_, others) = first.communicate(timeout=LIMIT_S), second.communicate(timeout=LIMIT_S)
+    (printed, said), (_, others) = communicate(first, LIMIT_S), communicate(second, LIMIT_S)
     assert (first.returncode, second.returncode) == (0, 0), said + others
     assert "Recorded 5 steps of 2 ranks" in printed
     assert "sent over the job's store to rank 0's on first" in others
@@ -97,9 +98,9 @@ def test_without_a_shared_folder_ranks_send_their_files(tmp_path: Path) -> None:
 
 def test_a_host_that_dies_leaves_the_others_in_the_trace(tmp_path: Path) -> None:
     first, second = launchers([tmp_path / "trace"] * 2, "--steps", 100_000, "--pause-s", 0.02, "--dies-at", 6)
-    _, said = first.communicate(timeout=LIMIT_S)
+    _, said = communicate(first, LIMIT_S)
     os.killpg(second.pid, signal.SIGKILL)
-    second.communicate(timeout=LIMIT_S)
+    communicate(second, LIMIT_S)
     assert first.returncode == 2, said
     assert "holds the steps so far" in said.splitlines()[-1]
     trace = load_trace(tmp_path / "trace")
@@ -115,7 +116,7 @@ def test_a_refusal_on_one_host_is_the_last_line_on_both(tmp_path: Path) -> None:
         made_for = model_spec(model)
         Plan.data_parallel(DistributedDataParallelStrategy(), 2, made_for).save(path)
     for launcher in launchers([tmp_path] * 2, plans=plans):
-        printed, said = launcher.communicate(timeout=LIMIT_S)
+        printed, said = communicate(launcher, LIMIT_S)
         assert launcher.returncode == 2, said
         assert said.splitlines()[-1].startswith("headway: the plan is for another model")
         assert "stepped" not in printed

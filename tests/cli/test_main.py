@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests import limits
 
 from headway.cli.main import COMMANDS, PIPE_CLOSED, run
 from headway.cli.record import parse_steps
@@ -41,7 +42,11 @@ def test_a_pipe_that_nobody_reads_is_not_a_slower_job() -> None:
     code = "from headway.cli.main import main; main(['--help'])"
     with os.fdopen(writer, "wb") as pipe:
         done = subprocess.run(
-            [sys.executable, "-c", code], check=False, stdout=pipe, stderr=subprocess.PIPE, timeout=60
+            [sys.executable, "-c", code],
+            check=False,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            timeout=limits.stretched(60),
         )
     assert (done.returncode, done.stderr) == (PIPE_CLOSED, b"")
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import workers
+from tests import limits, workers
 from tests.gpu import record_timeline
 from tests.gpu.setups import needs_gpu
 
@@ -18,7 +18,7 @@ def test_collectives_run_beside_computation(tmp_path: Path) -> None:
     target = tmp_path / "timeline.json.gz"
     done = subprocess.run(
         [sys.executable, "-m", record_timeline.__name__, str(target)],
-        cwd=workers.ROOT, capture_output=True, text=True, timeout=110, check=False,
+        cwd=workers.ROOT, capture_output=True, text=True, timeout=limits.stretched(110), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     streams = json.loads(done.stdout)["streams"]

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import run
 
 from headway.errors import LaunchError
 from headway.integrations.launch import (
@@ -36,19 +36,15 @@ def test_the_injection_stands_first_on_the_path_once_and_keeps_the_rest() -> Non
 def test_another_sitecustomize_keeps_working(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
     environment = injected_environment({**os.environ, "PYTHONPATH": str(tmp_path)}, record="{}")
-    done = subprocess.run(
-        [sys.executable, "-c", "print('the script')"], env=environment, capture_output=True, text=True, timeout=60,
-        check=True,
-    )  # fmt: skip
+    done = run([sys.executable, "-c", "print('the script')"], 60, environment)
+    assert done.returncode == 0
     assert done.stdout.split("\n")[:2] == ["the other one", "the script"]
 
 
 def test_processes_that_import_no_torch_are_left_alone(tmp_path: Path) -> None:
     environment = injected_environment({**os.environ, REPORTS_VARIABLE: str(tmp_path)}, record="{}")
     code = "import json, sys; sys.exit('headway' in sys.modules or 'wrapt' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
-    )
+    assert run([sys.executable, "-c", code], 60, environment).returncode == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import limits
 from tests.report.pages import HOSTILE, HOSTILE_JOB, MANY_RANKS_JOB, browser, detailed_trace, open_offline
 from tests.synthetic import SyntheticJob, synthetic_trace
 
@@ -51,7 +52,7 @@ def width(page: Any) -> float:
 
 def wait_for(page: Any, condition: str) -> None:
     """Wait until ``condition`` holds of the timeline's ranges, its boxes' columns, and the hits among them."""
-    page.wait_for_function(f"holds((x, y, data, hits) => {condition})", timeout=20_000)
+    page.wait_for_function(f"holds((x, y, data, hits) => {condition})", timeout=limits.stretched(20_000))
 
 
 def point_of(page: Any, name: str, x: str, y: str) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests import limits
 
 from headway.simulation import compiled, kernel
 
@@ -31,7 +32,7 @@ large = simulate_for(WORTH_OPERATIONS)
 assert large is not kernel.simulate
 assert simulate_for(1) is large, "once it is loaded it serves all"
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=limits.stretched(120))
 
 
 def test_where_nothing_can_be_kept_loops_are_compiled_every_time() -> None:
@@ -49,6 +50,10 @@ builder.operation(5, sender=0)
 print(play(builder.close()).end_ns[0])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=limits.stretched(240),
     )
     assert done.stdout.strip() == "5"

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests import limits
 from tests.synthetic import SyntheticJob, write_trace
 
 from headway.errors import TraceError
@@ -66,7 +67,9 @@ except TraceError as error:
 def _refused(folder: Path) -> tuple[int, str]:
     """By how much a process grows that loads a trace that is refused, in bytes, and what it is told."""
     command = [sys.executable, "-c", _LOADING, str(folder)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    said = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=limits.stretched(100)
+    ).stdout
     grown_kb, _, message = said.partition(" ")
     return int(grown_kb) * 1024, message.rstrip("\n")
 

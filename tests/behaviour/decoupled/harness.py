@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests import workers
+from tests import limits, workers
 from tests.behaviour.decoupled.job import ALONE, CASES, CPU, DDP, Case, Job
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -62,7 +62,7 @@ def problems(
     """
     found: dict[str, str] = {}
     left = names_of(mode, world_size, device)
-    deadline = time.monotonic() + ALL_LIMIT_S
+    deadline = time.monotonic() + limits.stretched(ALL_LIMIT_S)
     while left and time.monotonic() < deadline:
         with tempfile.TemporaryDirectory() as reports:
             output = ""
@@ -123,7 +123,7 @@ def run_cases(
     gc.freeze()  # what was imported need not be gone through again after every case
     with (Path(reports) / f"report-{rank}").open("w") as report:
         for index, name in enumerate(names):
-            faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+            faulthandler.dump_traceback_later(limits.stretched(CASE_LIMIT_S), exit=True)
             started = time.monotonic()
             job = Job(mode, rank, world_size, Path(folder))
             problem = _run(CASES[name], job, references[name])
@@ -210,7 +210,6 @@ def _form_new_group(path: Path, rank: int, world_size: int, backend: str) -> Non
         traceback.print_exc()
     store = FileStore(str(path), world_size)
     store.set(f"left-{rank}", "")
-    store.wait([f"left-{other}" for other in range(world_size)], timedelta(seconds=2 * GROUP_TIMEOUT_S))
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
-    )
+    timeout = timedelta(seconds=limits.stretched(GROUP_TIMEOUT_S))
+    store.wait([f"left-{other}" for other in range(world_size)], 2 * timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -26,7 +26,13 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(harness.ALL_LIMIT_S + 2
 @pytest.mark.parametrize(
     ("mode", "world_size", "case"),
     [
-        pytest.param(mode, size, case, id=f"{mode}-{size}-{case}")
+        pytest.param(
+            mode,
+            size,
+            case,
+            id=f"{mode}-{size}-{case}",
+            marks=pytest.mark.xdist_group(f"exactness-{mode}-{size}"),
+        )
         for mode in MODES
         for size in WORLD_SIZES
         for case in harness.names_of(mode, size)
