@@ -12,10 +12,10 @@ from headway.simulation import kernel
 
 WORTH_OPERATIONS = 20_000  # fewer are played before a compiler has been loaded
 _LOOPS = (
-    kernel.push, kernel.drop_first, kernel.roomier, kernel.precedes, kernel.settle, kernel.leaves_at,
+    kernel.push, kernel.drop_first, kernel.grow, kernel.precedes, kernel.settle, kernel.leave_time_ns,
     kernel.proportional, kernel.reach, kernel.grant,
-    kernel.go_on_at, kernel.share_anew,
-    kernel.save, kernel.spend, kernel.let_on, kernel.take_off_first, kernel.simulate,
+    kernel.set_rate, kernel.reallocate,
+    kernel.save, kernel.spend, kernel.start_flow, kernel.end_first_flow, kernel.simulate,
 )  # fmt: skip
 
 
