@@ -21,7 +21,7 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.plan import Plan
 from headway.scheduling import fusion
-from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
@@ -120,7 +120,7 @@ class Scripted:
         self.left: list[Candidate] = []
 
     def begin(self, setting: Setting) -> None:
-        forms: Sequence[Gather] = ("parameters", "gradients", "parameters", "gradients", "parameters")
+        forms: Sequence[GatherMode] = ("parameters", "gradients", "parameters", "gradients", "parameters")
         self.left = [
             Candidate.of(
                 f"number {n}", schedule_of(setting.model, 200 * (n + 1), form, 1 + n % 2), setting.model
@@ -138,7 +138,7 @@ class Scripted:
         return 2
 
 
-def schedule_of(model: ModelSpec, cap_bytes: int, gather: Gather, channels: int) -> BucketSchedule:
+def schedule_of(model: ModelSpec, cap_bytes: int, gather: GatherMode, channels: int) -> BucketSchedule:
     buckets = make_buckets(fusion.partitioned(model, cap_bytes, cap_bytes // 2), model)
     return BucketSchedule(buckets, forward_gather_order(model, buckets), gather, channels)
 

@@ -19,7 +19,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.reactions import Reactions
@@ -173,7 +173,7 @@ def test_a_second_backward_without_a_step_reduces_again_and_gathers_no_parameter
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 @pytest.mark.parametrize("channels", [1, 2, 3])
-def test_a_channel_serves_its_jobs_in_order_one_at_a_time(gather: Gather, channels: int) -> None:
+def test_a_channel_serves_its_jobs_in_order_one_at_a_time(gather: GatherMode, channels: int) -> None:
     model = layered_model(6)
     strategy = DecoupledStrategy(bucket_cap_bytes=4100, gather=gather, channels=channels)
     ready = [Item(Point.READY, name) for name in model.ready_order]
@@ -227,7 +227,7 @@ def test_a_bucket_of_parts_goes_when_every_parameter_in_it_is_ready() -> None:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_several_optimizers_work_once_whichever_of_their_calls_comes_last(gather: Gather) -> None:
+def test_several_optimizers_work_once_whichever_of_their_calls_comes_last(gather: GatherMode) -> None:
     """A recorded step ends with one optimizer's call, so that it may begin with another's."""
     strategy = DecoupledStrategy(bucket_cap_bytes=5000, gather=gather, channels=1)
     computing = [*FORWARD, Item(Part.BACKWARD, "", 100_000), *BACKWARD]

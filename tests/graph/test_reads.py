@@ -13,7 +13,7 @@ from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
-from headway.scheduling.buckets import Gather
+from headway.scheduling.buckets import GatherMode
 from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -77,7 +77,7 @@ def played(
     return Played(graph, play(graph.close()))
 
 
-def decoupled(gather: Gather) -> DecoupledStrategy:
+def decoupled(gather: GatherMode) -> DecoupledStrategy:
     return DecoupledStrategy(bucket_cap_bytes=4100, gather=gather, channels=1)
 
 
@@ -157,7 +157,7 @@ def test_a_read_of_some_gathered_gradients_leaves_the_others_on_their_way() -> N
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
-def test_a_look_at_values_brings_them_up_to_date_before_forward(gather: Gather) -> None:
+def test_a_look_at_values_brings_them_up_to_date_before_forward(gather: GatherMode) -> None:
     """The graph of a job that looks at one layer's values, and at all of them, at a step's begin."""
     for parameters in (("layer1.bias",), ()):
         read = Item(Part.READ, Read.VALUES, READ_NS, parameters=parameters)

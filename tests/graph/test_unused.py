@@ -12,7 +12,7 @@ from headway.graph.build import GraphBuilder, PlacedCollective
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
-from headway.scheduling.buckets import Gather
+from headway.scheduling.buckets import GatherMode
 from headway.simulation.engine import PlayedTimes, play
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -99,7 +99,7 @@ def test_what_a_rank_does_not_use_is_ready_at_the_first_gradient_under_ddp() -> 
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_decoupled_adds_up_uses_on_a_channel_behind_the_reduce_scatters(gather: Gather) -> None:
+def test_decoupled_adds_up_uses_on_a_channel_behind_the_reduce_scatters(gather: GatherMode) -> None:
     strategy = DecoupledStrategy(bucket_cap_bytes=4100, gather=gather, channels=1)
     graph, schedule = played(strategy, backward(), backward("layer0.weight"))
     issued = [one.name for one in graph.collectives if one.step == 0]

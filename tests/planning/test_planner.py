@@ -8,7 +8,13 @@ from headway.job import Job
 from headway.planning.dependency_bound import bounds_of, least_lateness
 from headway.planning.planner import plan
 from headway.planning.surrogate import Predictor
-from headway.scheduling.buckets import FORMS, BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.scheduling.buckets import (
+    GATHER_MODES,
+    BucketSchedule,
+    GatherMode,
+    forward_gather_order,
+    make_buckets,
+)
 from headway.scheduling.partition import cut
 from headway.strategies.data_parallel.decoupled.plugin import CAPS_BYTES
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
@@ -35,7 +41,7 @@ def case(request: pytest.FixtureRequest) -> tuple[PlannedJob, float]:
     return JOBS[request.param]
 
 
-def fixed(cap_bytes: int, gather: Gather) -> DecoupledStrategy:
+def fixed(cap_bytes: int, gather: GatherMode) -> DecoupledStrategy:
     return DecoupledStrategy(bucket_cap_bytes=cap_bytes, gather=gather)
 
 
@@ -43,7 +49,7 @@ def test_no_fixed_cap_is_better_and_the_bound_is_near(case: tuple[PlannedJob, fl
     job, factor = case
     planned = plan(job.model, job.profile, job.cluster)
     predictor = Predictor(job.model, job.profile, job.cluster)
-    for form in FORMS:
+    for form in GATHER_MODES:
         best = planned.best(form)
         caps = [fixed(cap, form).decide(Job.of(job.model)) for cap in CAPS_BYTES]
         assert best.step_ns <= 1.001 * min(predictor.predict(schedule) for schedule in caps)
@@ -57,16 +63,16 @@ def test_what_is_predicted_is_what_full_replay_says(case: tuple[PlannedJob, floa
     predictor = Predictor(job.model, job.profile, job.cluster)
     planned = plan(job.model, job.profile, job.cluster, effort=100)
     schedules = [each.schedule for each in planned.schedules]
-    schedules += [fixed(2 * MIB, form).decide(Job.of(job.model)) for form in FORMS]
+    schedules += [fixed(2 * MIB, form).decide(Job.of(job.model)) for form in GATHER_MODES]
     for schedule in schedules:
         assert predictor.predict(schedule) == pytest.approx(replayed_ns(job, schedule), rel=0.02)
 
 
-@pytest.mark.parametrize("gather", FORMS)
+@pytest.mark.parametrize("gather", GATHER_MODES)
 @pytest.mark.parametrize("channels", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_predictions_agree_with_replay_over_channels_and_ranks(
-    gather: Gather, channels: int, world_size: int
+    gather: GatherMode, channels: int, world_size: int
 ) -> None:
     job = layered_job(EMBEDDING[:20], communication=0.9, world_size=max(2, world_size))
     cluster = job.cluster.resized(world_size)
@@ -76,8 +82,8 @@ def test_predictions_agree_with_replay_over_channels_and_ranks(
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.01)
 
 
-@pytest.mark.parametrize("gather", FORMS)
-def test_predictions_agree_with_replay_where_chunks_are_cut_into_pieces(gather: Gather) -> None:
+@pytest.mark.parametrize("gather", GATHER_MODES)
+def test_predictions_agree_with_replay_where_chunks_are_cut_into_pieces(gather: GatherMode) -> None:
     job = layered_job([12 * MIB] * 6, communication=0.9)
     schedule = fixed(12 * MIB, gather).decide(Job.of(job.model))
     assert {RINGS.select("all_gather", b.size_bytes, 4).pieces for b in schedule.buckets} == {1, 2}
@@ -85,8 +91,8 @@ def test_predictions_agree_with_replay_where_chunks_are_cut_into_pieces(gather: 
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.02)
 
 
-@pytest.mark.parametrize("gather", FORMS)
-def test_predictions_agree_with_replay_where_buckets_share_parameters(gather: Gather) -> None:
+@pytest.mark.parametrize("gather", GATHER_MODES)
+def test_predictions_agree_with_replay_where_buckets_share_parameters(gather: GatherMode) -> None:
     job = layered_job(EMBEDDING, communication=0.9)
     parts = cut(job.model.ready_parameters(), 300_000)
     for stride in (

@@ -11,7 +11,7 @@ from tests.synthetic import events_of, synthetic_trace
 from headway.errors import UnsupportedError
 from headway.replayer.recorded_job import recorded_job
 from headway.replayer.replayer import Replayer
-from headway.scheduling.buckets import FORMS, Gather
+from headway.scheduling.buckets import GATHER_MODES, GatherMode
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.permitted import permitted_forms
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -34,14 +34,14 @@ def trace_of(*optimizers: str) -> Trace:
     return replace(base, events={rank: Events.from_rows(rows) for rank, rows in ranks.items()})
 
 
-def permitted(trace: Trace) -> tuple[Sequence[Gather], str]:
+def permitted(trace: Trace) -> tuple[Sequence[GatherMode], str]:
     return permitted_forms(recorded_job(trace, cluster_of(JOB)))
 
 
 @pytest.mark.parametrize(
     ("names", "forms", "said"),
     [
-        (("SGD", "AdamW"), FORMS, ""),
+        (("SGD", "AdamW"), GATHER_MODES, ""),
         (("SGD", "Adafactor"), ("gradients",), "Adafactor needs whole gradients"),
         (("SGD", "LBFGS"), (), "LBFGS may look at all gradients"),
         (("own.AdamW",), (), "own.AdamW may look"),
@@ -71,7 +71,7 @@ def test_no_plan_gathers_parameters_where_several_optimizers_step_in_turn() -> N
     assert found == ("gradients",)
     assert note.startswith("several optimizers step in turn")
     apart = {rank: Events.from_rows([*rows, *again(rows)]) for rank, rows in trace.events.items()}
-    assert permitted(replace(trace, events=apart))[0] == FORMS, "each behind a backward of its own"
+    assert permitted(replace(trace, events=apart))[0] == GATHER_MODES, "each behind a backward of its own"
 
 
 def test_what_the_decoupled_wrapper_refuses_is_not_offered() -> None:
@@ -88,7 +88,7 @@ def test_a_plan_is_predicted_as_the_optimizers_have_it_run() -> None:
     replayer = Replayer(trace_of("Adafactor"), cluster_of(JOB))
     gradients, parameters = (
         replayer.replay(DecoupledStrategy(bucket_cap_bytes=2**19, gather=form)).step_ms
-        for form in FORMS[::-1]
+        for form in GATHER_MODES[::-1]
     )
     assert parameters == gradients
     freely = Replayer(trace_of("AdamW"), cluster_of(JOB))

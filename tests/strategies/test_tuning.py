@@ -12,7 +12,7 @@ from tests.planning.jobs import MS, PlannedJob, layered_job
 from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
-from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order
+from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -22,7 +22,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidat
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
 
 
-def trial(measured_ms: float, predicted_ms: float | None, gather: Gather = "parameters") -> Trial:
+def trial(measured_ms: float, predicted_ms: float | None, gather: GatherMode = "parameters") -> Trial:
     candidate = Candidate(
         name=str(measured_ms), strategy=DecoupledStrategy(gather=gather), predicted_ms=predicted_ms
     )
@@ -64,7 +64,7 @@ def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
 # The shortlist ---------------------------------------------------------------------------------------
 
 
-def setting_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[Gather, ...]) -> Setting:
+def setting_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[GatherMode, ...]) -> Setting:
     nobody = Agreement(None, torch.device("cpu"))  # type: ignore[arg-type] # planning asks nobody
     return Setting(job.model, in_force, forms, 2, nobody, Learned(job.profile, job.cluster))
 
@@ -74,7 +74,7 @@ def names_of(candidates: list[Candidate]) -> list[str]:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather: Gather) -> None:
+def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather: GatherMode) -> None:
     job = layered_job([200_000] * 12)
     in_force = DecoupledStrategy(gather=gather).decide(Job.of(job.model))
     setting = setting_of(job, in_force, (gather,))

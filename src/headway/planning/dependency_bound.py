@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from headway.planning.surrogate import Predictor
-from headway.scheduling.buckets import Gather
+from headway.scheduling.buckets import GatherMode
 
 NS_A_MS = 1e6
 
@@ -32,7 +32,7 @@ class Bounds:
     gradients_ns: float
     parameters_ns: float
 
-    def of(self, gather: Gather) -> float:
+    def of(self, gather: GatherMode) -> float:
         """The bound of one form."""
         return self.gradients_ns if gather == "gradients" else self.parameters_ns
 
@@ -55,7 +55,7 @@ def bounds_of(predictor: Predictor) -> Bounds:
     )
 
 
-def _bound_ns(predictor: Predictor, gather: Gather) -> float:
+def _bound_ns(predictor: Predictor, gather: GatherMode) -> float:
     profile, cost = predictor.profile, predictor.cost
     forward_ns = predictor.step_at_ns + profile.rest_ns
     end_ns = forward_ns + profile.forward_ns + profile.between_ns + predictor.first_ns

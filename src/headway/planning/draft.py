@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headway.planning.early_gathers import gathers_after
 from headway.planning.surrogate import BucketFacts, Predictor
-from headway.scheduling.buckets import BucketSchedule, Gather, Part, make_buckets
+from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, make_buckets
 from headway.scheduling.partition import coalesced
 
 
@@ -28,7 +28,7 @@ CAUTION = 2e-5
 class Manner:
     """Everything of a schedule but its groups. ``patience`` lets gathers in early (see ``early_gathers``)."""
 
-    gather: Gather
+    gather: GatherMode
     channels: int = 1
     patience: float | None = None
 

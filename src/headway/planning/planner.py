@@ -18,7 +18,7 @@ from headway.planning.draft import Drafter, Groups, Manner
 from headway.planning.refine import refine
 from headway.planning.starts import starting_groups
 from headway.planning.surrogate import Predictor
-from headway.scheduling.buckets import FORMS, BucketSchedule, Gather
+from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 
 _PATIENCES = (None, 0.0, 0.5, 1.0)
 
@@ -39,7 +39,7 @@ class Planned:
     bounds: Bounds
     evaluated: int
 
-    def best(self, gather: Gather | None = None) -> PlannedSchedule:
+    def best(self, gather: GatherMode | None = None) -> PlannedSchedule:
         """The quickest schedule, of one form where given."""
         return next(s for s in self.schedules if gather is None or s.schedule.gather == gather)
 
@@ -56,7 +56,7 @@ def plan(
     profile: StepProfile,
     cluster: Cluster,
     *,
-    forms: Sequence[Gather] = FORMS,
+    forms: Sequence[GatherMode] = GATHER_MODES,
     channels: Sequence[int] = (1, 2),
     keep: int = 2,
     effort: int = 400,
@@ -78,7 +78,7 @@ def plan(
 
 
 def _planned(
-    drafter: Drafter, forms: Sequence[Gather], channels: Sequence[int], keep: int, effort: int
+    drafter: Drafter, forms: Sequence[GatherMode], channels: Sequence[int], keep: int, effort: int
 ) -> Iterator[PlannedSchedule]:
     starts = list(starting_groups(drafter))
     for form in forms:
@@ -93,7 +93,7 @@ def _planned(
             yield from _improved(drafter, best, effort)
 
 
-def _patiences(form: Gather) -> tuple[float | None, ...]:
+def _patiences(form: GatherMode) -> tuple[float | None, ...]:
     return _PATIENCES if form == "gradients" else (None,)
 
 

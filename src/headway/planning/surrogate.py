@@ -16,7 +16,7 @@ from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.planning.link_cost import LinkCost
 from headway.planning.serving import Job, serve
-from headway.scheduling.buckets import BucketSchedule, Gather, Part, joined
+from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, joined
 
 
 class BucketFacts(NamedTuple):
@@ -98,7 +98,7 @@ class Predictor:
         facts: Sequence[BucketFacts],
         gather_order: Sequence[int],
         behind: Sequence[Sequence[int]],
-        gather: Gather,
+        gather: GatherMode,
         channels: int,
     ) -> float:
         """The same from the facts of a schedule's buckets. ``behind`` is its ``gathers_behind_each()``."""
@@ -132,7 +132,7 @@ class Predictor:
         facts: Sequence[BucketFacts],
         gather_order: Sequence[int],
         arrival_ns: Sequence[float],
-        gather: Gather,
+        gather: GatherMode,
     ) -> float:
         """From the optimizer's step to the first gradient of the next backward."""
         profile = self.profile

@@ -46,7 +46,7 @@ from headway.recording.reads import ReadWatch
 from headway.recording.shapes import SHARDED, several_models, sharded_root
 from headway.recording.step_clock import StepClock
 from headway.recording.updates import UpdateWatch
-from headway.strategies.data_parallel.decoupled.kinds import name_of
+from headway.strategies.data_parallel.decoupled.granularity import name_of
 from headway.strategies.registry import plugin_named
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.folder import write_rank

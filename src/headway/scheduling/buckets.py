@@ -10,8 +10,8 @@ from typing import Literal
 from headway.collectives.selection import RINGS, Algorithms
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
 
-Gather = Literal["parameters", "gradients"]
-FORMS: tuple[Gather, ...] = ("parameters", "gradients")
+GatherMode = Literal["parameters", "gradients"]
+GATHER_MODES: tuple[GatherMode, ...] = ("parameters", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class BucketSchedule:
 
     buckets: tuple[Bucket, ...]
     gather_order: tuple[int, ...] = ()
-    gather: Gather = "gradients"
+    gather: GatherMode = "gradients"
     channels: int = 1
     gathers_after: tuple[int, ...] = ()
     algorithms: Algorithms = RINGS

@@ -15,7 +15,7 @@ from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
-from headway.scheduling.filling import Filling
+from headway.scheduling.readiness import BucketReadiness
 
 
 class Reactions(InRecordedOrder):
@@ -24,7 +24,7 @@ class Reactions(InRecordedOrder):
     def __init__(self, graph: GraphBuilder[BucketSchedule], job: Job) -> None:
         super().__init__(graph)
         self._model = job.model
-        self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
+        self._fillings = [BucketReadiness(graph.schedule) for _ in range(graph.ranks)]
         self._launched: dict[int, list[int]] = defaultdict(list)
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward
         self._passes: dict[int, int] = defaultdict(int)

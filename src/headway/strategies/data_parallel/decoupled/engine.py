@@ -24,7 +24,7 @@ from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING, Run, pr
 from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
-from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
 from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
 from headway.strategies.data_parallel.channels.streams import Streams, Turns, wait_on_host
@@ -397,7 +397,7 @@ class Engine:
         )
 
 
-def _make_form(engine: Engine, gather: Gather) -> Form:
+def _make_form(engine: Engine, gather: GatherMode) -> Form:
     from headway.strategies.data_parallel.decoupled.gather_gradients import GatherGradients
     from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
 

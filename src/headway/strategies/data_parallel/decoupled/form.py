@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.optim import Optimizer
 
 from headway.strategies.data_parallel.decoupled.bucket import Unit
-from headway.strategies.data_parallel.decoupled.kinds import Kind
+from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
 from headway.strategies.data_parallel.decoupled.slot import Slot
 
 if TYPE_CHECKING:
@@ -47,10 +47,12 @@ class Form(Protocol):
     def stepped_by_another(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer has stepped since the latest backward, so that both would have to gather."""
 
-    def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
-        """An optimizer of ``kind`` steps ``slots``: settle what cannot wait."""
+    def before_step(
+        self, slots: Sequence[Slot], granularity: UpdateGranularity, *, scaled_by_amp: bool
+    ) -> None:
+        """An optimizer of ``granularity`` steps ``slots``: settle what cannot wait."""
 
-    def takes(self, slot: Slot, kind: Kind) -> bool:
+    def takes(self, slot: Slot, granularity: UpdateGranularity) -> bool:
         """Whether the form does the step of ``slot``; otherwise stock code does, here and now."""
 
     def step(

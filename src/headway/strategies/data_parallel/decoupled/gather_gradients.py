@@ -23,7 +23,7 @@ from headway.strategies.data_parallel.channels.observer import observer
 from headway.strategies.data_parallel.decoupled.bucket import Place, Unit
 from headway.strategies.data_parallel.decoupled.copying import copy_places
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.kinds import Kind
+from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
 from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.slot import Slot, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
@@ -70,13 +70,15 @@ class GatherGradients:
         del optimizer
         return False
 
-    def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
+    def before_step(
+        self, slots: Sequence[Slot], granularity: UpdateGranularity, *, scaled_by_amp: bool
+    ) -> None:
         """Settle here and now what cannot wait, with all that shares a bucket with it.
 
         That is a second step without a backward, a loss scale that is about to vanish, a value that could be read
         without asking.
         """
-        del kind  # units hold whole parameters
+        del granularity  # units hold whole parameters
         pending = [slot for slot in slots if slot.pending]
         aliased = set(looked_past(pending, self._engine.wiring.device))
         for slot in pending:
@@ -85,9 +87,9 @@ class GatherGradients:
             if slot.pending and (slot.stepped or scaled_by_amp or slot in aliased):
                 self._engine.settle_value(slot.unit)
 
-    def takes(self, slot: Slot, kind: Kind) -> bool:
+    def takes(self, slot: Slot, granularity: UpdateGranularity) -> bool:
         """Whether the step of ``slot`` waits for its gradient."""
-        del kind
+        del granularity
         return slot.pending
 
     def step(

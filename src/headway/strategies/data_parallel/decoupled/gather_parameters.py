@@ -24,7 +24,7 @@ from headway.strategies.data_parallel.channels.observer import observer
 from headway.strategies.data_parallel.decoupled.bucket import Unit
 from headway.strategies.data_parallel.decoupled.copying import copy_places
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.kinds import Kind
+from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
 from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.shard import (
     Piece,
@@ -115,22 +115,24 @@ class GatherParameters:
         """
         return self._stepped_by is not None and self._stepped_by() is not optimizer
 
-    def before_step(self, slots: Sequence[Slot], kind: Kind, *, scaled_by_amp: bool) -> None:
+    def before_step(
+        self, slots: Sequence[Slot], granularity: UpdateGranularity, *, scaled_by_amp: bool
+    ) -> None:
         """Settle an earlier step; bring what an update that does not go by element, or not by shards, needs."""
         del scaled_by_amp  # the stand-in keeps what a scaler takes away
         for slot in slots:
             if slot.unit.stepped:
                 self._engine.settle_value(slot.unit)
-        if not self._shards_steps(kind):
+        if not self._shards_steps(granularity):
             for slot in slots:
                 slot.before_gradient_read()
 
-    def takes(self, slot: Slot, kind: Kind) -> bool:
+    def takes(self, slot: Slot, granularity: UpdateGranularity) -> bool:
         """Whether there is a gradient to update by, and each rank updates its share."""
-        return self._shards_steps(kind) and (slot.pending or slot.grad is not None)
+        return self._shards_steps(granularity) and (slot.pending or slot.grad is not None)
 
-    def _shards_steps(self, kind: Kind) -> bool:
-        return kind is Kind.ELEMENT and not self._engine.needs_gradients
+    def _shards_steps(self, granularity: UpdateGranularity) -> bool:
+        return granularity is UpdateGranularity.ELEMENTWISE and not self._engine.needs_gradients
 
     def step(
         self,

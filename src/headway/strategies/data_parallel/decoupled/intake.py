@@ -13,7 +13,7 @@ from headway import torch_private
 from headway.collectives.algorithms import REDUCE_SCATTER
 from headway.errors import UnsupportedError
 from headway.scheduling.buckets import BucketSchedule
-from headway.scheduling.filling import Filling
+from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.expected import Expected
 from headway.strategies.data_parallel.decoupled.slot import Slot, gradient_holders, unshared
@@ -34,11 +34,11 @@ class Intake:
         self._kept = False  # whether a reduced gradient may be under way
         self._settled = True  # whether nothing has happened since the last backward began
         self._callback_queued = False
-        self._filling: Filling
+        self._readiness: BucketReadiness
 
     def follow(self, schedule: BucketSchedule) -> Sequence[RemovableHandle]:
         """Fill the buckets of ``schedule``; returns the hooks that bring gradients."""
-        self._filling = Filling(schedule)
+        self._readiness = BucketReadiness(schedule)
         return [handle for slot in self._engine.slots for handle in _hook(self, slot)]
 
     def before_accumulation(self, slot: Slot) -> None:
@@ -87,7 +87,7 @@ class Intake:
             self._local = False
             self._let_go()
             self.running, self._settled, self._kept = True, False, True
-            self._filling.restart()
+            self._readiness.restart()
             self._engine.usage.restart()
         if not self._callback_queued:
             self._callback_queued = True
@@ -113,7 +113,7 @@ class Intake:
         gradient = slot.parameter.grad
         assert gradient is not None
         self._fill(slot, gradient)
-        if self._engine.usage.used(slot) and (full := self._filling.ready(slot.name)):
+        if self._engine.usage.used(slot) and (full := self._readiness.ready(slot.name)):
             self._launch(full)
 
     def _fill(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class Intake:
                     slot.begin()
             bucket.unit.in_flight = True
             self._reduce(bucket)
-        if indices and self._filling.complete and self._engine.find_unused:
+        if indices and self._readiness.complete and self._engine.find_unused:
             self._engine.usage.share(self._engine)
 
     def _reduce(self, bucket: LiveBucket) -> None:
@@ -169,11 +169,11 @@ class Intake:
 
     def _backward_ended(self) -> None:
         self._callback_queued = False
-        if not self._filling.complete and torch_private.inside_backward():
+        if not self._readiness.complete and torch_private.inside_backward():
             return  # nested in another backward, which goes on
-        if not self._filling.complete and self._engine.find_unused:
+        if not self._readiness.complete and self._engine.find_unused:
             self._fill_up()
-        if not self._filling.complete:
+        if not self._readiness.complete:
             raise self._engine.fail_unfinished()
         self.running = False
         self._expected.backward_ended()
@@ -194,7 +194,7 @@ class Intake:
             else:
                 with torch.no_grad():
                     self._fill(slot, gradient)
-            self._launch(self._filling.ready(slot.name))
+            self._launch(self._readiness.ready(slot.name))
 
     def reduce_zeros(self) -> None:
         """Take part in the backward of other ranks without a gradient of one's own; wait for its end."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from headway.errors import UnsupportedError
 from headway.job import Job
-from headway.scheduling.buckets import FORMS, Gather
-from headway.strategies.data_parallel.decoupled.kinds import Kind, kind_named
+from headway.scheduling.buckets import GATHER_MODES, GatherMode
+from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_named
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 
-def permitted_forms(job: Job) -> tuple[Sequence[Gather], str]:
+def permitted_forms(job: Job) -> tuple[Sequence[GatherMode], str]:
     """What decoupled strategies may gather for ``job``, and why they may not gather everything.
 
     An optimizer that looks at several elements at once needs whole gradients, and one that is not known to take its
@@ -20,16 +20,16 @@ def permitted_forms(job: Job) -> tuple[Sequence[Gather], str]:
     """
     if refusal := job.refusals.get(DecoupledStrategy.name):
         return (), f"{refusal}, so decoupled plans are left out"
-    kinds = {name: kind_named(name) for name in job.optimizers.names}
-    whole = [name for name, kind in kinds.items() if kind is Kind.WHOLE]
+    kinds = {name: granularity_named(name) for name in job.optimizers.names}
+    whole = [name for name, kind in kinds.items() if kind is UpdateGranularity.GLOBAL]
     if whole:
         return (), f"{whole[0]} may look at all gradients at once, so decoupled plans are left out"
-    by_parameter = [name for name, kind in kinds.items() if kind is Kind.PARAMETER]
+    by_parameter = [name for name, kind in kinds.items() if kind is UpdateGranularity.PER_PARAMETER]
     if by_parameter:
         return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"
     if job.optimizers.steps_a_backward > 1:
         return ("gradients",), "several optimizers step in turn, so no plan gathers parameters"
-    return FORMS, ""
+    return GATHER_MODES, ""
 
 
 def as_run(strategy: DecoupledStrategy, job: Job) -> DecoupledStrategy:

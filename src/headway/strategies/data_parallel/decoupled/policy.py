@@ -14,7 +14,7 @@ from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import (
     BucketSchedule,
-    Gather,
+    GatherMode,
     Part,
     forward_gather_order,
     group_by_size,
@@ -35,7 +35,7 @@ class DecoupledStrategy(Strategy):
     bucket_cap_bytes: int = Field(default=DEFAULT_CAP_BYTES, gt=0)
     """Where ``buckets`` is empty: the size of those that are cut from the order in which gradients become ready."""
 
-    gather: Gather = "parameters"
+    gather: GatherMode = "parameters"
     """What is gathered: parameters, after each rank has updated its share of them, or gradients, after which every rank
     updates everything."""
 

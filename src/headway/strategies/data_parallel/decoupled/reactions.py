@@ -19,7 +19,7 @@ from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
-from headway.scheduling.filling import Filling
+from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.data_parallel.decoupled.jobs import Jobs
 from headway.trace.events import Read
 
@@ -36,7 +36,7 @@ class Reactions(InRecordedOrder):
         if (slower := graph.cluster.decoupled_slowdown) is not None:
             graph.slowdowns = {Part.FORWARD: slower.forward, Part.BACKWARD: slower.backward}
         self._schedule = graph.schedule
-        self._fillings = [Filling(graph.schedule) for _ in range(graph.ranks)]
+        self._fillings = [BucketReadiness(graph.schedule) for _ in range(graph.ranks)]
         self._total_bytes = max(1, sum(bucket.size_bytes for bucket in graph.schedule.buckets))
         self._units = graph.schedule.units
         self._unit_of = {bucket: unit for unit, buckets in enumerate(self._units) for bucket in buckets}

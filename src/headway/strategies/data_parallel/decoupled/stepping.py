@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.form import Form
-from headway.strategies.data_parallel.decoupled.kinds import Kind, kind_of
+from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
 from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 from headway.strategies.data_parallel.decoupled.state import WatchedState
@@ -98,27 +98,27 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     bind(optimizer)
     if isinstance(optimizer.state, WatchedState):
         optimizer.state.recover()
-    kind = kind_of(optimizer)
+    granularity = granularity_of(optimizer)
     for engine in engines:
         engine.check_usable()
-        if kind is not Kind.ELEMENT or engine.form.stepped_by_another(optimizer):
+        if granularity is not UpdateGranularity.ELEMENTWISE or engine.form.stepped_by_another(optimizer):
             engine.gather_gradients_from_now_on()
-    if kind is Kind.WHOLE:
+    if granularity is UpdateGranularity.GLOBAL:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
     return (StandIn(optimizer, partial(_defer, optimizer)), *args[1:]), kwargs
 
 
 def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Give the engines their parameters to update, and return groups of the others."""
-    kind = kind_of(optimizer)
-    _prepare(optimizer, kind)
+    granularity = granularity_of(optimizer)
+    _prepare(optimizer, granularity)
     hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
     now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     taken: dict[Form, list[list[Slot]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             slot: Slot | None = deferred.entry_of(parameter)
-            if slot is None or not slot.engine.form.takes(slot, kind):
+            if slot is None or not slot.engine.form.takes(slot, granularity):
                 now[index]["params"].append(parameter)
             else:
                 taken.setdefault(slot.engine.form, [[] for _ in now])[index].append(slot)
@@ -129,7 +129,7 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     return now
 
 
-def _prepare(optimizer: Optimizer, kind: Kind) -> None:
+def _prepare(optimizer: Optimizer, granularity: UpdateGranularity) -> None:
     """Settle what cannot wait, now that a closure has run."""
     scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     slots_by_engine: dict[Engine, list[Slot]] = {}
@@ -141,7 +141,7 @@ def _prepare(optimizer: Optimizer, kind: Kind) -> None:
             engine.gather_gradients_from_now_on()
         if engine.needs_gradients:
             engine.form.state_wanted(optimizer)  # of the updates that are not deferred
-        engine.form.before_step(slots, kind, scaled_by_amp=scaled_by_amp)
+        engine.form.before_step(slots, granularity, scaled_by_amp=scaled_by_amp)
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:

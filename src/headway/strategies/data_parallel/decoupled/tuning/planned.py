@@ -12,7 +12,7 @@ from headway.model import ModelSpec
 from headway.planning import planner
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
-from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
     Learned,
@@ -147,7 +147,7 @@ def _planned(setting: Setting) -> str:
     return short.model_dump_json()
 
 
-def _worth_trying(found: planner.Planned, home: Gather) -> list[BucketSchedule]:
+def _worth_trying(found: planner.Planned, home: GatherMode) -> list[BucketSchedule]:
     """The best of the form in force, and of others that promise more, with each number of channels.
 
     What comes next is left out where it is much like another. Predictions are too close for one number of channels to
@@ -167,7 +167,7 @@ def _worth_trying(found: planner.Planned, home: Gather) -> list[BucketSchedule]:
 
 
 def _capped(
-    model: ModelSpec, gather: Gather, channels: int, shares: Sequence[int]
+    model: ModelSpec, gather: GatherMode, channels: int, shares: Sequence[int]
 ) -> Iterator[BucketSchedule]:
     for share in shares:
         buckets = make_buckets(fusion.fixed(model, max(1, -(-model.size_bytes // share))), model)

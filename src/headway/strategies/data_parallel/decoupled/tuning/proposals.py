@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.cluster import Cluster
 from headway.graph.step_profile import StepProfile
 from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule, Gather
+from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 
@@ -60,7 +60,7 @@ class Setting:
 
     model: ModelSpec
     in_force: BucketSchedule
-    forms: tuple[Gather, ...]
+    forms: tuple[GatherMode, ...]
     channels: int
     agreement: Agreement
     learned: Learned | None

@@ -9,7 +9,7 @@ from typing import Any
 from headway.errors import UserError
 from headway.planning.bayesian import ThresholdSearch
 from headway.scheduling import fusion
-from headway.scheduling.buckets import BucketSchedule, Gather, forward_gather_order, make_buckets
+from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
 
 
@@ -23,13 +23,13 @@ class ThresholdProposer:
 
     learns = False
 
-    def __init__(self, *, gather: Gather = "gradients", channels: int = 1, **options: Any) -> None:
+    def __init__(self, *, gather: GatherMode = "gradients", channels: int = 1, **options: Any) -> None:
         if importlib.util.find_spec("bayes_opt") is None:  # asked on every rank, though only rank 0 searches
             raise UserError(
                 "the Bayesian search needs the library bayesian-optimization",
                 fix="pip install 'headway[tuning]'",
             )
-        self._gather: Gather = gather
+        self._gather: GatherMode = gather
         self._channels = channels
         self._options = options
         self._search: ThresholdSearch | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headway.graph.update_cost import update_cost
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, Gather, restricted
+from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
 from headway.strategies.data_parallel.decoupled.tuning import links
@@ -259,7 +259,7 @@ def _agreement(wrapped: DecoupledDataParallel) -> Agreement:
     return Agreement(wrapped.process_group, wrapped.join_device)
 
 
-def _forms(schedule: BucketSchedule) -> tuple[Gather, ...]:
+def _forms(schedule: BucketSchedule) -> tuple[GatherMode, ...]:
     return (schedule.gather, "gradients" if schedule.gather == "parameters" else "parameters")
 
 

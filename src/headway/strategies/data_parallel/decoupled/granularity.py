@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Kind(enum.Enum):
+class UpdateGranularity(enum.Enum):
     """What the update of an element depends on: that element alone, its parameter, or anything."""
 
-    ELEMENT = "element"
-    PARAMETER = "parameter"
-    WHOLE = "whole"
+    ELEMENTWISE = "elementwise"
+    PER_PARAMETER = "per_parameter"
+    GLOBAL = "global"
 
 
 _BY_ELEMENT = (
@@ -23,11 +23,11 @@ _BY_ELEMENT = (
 _BY_PARAMETER = ("Adafactor", "Muon")
 
 
-def kind_of(optimizer: Optimizer) -> Kind:
-    """The kind of ``optimizer``, by its exact class: a subclass may do anything."""
+def granularity_of(optimizer: Optimizer) -> UpdateGranularity:
+    """The granularity of ``optimizer``'s update, by its exact class: a subclass may do anything."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return Kind.WHOLE
-    return kind_named(name_of(optimizer))
+        return UpdateGranularity.GLOBAL
+    return granularity_named(name_of(optimizer))
 
 
 def name_of(optimizer: Optimizer) -> str:
@@ -39,8 +39,8 @@ def name_of(optimizer: Optimizer) -> str:
     return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def kind_named(name: str) -> Kind:
-    """The kind of an optimizer with this ``name_of``."""
+def granularity_named(name: str) -> UpdateGranularity:
+    """The granularity of an optimizer's update with this ``name_of``."""
     if name in _BY_ELEMENT:
-        return Kind.ELEMENT
-    return Kind.PARAMETER if name in _BY_PARAMETER else Kind.WHOLE
+        return UpdateGranularity.ELEMENTWISE
+    return UpdateGranularity.PER_PARAMETER if name in _BY_PARAMETER else UpdateGranularity.GLOBAL

@@ -1,4 +1,4 @@
-"""Filling: which buckets a backward may launch. One rule for the live runtime and for replay."""
+"""Readiness: which buckets a backward may launch. One rule for the live runtime and for replay."""
 
 from __future__ import annotations
 
