@@ -25,15 +25,15 @@ CAUTION = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """Everything of a schedule but its groups. ``patience`` lets gathers in early (see ``early_gathers``)."""
+class ScheduleOptions:
+    """Everything of a schedule but its groups; for ``early_gather_threshold`` see ``early_gathers``."""
 
     gather: GatherMode
     channels: int = 1
-    patience: float | None = None
+    early_gather_threshold: float | None = None
 
 
-class Drafter:
+class ScheduleDrafter:
     """Predicts drafts and makes schedules of them. ``evaluated`` counts predictions."""
 
     def __init__(self, predictor: Predictor) -> None:
@@ -49,39 +49,41 @@ class Drafter:
         """Groups of these parts."""
         return tuple(self.group(each) for each in parts)
 
-    def step_ns(self, groups: Sequence[Group], manner: Manner) -> float:
+    def step_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step."""
         self.evaluated += 1
         facts = [group.facts for group in groups]
         order = _gather_order(facts)
         behind: list[list[int]] = [[] for _ in groups]
-        if manner.gather == "gradients":
-            for bucket, after in zip(order, self._after(facts, order, manner), strict=True):
+        if options.gather == "gradients":
+            for bucket, after in zip(order, self._after(facts, order, options), strict=True):
                 behind[after].append(bucket)
-        return self.predictor.step_ns(facts, order, behind, manner.gather, manner.channels)
+        return self.predictor.step_ns(facts, order, behind, options.gather, options.channels)
 
-    def cost_ns(self, groups: Sequence[Group], manner: Manner) -> float:
+    def cost_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step, and a little for every group."""
-        return self.step_ns(groups, manner) * (1 + CAUTION * len(groups))
+        return self.step_ns(groups, options) * (1 + CAUTION * len(groups))
 
-    def schedule(self, groups: Sequence[Group], manner: Manner) -> BucketSchedule:
+    def schedule(self, groups: Sequence[Group], options: ScheduleOptions) -> BucketSchedule:
         """The draft as a schedule."""
         facts = [group.facts for group in groups]
         order = _gather_order(facts)
-        early = manner.gather == "gradients" and manner.patience is not None
+        early = options.gather == "gradients" and options.early_gather_threshold is not None
         return BucketSchedule(
             buckets=make_buckets([group.parts for group in groups], self.predictor.model),
             gather_order=order,
-            gather=manner.gather,
-            channels=manner.channels,
-            gathers_after=self._after(facts, order, manner) if early else (),
+            gather=options.gather,
+            channels=options.channels,
+            gathers_after=self._after(facts, order, options) if early else (),
             algorithms=self.predictor.algorithms,
         )
 
-    def _after(self, facts: Sequence[BucketFacts], order: tuple[int, ...], manner: Manner) -> tuple[int, ...]:
-        if manner.patience is None:
+    def _after(
+        self, facts: Sequence[BucketFacts], order: tuple[int, ...], options: ScheduleOptions
+    ) -> tuple[int, ...]:
+        if options.early_gather_threshold is None:
             return (len(facts) - 1,) * len(facts)
-        return gathers_after(facts, order, self.predictor.cost, manner.patience)
+        return gathers_after(facts, order, self.predictor.cost, options.early_gather_threshold)
 
 
 def _gather_order(facts: Sequence[BucketFacts]) -> tuple[int, ...]:

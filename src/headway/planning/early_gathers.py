@@ -10,13 +10,13 @@ from headway.planning.surrogate import BucketFacts
 
 
 def gathers_after(
-    facts: Sequence[BucketFacts], gather_order: Sequence[int], cost: LinkCost, patience: float
+    facts: Sequence[BucketFacts], gather_order: Sequence[int], cost: LinkCost, early_gather_threshold: float
 ) -> tuple[int, ...]:
     """For each gather of ``gather_order``, the reduce-scatter that it stands right behind.
 
     Played on one link: in the time between a reduce-scatter's end and the next full bucket, buckets that have been
-    reduced are gathered, those that forward needs first. A gather is let in where at least ``patience`` of it (0 to 1)
-    would fit; 0 keeps the link busy whenever it can be.
+    reduced are gathered, those that forward needs first. A gather starts early if at least the fraction
+    ``early_gather_threshold`` of it (0 to 1) fits into the idle gap; 0 keeps the link busy whenever it can be.
     """
     last = len(facts) - 1
     behind = [last] * len(facts)
@@ -30,7 +30,7 @@ def gathers_after(
         next_ns = max(launched_ns, facts[index + 1].ready_ns)
         while finished:
             gather_ns = cost.all_gather.time_ns(facts[gather_order[finished[0]]].size_bytes)
-            if now_ns >= next_ns or now_ns + patience * gather_ns > next_ns:
+            if now_ns >= next_ns or now_ns + early_gather_threshold * gather_ns > next_ns:
                 break
             behind[gather_order[heapq.heappop(finished)]] = index
             now_ns += gather_ns

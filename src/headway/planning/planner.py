@@ -14,13 +14,13 @@ from headway.graph.step_profile import StepProfile
 from headway.model import ModelSpec
 from headway.planning.algorithm_choices import algorithm_choices
 from headway.planning.dependency_bound import Bounds, bounds_of
-from headway.planning.draft import Drafter, Groups, Manner
+from headway.planning.draft import Groups, ScheduleDrafter, ScheduleOptions
 from headway.planning.refine import refine
 from headway.planning.starts import starting_groups
 from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 
-_PATIENCES = (None, 0.0, 0.5, 1.0)
+_EARLY_GATHER_THRESHOLDS = (None, 0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Planned:
 class _Draft:
     cost_ns: float
     groups: Groups
-    manner: Manner
+    options: ScheduleOptions
 
 
 def plan(
@@ -68,7 +68,7 @@ def plan(
     choice of algorithms that the cluster's measured costs speak for.
     """
     drafters = [
-        Drafter(Predictor(model, profile, cluster, algorithms))
+        ScheduleDrafter(Predictor(model, profile, cluster, algorithms))
         for algorithms in algorithm_choices(cluster, model.size_bytes)
     ]
     found = [each for drafter in drafters for each in _planned(drafter, forms, channels, keep, effort)]
@@ -78,38 +78,41 @@ def plan(
 
 
 def _planned(
-    drafter: Drafter, forms: Sequence[GatherMode], channels: Sequence[int], keep: int, effort: int
+    drafter: ScheduleDrafter, forms: Sequence[GatherMode], channels: Sequence[int], keep: int, effort: int
 ) -> Iterator[PlannedSchedule]:
     starts = list(starting_groups(drafter))
     for form in forms:
-        drafts = _predicted(drafter, starts, [Manner(form, channels[0], p) for p in _patiences(form)])
+        choices = [ScheduleOptions(form, channels[0], each) for each in _early_gather_thresholds(form)]
+        drafts = _predicted(drafter, starts, choices)
         for count in channels:
             counted = [
-                _Draft(drafter.cost_ns(draft.groups, manner), draft.groups, manner)
+                _Draft(drafter.cost_ns(draft.groups, options), draft.groups, options)
                 for draft in drafts[: 2 * keep]
-                for manner in (replace(draft.manner, channels=count),)
+                for options in (replace(draft.options, channels=count),)
             ]
             best = sorted(counted, key=lambda draft: draft.cost_ns)[:keep]
             yield from _improved(drafter, best, effort)
 
 
-def _patiences(form: GatherMode) -> tuple[float | None, ...]:
-    return _PATIENCES if form == "gradients" else (None,)
+def _early_gather_thresholds(form: GatherMode) -> tuple[float | None, ...]:
+    return _EARLY_GATHER_THRESHOLDS if form == "gradients" else (None,)
 
 
-def _predicted(drafter: Drafter, starts: Iterable[Groups], manners: Sequence[Manner]) -> list[_Draft]:
+def _predicted(
+    drafter: ScheduleDrafter, starts: Iterable[Groups], choices: Sequence[ScheduleOptions]
+) -> list[_Draft]:
     drafts = [
-        _Draft(drafter.cost_ns(groups, manner), groups, manner) for groups in starts for manner in manners
+        _Draft(drafter.cost_ns(groups, options), groups, options) for groups in starts for options in choices
     ]
     return sorted(drafts, key=lambda draft: draft.cost_ns)
 
 
-def _improved(drafter: Drafter, drafts: Iterable[_Draft], effort: int) -> list[PlannedSchedule]:
+def _improved(drafter: ScheduleDrafter, drafts: Iterable[_Draft], effort: int) -> list[PlannedSchedule]:
     """What local search makes of the drafts, best first, each schedule once."""
     found: dict[BucketSchedule, tuple[float, float]] = {}
     for draft in drafts:
-        cost_ns, groups = refine(drafter, draft.groups, draft.manner, effort)
-        step_ns = drafter.step_ns(groups, draft.manner)
-        found.setdefault(drafter.schedule(groups, draft.manner), (cost_ns, step_ns))
+        cost_ns, groups = refine(drafter, draft.groups, draft.options, effort)
+        step_ns = drafter.step_ns(groups, draft.options)
+        found.setdefault(drafter.schedule(groups, draft.options), (cost_ns, step_ns))
     ranked = sorted(found.items(), key=lambda pair: pair[1])
     return [PlannedSchedule(schedule, step_ns) for schedule, (_, step_ns) in ranked]

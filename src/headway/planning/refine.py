@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headway.model import ModelSpec
-from headway.planning.draft import Drafter, Group, Groups, Manner
+from headway.planning.draft import Group, Groups, ScheduleDrafter, ScheduleOptions
 from headway.scheduling.buckets import Part
 from headway.scheduling.partition import size_bytes
 
@@ -14,19 +14,21 @@ _SHARES = (0.5, 0.25, 0.75)
 Change = tuple[Group, ...]  # what one or two neighbours become
 
 
-def refine(drafter: Drafter, groups: Groups, manner: Manner, effort: int) -> tuple[float, Groups]:
+def refine(
+    drafter: ScheduleDrafter, groups: Groups, options: ScheduleOptions, effort: int
+) -> tuple[float, Groups]:
     """Merge, split and shift neighbouring groups while the step's cost gets less; returns it and the groups.
 
     Changes near both ends of backward are tried first: those groups are exposed. At most ``effort`` predictions.
     """
-    best_ns = drafter.cost_ns(groups, manner)
+    best_ns = drafter.cost_ns(groups, options)
     tried = 0
     improved = True
     while improved and tried < effort:
         improved = False
         for index in _from_both_ends(len(groups)):
             for changed in _changes(drafter, groups, index):
-                cost_ns = drafter.cost_ns(changed, manner)
+                cost_ns = drafter.cost_ns(changed, options)
                 tried += 1
                 if cost_ns < best_ns * (1 - _LEAST_GAIN):
                     best_ns, groups, improved = cost_ns, changed, True
@@ -43,7 +45,7 @@ def _from_both_ends(count: int) -> Iterator[int]:
             yield index
 
 
-def _changes(drafter: Drafter, groups: Groups, index: int) -> Iterator[Groups]:
+def _changes(drafter: ScheduleDrafter, groups: Groups, index: int) -> Iterator[Groups]:
     """The neighbours of ``groups`` that differ at group ``index`` and the one behind it."""
     if index >= len(groups):
         return

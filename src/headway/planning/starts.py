@@ -15,7 +15,7 @@ MOST_GROUPS = 1024
 _GRADES = ((8, 0.5), (16, 0.25), (32, 1.0))  # smallest group as a part of the cap, growth with every byte
 
 
-def starting_groups(drafter: draft.Drafter) -> Iterator[draft.Groups]:
+def starting_groups(drafter: draft.ScheduleDrafter) -> Iterator[draft.Groups]:
     """Groups worth a prediction, each once.
 
     Graded groups begin small, so that reduction begins early, grow to the cap, and end small: the last group's

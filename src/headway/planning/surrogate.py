@@ -14,8 +14,8 @@ from headway.cluster import DEFERRED_UPDATE, STEP_CALL, Cluster
 from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
+from headway.planning.channel_queue import Job, serve
 from headway.planning.link_cost import LinkCost
-from headway.planning.serving import Job, serve
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, joined
 
 
