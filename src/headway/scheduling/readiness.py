@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.scheduling.buckets import BucketSchedule
 
 
-class Filling:
+class BucketReadiness:
     """Counts the gradients of one backward: a bucket goes when it is full and every bucket before it has gone."""
 
     def __init__(self, schedule: BucketSchedule) -> None:

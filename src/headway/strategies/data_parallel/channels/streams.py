@@ -74,7 +74,7 @@ def wait_on_host(mark: Any) -> None:
         mark.synchronize()
 
 
-class Turns:
+class BufferFence:
     """The uses of one buffer, each behind the one before on whatever streams they are.
 
     The buffer lies on the device or, ``on_host``, in memory that the device copies from and to.
@@ -86,12 +86,12 @@ class Turns:
         self._last: Any = None
         self._stream: Any = None
 
-    def turn(self) -> AbstractContextManager[None]:
+    def acquire(self) -> AbstractContextManager[None]:
         """What the current stream does with the buffer."""
-        return self._turn() if self._streams.asynchronous else nullcontext()
+        return self._acquire() if self._streams.asynchronous else nullcontext()
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _acquire(self) -> Iterator[None]:
         self.join()
         try:
             yield
@@ -104,13 +104,13 @@ class Turns:
         if self._last is not None and self._stream != self._streams.current():
             self._streams.follow(self._last)
 
-    def where_it_lies(self) -> AbstractContextManager[None]:
+    def acquire_on_host(self) -> AbstractContextManager[None]:
         """What is done with the buffer where it lies: by the current stream of then, or on the host.
 
         On the host, the turn is taken now and waited for inside; whoever comes next has to wait for it on the host.
         """
         if not self._on_host:
-            return self.turn()
+            return self.acquire()
         last, self._last = self._last, None
         return nullcontext() if last is None else _behind(last)
 
@@ -121,7 +121,7 @@ def _behind(mark: Any) -> Iterator[None]:
     yield
 
 
-class Milestones:
+class CompletionEvents:
     """Which of some numbered pieces of work are done on the device, for threads that have to know."""
 
     def __init__(self, streams: Streams) -> None:

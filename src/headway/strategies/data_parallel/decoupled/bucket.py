@@ -12,14 +12,14 @@ from headway import torch_private
 from headway.collectives.program import chunk_bounds
 from headway.scheduling.buckets import Bucket
 from headway.strategies.data_parallel.channels.communication import Job
-from headway.strategies.data_parallel.channels.streams import Turns
+from headway.strategies.data_parallel.channels.streams import BufferFence
 from headway.strategies.data_parallel.channels.wiring import Wiring
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.slot import Slot
+    from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 
-class Place:
+class BucketView:
     """Where elements ``start`` to ``end`` of a parameter lie: at ``offset`` of a bucket's buffer.
 
     ``view`` is that piece of the buffer, flat; ``shaped`` has the parameter's shape where it is the whole parameter.
@@ -44,7 +44,7 @@ class LiveBucket:
 
     def __init__(self, bucket: Bucket, world_size: int, rank: int, wiring: Wiring) -> None:
         self.device = wiring.device
-        self.turns = Turns(wiring.streams, on_host=wiring.pinned)
+        self.fence = BufferFence(wiring.streams, on_host=wiring.pinned)
         self.index = bucket.index
         self.size_bytes = bucket.size_bytes
         numel = sum(part.numel for part in bucket.parts)
@@ -56,32 +56,32 @@ class LiveBucket:
         self._plain = wiring.device.type == "cpu"  # work is done when it has been given: no turn to take
         self.bounds = chunk_bounds(self.buffer.numel(), world_size)
         self.own = slice(*self.bounds[rank])
-        self.slots: list[Slot] = []
-        self.unit: Unit
+        self.slots: list[ParameterState] = []
+        self.unit: SettleGroup
         self.reductions = 0  # how many reduce-scatters have been submitted
         self.gathers = 0  # and all-gathers
         self.reduce: Job | None = None
         self.gather: Job | None = None
 
-    def fill(self, place: Place, gradient: torch.Tensor, scale: float) -> None:
+    def fill(self, place: BucketView, gradient: torch.Tensor, scale: float) -> None:
         """Put the part of ``gradient`` that belongs to ``place`` there, times ``scale``."""
         if self._plain and place.shaped is not None:
             torch.mul(gradient, scale, out=place.shaped)
             return
-        with self.turns.turn():
+        with self.fence.acquire():
             part = gradient.reshape(-1)[place.start : place.end]
             if self._apart:  # whoever reads the buffer waits for this turn
                 place.view.copy_(part * scale, non_blocking=True)
             else:
                 torch.mul(part, scale, out=place.view)
 
-    def clear(self, place: Place | None = None) -> None:
+    def clear(self, place: BucketView | None = None) -> None:
         """Put zeros at ``place``, or everywhere."""
-        with self.turns.where_it_lies():
+        with self.fence.acquire_on_host():
             (self.buffer if place is None else place.view).zero_()
 
 
-class Unit:
+class SettleGroup:
     """Buckets that are settled together because they share parameters; most units are one bucket."""
 
     def __init__(self, buckets: list[LiveBucket]) -> None:
@@ -95,9 +95,9 @@ class Unit:
         self.stepped = False  # with parameters gathered: an update is under way
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def acquire(self) -> Iterator[None]:
         """A turn of every bucket."""
         with ExitStack() as turns:
             for bucket in self.buckets:
-                turns.enter_context(bucket.turns.turn())
+                turns.enter_context(bucket.fence.acquire())
             yield

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def check_module(module: nn.Module, mine: Collection[Slot] = ()) -> None:
+def check_module(module: nn.Module, mine: Collection[ParameterState] = ()) -> None:
     """Raise UnsupportedError, naming the module or parameter, unless ``module`` can be trained rightly.
 
     Parameters of the slots ``mine`` may be deferred already.

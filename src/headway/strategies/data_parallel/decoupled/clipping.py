@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.reads import answer_clipping
 
 _EPSILON = 1e-6  # stock torch's
@@ -25,7 +25,7 @@ def watch_clipping() -> None:
 def _clipped(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor | None:
-    slots = sharded_slots(parameters)
+    slots = sharded_parameters(parameters)
     if slots is None:
         return None
     gradients = slots[0].engine.form.sharded_gradients
@@ -33,14 +33,14 @@ def _clipped(
     return gradients.clip(slots, max_norm, norm_type, error_if_nonfinite)
 
 
-def sharded_slots(parameters: Iterable[torch.Tensor]) -> list[Slot] | None:
+def sharded_parameters(parameters: Iterable[torch.Tensor]) -> list[ParameterState] | None:
     """The slots of ``parameters`` where all their gradients are one engine's sharded ones; else None.
 
     The answer is the same on every rank, although some may have looked at their gradients.
     """
-    slots: list[Slot] = []
+    slots: list[ParameterState] = []
     for parameter in parameters:
-        slot: Slot | None = deferred.entry_of(parameter)
+        slot: ParameterState | None = deferred.entry_of(parameter)
         if slot is None and not parameter.requires_grad and parameter.grad is None:
             continue  # frozen: the stock function passes over it, too
         if slot is None or not slot.sharded:

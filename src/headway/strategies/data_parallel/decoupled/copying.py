@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.bucket import Place
+    from headway.strategies.data_parallel.decoupled.bucket import BucketView
 
 
-def copy_places(targets: Sequence[tuple[torch.Tensor, Place]]) -> None:
+def copy_views(targets: Sequence[tuple[torch.Tensor, BucketView]]) -> None:
     """Write what lies at each place over the elements of its target that it stands for, in the target's logical order.
 
     Out of pinned memory this is done in the current stream's time: buffers must not change before.
@@ -27,7 +27,7 @@ def copy_places(targets: Sequence[tuple[torch.Tensor, Place]]) -> None:
 def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
     """Write the flat ``source`` over the elements from ``start`` on of ``target``, in its logical order.
 
-    Out of pinned memory as ``copy_places``.
+    Out of pinned memory as ``copy_views``.
     """
     end = start + source.numel()
     if end - start == target.numel():

@@ -27,15 +27,19 @@ from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.channels.communication import Channels, Job, own_work
 from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
-from headway.strategies.data_parallel.channels.streams import Streams, Turns, wait_on_host
+from headway.strategies.data_parallel.channels.streams import BufferFence, Streams, wait_on_host
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.bucket import LiveBucket, Place, Unit
-from headway.strategies.data_parallel.decoupled.carrying import Collectives, Natives, OnHost
+from headway.strategies.data_parallel.decoupled.bucket import BucketView, LiveBucket, SettleGroup
 from headway.strategies.data_parallel.decoupled.form import Form
-from headway.strategies.data_parallel.decoupled.intake import Intake
 from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Answer, Limits, Reply
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
+from headway.strategies.data_parallel.decoupled.reducer import GradientReducer
+from headway.strategies.data_parallel.decoupled.transport import (
+    BackendCollectives,
+    ChunkProgramCollectives,
+    Collectives,
+)
 from headway.strategies.data_parallel.decoupled.usage import Usage
 
 if TYPE_CHECKING:
@@ -72,8 +76,8 @@ class Engine:
         self._warned = False
         self._change_form = False
         self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
-        self.intake = Intake(self)
-        self._settling = Turns(wiring.streams, on_host=False)  # of parameters, out of their buckets
+        self.reducer = GradientReducer(self)
+        self._settling = BufferFence(wiring.streams, on_host=False)  # of parameters, out of their buckets
         self._answering = wiring.streams.new()
         self._channels: Channels | StreamChannels
         if wiring.native:
@@ -92,7 +96,7 @@ class Engine:
         # Asked for under the schedule before. Steps ask anew, at one point of the script on every rank; here, some
         # ranks may have had inputs, and steps, that others had not.
         self._change_form = self.needs_gradients = False
-        slots = {name: Slot(self, name, parameters[name]) for name in schedule.buckets_of}
+        slots = {name: ParameterState(self, name, parameters[name]) for name in schedule.buckets_of}
         self.buckets = [
             LiveBucket(planned, self.world_size, self.rank, self.wiring) for planned in schedule.buckets
         ]
@@ -100,22 +104,22 @@ class Engine:
             offset = 0
             for part in planned.parts:
                 slot = slots[part.parameter]
-                slot.places.append(Place(bucket, slot.parameter, part.start, part.end, offset))
+                slot.places.append(BucketView(bucket, slot.parameter, part.start, part.end, offset))
                 offset += part.numel
             bucket.slots = [slots[name] for name in planned.parameters]
         self.slots = list(slots.values())
-        self.units = [Unit([self.buckets[index] for index in indices]) for indices in schedule.units]
+        self.units = [SettleGroup([self.buckets[index] for index in indices]) for indices in schedule.units]
         self.usage = Usage(self.slots)
         self._channels.use(schedule.channels)
         self._collectives: Collectives = (
-            Natives(self.groups.native)
+            BackendCollectives(self.groups.native)
             if self.wiring.native
-            else OnHost(self.buckets, self.prepare, schedule, self.world_size)
+            else ChunkProgramCollectives(self.buckets, self.prepare, schedule, self.world_size)
         )
         self.form: Form = _make_form(self, schedule.gather)
         for slot in self.slots:
             deferred.register(slot.parameter, slot)
-        self._hooks = self.intake.follow(schedule)
+        self._hooks = self.reducer.follow(schedule)
 
     def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         """Put another schedule in force, on every rank at the same point of the script, with nothing under way."""
@@ -133,7 +137,7 @@ class Engine:
             slot.leave()
             deferred.unregister(slot.parameter)
         for bucket in self.buckets:
-            bucket.turns.join()  # its memory is about to be used for something else
+            bucket.fence.join()  # its memory is about to be used for something else
 
     def gather_gradients_from_now_on(self) -> None:
         """Have the next backward gather gradients; every rank says so at the same point of the script."""
@@ -152,11 +156,11 @@ class Engine:
 
     def unsettle(self) -> None:
         """Something was deferred that the next backward must find settled."""
-        self.intake.unsettle()
+        self.reducer.unsettle()
 
-    def refuse_inside_backward(self, slot: Slot, what: str) -> None:
+    def refuse_inside_backward(self, slot: ParameterState, what: str) -> None:
         """Raise UnsupportedError where backward is still running: not every bucket is on its way yet."""
-        self.intake.refuse_while_running(slot, what)
+        self.reducer.refuse_while_running(slot, what)
 
     # Collectives -----------------------------------------------------------------------------------
 
@@ -169,7 +173,7 @@ class Engine:
         then: Callable[[], None] | None = None,
     ) -> Job:
         """Queue a collective of ``bucket``, between ``before`` and ``then`` on the same thread or stream."""
-        turn = bucket.turns.where_it_lies()
+        turn = bucket.fence.acquire_on_host()
         number = bucket.reductions
         if name == ALL_GATHER:
             number = bucket.gathers = bucket.gathers + 1
@@ -248,19 +252,19 @@ class Engine:
 
     # Settling ----------------------------------------------------------------------------------------
 
-    def settle_value(self, unit: Unit) -> None:
+    def settle_value(self, unit: SettleGroup) -> None:
         """Finish the update that is due for ``unit``."""
         with self.lock:
             if unit.in_flight:
                 self.check_usable()
-                with self._settling.turn():
+                with self._settling.acquire():
                     self.form.settle_value(unit)
 
     def join_settling(self) -> None:
         """Have the current stream wait for values that another stream has settled."""
         self._settling.join()
 
-    def settle_gradient(self, unit: Unit) -> None:
+    def settle_gradient(self, unit: SettleGroup) -> None:
         """Bring averages into ``.grad``."""
         with self.lock:
             self.check_usable()
@@ -292,7 +296,7 @@ class Engine:
             raise UnsupportedError(
                 "the process group of a decoupled model has been destroyed", fix="Wrap the model again."
             )
-        if self.intake.running and not inside_backward and not torch_private.inside_backward():
+        if self.reducer.running and not inside_backward and not torch_private.inside_backward():
             raise self.fail_unfinished()
 
     def warn_of_aliases(self, name: str) -> None:
@@ -316,7 +320,7 @@ class Engine:
         if self.closed:
             return
         try:
-            if self._failure is None and not self.intake.running:
+            if self._failure is None and not self.reducer.running:
                 if exiting:
                     self.settle_values()
                 else:
@@ -373,12 +377,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self.intake.running and not any(unit.in_flight for unit in self.units)
+        return not self.reducer.running and not any(unit.in_flight for unit in self.units)
 
     @property
     def running(self) -> bool:
         """Whether a backward is filling buckets, or was interrupted while it did."""
-        return self.intake.running
+        return self.reducer.running
 
     def fail(self, what: str, got: str, fix: str) -> UnsupportedError:
         """Note for good that training cannot go on; returns the error to raise."""

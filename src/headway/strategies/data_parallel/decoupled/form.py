@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
-from headway.strategies.data_parallel.decoupled.bucket import Unit
+from headway.strategies.data_parallel.decoupled.bucket import SettleGroup
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.messages import Reply
@@ -38,28 +38,28 @@ class Form(Protocol):
     def keep(self, index: int) -> Callable[[], None] | None:
         """What is done, on the channel's thread, as soon as bucket ``index`` is reduced."""
 
-    def settle_value(self, unit: Unit) -> None:
+    def settle_value(self, unit: SettleGroup) -> None:
         """Make the parameters of ``unit`` current."""
 
-    def settle_gradient(self, unit: Unit) -> None:
+    def settle_gradient(self, unit: SettleGroup) -> None:
         """Make ``.grad`` of the parameters of ``unit`` current."""
 
     def stepped_by_another(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer has stepped since the latest backward, so that both would have to gather."""
 
     def before_step(
-        self, slots: Sequence[Slot], granularity: UpdateGranularity, *, scaled_by_amp: bool
+        self, slots: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
     ) -> None:
         """An optimizer of ``granularity`` steps ``slots``: settle what cannot wait."""
 
-    def takes(self, slot: Slot, granularity: UpdateGranularity) -> bool:
+    def takes(self, slot: ParameterState, granularity: UpdateGranularity) -> bool:
         """Whether the form does the step of ``slot``; otherwise stock code does, here and now."""
 
     def step(
         self,
         optimizer: Optimizer,
         hyper_parameters: Sequence[dict[str, Any]],
-        slots: Sequence[Sequence[Slot]],
+        slots: Sequence[Sequence[ParameterState]],
     ) -> None:
         """Defer the update of the slots it takes, one sequence a parameter group."""
 

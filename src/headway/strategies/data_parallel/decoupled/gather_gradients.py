@@ -20,12 +20,12 @@ from headway import torch_private
 from headway.collectives.algorithms import ALL_GATHER
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.channels.observer import observer
-from headway.strategies.data_parallel.decoupled.bucket import Place, Unit
-from headway.strategies.data_parallel.decoupled.copying import copy_places
+from headway.strategies.data_parallel.decoupled.bucket import BucketView, SettleGroup
+from headway.strategies.data_parallel.decoupled.copying import copy_views
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
 from headway.strategies.data_parallel.decoupled.messages import Reply
-from headway.strategies.data_parallel.decoupled.slot import Slot, looked_past, note_steps
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class GatherGradients:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._updates: dict[Unit, list[Callable[[], object]]] = defaultdict(list)
+        self._updates: dict[SettleGroup, list[Callable[[], object]]] = defaultdict(list)
 
     def begin_backward(self) -> None:
         """All is settled."""
@@ -71,7 +71,7 @@ class GatherGradients:
         return False
 
     def before_step(
-        self, slots: Sequence[Slot], granularity: UpdateGranularity, *, scaled_by_amp: bool
+        self, slots: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
     ) -> None:
         """Settle here and now what cannot wait, with all that shares a bucket with it.
 
@@ -87,7 +87,7 @@ class GatherGradients:
             if slot.pending and (slot.stepped or scaled_by_amp or slot in aliased):
                 self._engine.settle_value(slot.unit)
 
-    def takes(self, slot: Slot, granularity: UpdateGranularity) -> bool:
+    def takes(self, slot: ParameterState, granularity: UpdateGranularity) -> bool:
         """Whether the step of ``slot`` waits for its gradient."""
         del granularity
         return slot.pending
@@ -96,10 +96,10 @@ class GatherGradients:
         self,
         optimizer: Optimizer,
         hyper_parameters: Sequence[dict[str, Any]],
-        slots: Sequence[Sequence[Slot]],
+        slots: Sequence[Sequence[ParameterState]],
     ) -> None:
         """Note the update of ``slots`` (one sequence a parameter group) until their gradients have arrived."""
-        by_unit: dict[Unit, list[list[torch.Tensor]]] = {}
+        by_unit: dict[SettleGroup, list[list[torch.Tensor]]] = {}
         for index, group in enumerate(slots):
             for slot in group:
                 lists = by_unit.setdefault(slot.unit, [[] for _ in slots])
@@ -143,11 +143,11 @@ class GatherGradients:
 
     # Settling ----------------------------------------------------------------------------------------
 
-    def settle_gradient(self, unit: Unit) -> None:
+    def settle_gradient(self, unit: SettleGroup) -> None:
         """Finish what is under way: gradients and updates come together."""
         self.settle_value(unit)
 
-    def settle_value(self, unit: Unit) -> None:
+    def settle_value(self, unit: SettleGroup) -> None:
         """Finish what is under way for ``unit``: averages into ``.grad``, due updates into parameters."""
         if not unit.in_flight:
             return
@@ -157,7 +157,7 @@ class GatherGradients:
         start_ns = time.monotonic_ns()
         unit.in_flight = False
         updates = self._updates.pop(unit, [])
-        with torch_private.without_user_modes(), unit.turn():
+        with torch_private.without_user_modes(), unit.acquire():
             replaced = [(slot, slot.grad) for slot in unit.slots if slot.cleared]
             for slot in unit.slots:
                 if slot.cleared:
@@ -172,14 +172,14 @@ class GatherGradients:
         if updates:
             observer().update(self._engine, unit.buckets[0].index, start_ns, time.monotonic_ns())
 
-    def _complete(self, slot: Slot) -> None:
+    def _complete(self, slot: ParameterState) -> None:
         gradient = slot.grad
         if gradient is not None:
-            copy_places([(gradient, place) for place in slot.places])
+            copy_views([(gradient, place) for place in slot.places])
         elif self._engine.usage.anywhere(slot):
             slot.grad = _average(slot).to(slot.parameter.device, copy=True)
 
-    def _run(self, updates: Sequence[Callable[[], object]], unit: Unit) -> None:
+    def _run(self, updates: Sequence[Callable[[], object]], unit: SettleGroup) -> None:
         try:
             for update in updates:
                 update()
@@ -191,12 +191,12 @@ class GatherGradients:
             raise
 
 
-def _average(slot: Slot) -> torch.Tensor:
+def _average(slot: ParameterState) -> torch.Tensor:
     """The averaged gradient as it lies in the buckets, copied together where it lies in several."""
-    places: list[Place] = slot.places
+    places: list[BucketView] = slot.places
     flat = places[0].view if len(places) == 1 else torch.cat([p.view for p in sorted(places, key=_start)])
     return flat.view(slot.parameter.shape)
 
 
-def _start(place: Place) -> int:
+def _start(place: BucketView) -> int:
     return place.start

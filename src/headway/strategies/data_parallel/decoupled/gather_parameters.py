@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.collectives.algorithms import ALL_GATHER
 from headway.strategies.data_parallel.channels.observer import observer
-from headway.strategies.data_parallel.decoupled.bucket import Unit
-from headway.strategies.data_parallel.decoupled.copying import copy_places
+from headway.strategies.data_parallel.decoupled.bucket import SettleGroup
+from headway.strategies.data_parallel.decoupled.copying import copy_views
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
 from headway.strategies.data_parallel.decoupled.messages import Reply
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.shard import (
     Piece,
     Shard,
@@ -34,7 +35,6 @@ from headway.strategies.data_parallel.decoupled.shard import (
 )
 from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients, put_back
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
-from headway.strategies.data_parallel.decoupled.slot import Slot, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 
 
@@ -45,7 +45,7 @@ class GatherParameters:
         self._engine = engine
         self._streams = engine.wiring.streams
         self._shards = [Shard(bucket, engine.rank, self._streams) for bucket in engine.buckets]
-        self._pieces: dict[Slot, list[Piece]] = defaultdict(list)
+        self._pieces: dict[ParameterState, list[Piece]] = defaultdict(list)
         for shard in self._shards:
             for piece in shard.pieces:
                 self._pieces[piece.slot].append(piece)
@@ -116,7 +116,7 @@ class GatherParameters:
         return self._stepped_by is not None and self._stepped_by() is not optimizer
 
     def before_step(
-        self, slots: Sequence[Slot], granularity: UpdateGranularity, *, scaled_by_amp: bool
+        self, slots: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
     ) -> None:
         """Settle an earlier step; bring what an update that does not go by element, or not by shards, needs."""
         del scaled_by_amp  # the stand-in keeps what a scaler takes away
@@ -127,7 +127,7 @@ class GatherParameters:
             for slot in slots:
                 slot.before_gradient_read()
 
-    def takes(self, slot: Slot, granularity: UpdateGranularity) -> bool:
+    def takes(self, slot: ParameterState, granularity: UpdateGranularity) -> bool:
         """Whether there is a gradient to update by, and each rank updates its share."""
         return self._shards_steps(granularity) and (slot.pending or slot.grad is not None)
 
@@ -138,7 +138,7 @@ class GatherParameters:
         self,
         optimizer: Optimizer,
         hyper_parameters: Sequence[dict[str, Any]],
-        slots: Sequence[Sequence[Slot]],
+        slots: Sequence[Sequence[ParameterState]],
     ) -> None:
         """Queue the updates and gathers of every bucket that holds a part of ``slots``."""
         engine = self._engine
@@ -189,8 +189,8 @@ class GatherParameters:
         self,
         shard: Shard,
         hyper_parameters: Sequence[dict[str, Any]],
-        taken: Mapping[Slot, int],
-        defined: Collection[Slot],
+        taken: Mapping[ParameterState, int],
+        defined: Collection[ParameterState],
     ) -> list[dict[str, Any]]:
         """Parameter groups of this rank's pieces; a parameter that no rank used is left out, as without a gradient."""
         lists: list[list[torch.Tensor]] = [[] for _ in hyper_parameters]
@@ -224,7 +224,7 @@ class GatherParameters:
 
     # Settling ---------------------------------------------------------------------------------------------
 
-    def settle_value(self, unit: Unit) -> None:
+    def settle_value(self, unit: SettleGroup) -> None:
         """Copy gathered parameters out of the buckets of ``unit``."""
         stepped = [slot for slot in unit.slots if slot.stepped]
         if not stepped:
@@ -233,15 +233,15 @@ class GatherParameters:
             assert bucket.gather is not None
             self._engine.wait(bucket.gather)
         start_ns = time.monotonic_ns()
-        with torch_private.without_user_modes(), unit.turn():
-            copy_places([(slot.parameter, place) for slot in stepped for place in slot.places])
+        with torch_private.without_user_modes(), unit.acquire():
+            copy_views([(slot.parameter, place) for slot in stepped for place in slot.places])
             for slot in stepped:
                 slot.settled()
         unit.stepped = False
         unit.in_flight = any(slot.pending for slot in unit.slots)
         observer().update(self._engine, unit.buckets[0].index, start_ns, time.monotonic_ns())
 
-    def settle_gradient(self, unit: Unit) -> None:
+    def settle_gradient(self, unit: SettleGroup) -> None:
         """Write averages into ``.grad`` of every parameter.
 
         Who looks at one gradient mostly looks at all, and one question a rank is quicker than many.

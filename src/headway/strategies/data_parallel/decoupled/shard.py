@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.strategies.data_parallel.channels.streams import Milestones, Streams
+from headway.strategies.data_parallel.channels.streams import CompletionEvents, Streams
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 State = dict[str, Any]
 
@@ -22,7 +22,7 @@ State = dict[str, Any]
 class Span:
     """Elements ``start`` to ``end`` of a slot's parameter, at ``offset`` of the bucket's buffer."""
 
-    slot: Slot
+    slot: ParameterState
     start: int
     end: int
     offset: int
@@ -70,7 +70,7 @@ class Shard:
             0  # which reduction ``gradient`` is of, or will be when the device has come to ``kept``
         )
         self.changes = 0  # how often ``gradient`` has been clipped or unscaled
-        self.kept = Milestones(streams)
+        self.kept = CompletionEvents(streams)
         start = bucket.bounds[rank][0]
         self.pieces = []
         for span in spans_of(bucket, rank):
@@ -99,11 +99,11 @@ class ShardedState:
 
     def __init__(self, streams: Streams) -> None:
         self._committing = threading.Lock()
-        self._committed: defaultdict[int, Milestones] = defaultdict(lambda: Milestones(streams))
+        self._committed: defaultdict[int, CompletionEvents] = defaultdict(lambda: CompletionEvents(streams))
         self._before: defaultdict[int, dict[int, Mapping[Any, State]]] = defaultdict(dict)
         self.of: defaultdict[Any, State] = defaultdict(dict)
         self.asked: Counter[int] = Counter()  # bucket: how many updates the script has asked for
-        self.looked_at: set[Slot] = (
+        self.looked_at: set[ParameterState] = (
             set()
         )  # whose state the optimizer holds whole, so that it may be changed there
         self.applied: Counter[int] = Counter()  # bucket: how many of them are done
@@ -149,7 +149,7 @@ class ShardedState:
             self._committed[bucket].wait(count)
         return found
 
-    def absorb(self, slot: Slot, pieces: Sequence[Piece], whole: State) -> None:
+    def absorb(self, slot: ParameterState, pieces: Sequence[Piece], whole: State) -> None:
         """Take this rank's pieces out of the state of a whole parameter."""
         self.looked_at.discard(slot)
         shape = slot.parameter.shape

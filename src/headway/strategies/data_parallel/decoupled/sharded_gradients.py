@@ -21,8 +21,8 @@ from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.copying import flat_copy
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, Replaced
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
-from headway.strategies.data_parallel.decoupled.slot import Replaced, Slot
 
 
 class ShardedGradients:
@@ -32,7 +32,7 @@ class ShardedGradients:
     """
 
     def __init__(
-        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[Slot, Sequence[Piece]]
+        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[ParameterState, Sequence[Piece]]
     ) -> None:
         self._engine = engine
         self._shards = shards
@@ -55,7 +55,7 @@ class ShardedGradients:
         with torch_private.without_user_modes():
             for slot in slots:
                 if slot.grad is None and not engine.usage.anywhere(slot):
-                    slot.vacant = True  # it stays as it is where nobody looks
+                    slot.unused_everywhere = True  # it stays as it is where nobody looks
                     continue
                 _write_average(slot, whole)
                 slot.pending = False
@@ -69,7 +69,7 @@ class ShardedGradients:
     ) -> dict[LiveBucket, torch.Tensor]:
         whole = {bucket: torch.empty_like(bucket.buffer, device=bucket.device) for bucket in buckets}
         for bucket, flat in whole.items():
-            with bucket.turns.turn():  # the next reduction writes over it
+            with bucket.fence.acquire():  # the next reduction writes over it
                 flat[bucket.own] = self._shards[bucket.index].gradient
         for rank, answer in answers.items():
             take = reader(answer.payload)
@@ -94,7 +94,9 @@ class ShardedGradients:
 
     # Changes -----------------------------------------------------------------------------------------------
 
-    def clip(self, slots: Sequence[Slot], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
+    def clip(
+        self, slots: Sequence[ParameterState], max_norm: float, norm_type: float, error: bool
+    ) -> torch.Tensor:
         """Clip the gradients of ``slots`` by their total norm, which is returned.
 
         Raises RuntimeError, as stock torch does, where ``error`` and the norm is not finite.
@@ -108,7 +110,9 @@ class ShardedGradients:
         self._changed(slots)
         return norm
 
-    def unscale(self, slots: Sequence[Slot], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    def unscale(
+        self, slots: Sequence[ParameterState], inverse_scale: torch.Tensor, found_inf: torch.Tensor
+    ) -> None:
         """Multiply the gradients of ``slots``, and set ``found_inf`` to 1 where some element of any is not finite."""
         self._await(slots)
         finite = all(bool(torch.isfinite(gradient).all()) for slot in slots for gradient in self._own(slot))
@@ -122,12 +126,12 @@ class ShardedGradients:
         found_inf.fill_(float(found))
         self._changed(slots)
 
-    def _await(self, slots: Sequence[Slot]) -> None:
+    def _await(self, slots: Sequence[ParameterState]) -> None:
         for bucket in _buckets_of(slots):
             assert bucket.reduce is not None
             self._engine.wait(bucket.reduce)
 
-    def _own(self, slot: Slot) -> list[torch.Tensor]:
+    def _own(self, slot: ParameterState) -> list[torch.Tensor]:
         """This rank's pieces of a gradient, as the script would see them."""
         pieces = self._pieces[slot]
         if slot.pending:
@@ -136,7 +140,7 @@ class ShardedGradients:
         flat = slot.grad.detach().reshape(-1)
         return [flat[piece.start : piece.end] for piece in pieces]
 
-    def _all(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+    def _all(self, slots: Sequence[ParameterState]) -> list[torch.Tensor]:
         """What this rank holds of the gradients: its pieces, which peers may ask for, and those it holds whole."""
         pieces = [piece.gradient for slot in slots for piece in self._pieces[slot]]
         return pieces + [slot.grad.detach() for slot in slots if not slot.pending and slot.grad is not None]
@@ -149,7 +153,7 @@ class ShardedGradients:
         engine.wait(engine.submit(engine.all_reduce(numbers)))
         return numbers
 
-    def _changed(self, slots: Sequence[Slot]) -> None:
+    def _changed(self, slots: Sequence[ParameterState]) -> None:
         for slot in slots:
             slot.changed = slot.pending
             slot.unreduced = (
@@ -166,11 +170,11 @@ def _limits(buckets: Sequence[LiveBucket], rank: int) -> Limits:
     return Limits(payload_bytes=sum((high - low) * size_bytes for (low, high), size_bytes in shares))
 
 
-def _buckets_of(slots: Sequence[Slot]) -> list[LiveBucket]:
+def _buckets_of(slots: Sequence[ParameterState]) -> list[LiveBucket]:
     return list(dict.fromkeys(place.bucket for slot in slots for place in slot.places))
 
 
-def _write_average(slot: Slot, whole: Mapping[LiveBucket, torch.Tensor]) -> None:
+def _write_average(slot: ParameterState, whole: Mapping[LiveBucket, torch.Tensor]) -> None:
     gradient = slot.grad
     local = None
     if gradient is None:
@@ -184,7 +188,7 @@ def _write_average(slot: Slot, whole: Mapping[LiveBucket, torch.Tensor]) -> None
     slot.unreduced = Replaced(local, gradient.detach().clone())
 
 
-def put_back(slot: Slot) -> None:
+def put_back(slot: ParameterState) -> None:
     """Take a look at an average back: ranks that looked and ranks that did not must hold the same kind of gradient."""
     assert slot.unreduced is not None
     shown = slot.shows_average
@@ -198,7 +202,7 @@ def put_back(slot: Slot) -> None:
         else:
             gradient.detach().copy_(replaced.local)
         slot.begin()
-        slot.looked = replaced.local is not None
+        slot.average_exposed = replaced.local is not None
     elif slot.unreduced_here:  # a local backward was added to the average, here and perhaps nowhere else
         gradient.detach().sub_(replaced.average)
         if replaced.local is not None:

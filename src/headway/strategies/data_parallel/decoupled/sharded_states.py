@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Limits, Reply
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.decoupled.shard import (
     Piece,
     Shard,
@@ -22,7 +23,6 @@ from headway.strategies.data_parallel.decoupled.shard import (
     spans_of,
     unpack,
 )
-from headway.strategies.data_parallel.decoupled.slot import Slot
 from headway.strategies.data_parallel.decoupled.state import WatchedState
 
 MAX_STATES = 8  # of one parameter; torch's optimizers that go by element have up to five
@@ -34,7 +34,7 @@ class ShardedStates:
     """The states of all optimizers of one engine, in the order of their first step, which is the same on every rank."""
 
     def __init__(
-        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[Slot, Sequence[Piece]]
+        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[ParameterState, Sequence[Piece]]
     ) -> None:
         self._engine = engine
         self._shards = shards
@@ -58,7 +58,7 @@ class ShardedStates:
         self._states.append(ShardedState(self._engine.wiring.streams))
         return self._states[-1]
 
-    def absorb(self, optimizer: Optimizer, slot: Slot, state: ShardedState) -> None:
+    def absorb(self, optimizer: Optimizer, slot: ParameterState, state: ShardedState) -> None:
         """Keep this rank's share of what the optimizer holds whole: at the start, after a look, a load or a change."""
         assert isinstance(optimizer.state, WatchedState)
         whole = optimizer.state.take(slot.parameter)
@@ -118,8 +118,8 @@ class ShardedStates:
                 payload_bytes += MAX_STATES * widest_bytes * (span.end - span.start)
         return Limits(HEADER_BYTES + header_bytes, payload_bytes)
 
-    def _whole(self, found: Mapping[int, Sequence[State]]) -> dict[Slot, State]:
-        wholes: dict[Slot, State] = {}
+    def _whole(self, found: Mapping[int, Sequence[State]]) -> dict[ParameterState, State]:
+        wholes: dict[ParameterState, State] = {}
         for rank, states in found.items():
             spans = [span for bucket in self._engine.buckets for span in spans_of(bucket, rank)]
             for span, state in zip(spans, states, strict=True):

@@ -22,7 +22,7 @@ from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 from headway.strategies.data_parallel.decoupled.state import WatchedState
 
@@ -50,7 +50,7 @@ def bind(optimizer: Optimizer) -> None:
     _override_zero_grad(optimizer)
 
 
-def slots_of(optimizer: Optimizer) -> list[Slot]:
+def states_of(optimizer: Optimizer) -> list[ParameterState]:
     """The slots of those of the optimizer's parameters that belong to decoupled models."""
     found = (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"])
     return [slot for slot in found if slot is not None]
@@ -58,7 +58,7 @@ def slots_of(optimizer: Optimizer) -> list[Slot]:
 
 def bring_up_to_date(optimizer: Optimizer) -> None:
     """Apply every step of ``optimizer`` that is still due, and let it hold its whole state."""
-    for slot in slots_of(optimizer):
+    for slot in states_of(optimizer):
         slot.before_value()
     for engine in _engines(optimizer):
         engine.check_usable()
@@ -88,7 +88,7 @@ def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) ->
 
 
 def _engines(optimizer: Optimizer) -> list[Engine]:
-    return list(dict.fromkeys(slot.engine for slot in slots_of(optimizer)))
+    return list(dict.fromkeys(slot.engine for slot in states_of(optimizer)))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -114,10 +114,10 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     _prepare(optimizer, granularity)
     hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
     now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
-    taken: dict[Form, list[list[Slot]]] = {}
+    taken: dict[Form, list[list[ParameterState]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            slot: Slot | None = deferred.entry_of(parameter)
+            slot: ParameterState | None = deferred.entry_of(parameter)
             if slot is None or not slot.engine.form.takes(slot, granularity):
                 now[index]["params"].append(parameter)
             else:
@@ -132,10 +132,10 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _prepare(optimizer: Optimizer, granularity: UpdateGranularity) -> None:
     """Settle what cannot wait, now that a closure has run."""
     scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    slots_by_engine: dict[Engine, list[Slot]] = {}
-    for slot in slots_of(optimizer):
-        slots_by_engine.setdefault(slot.engine, []).append(slot)
-    for engine, slots in slots_by_engine.items():
+    states_by_engine: dict[Engine, list[ParameterState]] = {}
+    for slot in states_of(optimizer):
+        states_by_engine.setdefault(slot.engine, []).append(slot)
+    for engine, slots in states_by_engine.items():
         engine.check_usable()
         if any(slot.is_local for slot in slots):
             engine.gather_gradients_from_now_on()

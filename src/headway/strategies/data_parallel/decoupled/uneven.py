@@ -74,7 +74,7 @@ class DecoupledJoinHook(JoinHook):
         reduces = self._uneven.how_many(False) > 0
         wrapped.require_forward_param_sync = reduces
         if reduces:
-            engine.intake.reduce_zeros()
+            engine.reducer.reduce_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give everybody the model of a rank that trained to the end, and its schedule back."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.strategies.data_parallel.channels.communication import Job
-from headway.strategies.data_parallel.decoupled.slot import Slot
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Usage:
     """One backward's uses. Ranks tell each other only where parameters may go unused."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[ParameterState]) -> None:
         self._index = {slot: index for index, slot in enumerate(slots)}
-        self._used: set[Slot] = set()
+        self._used: set[ParameterState] = set()
         self._counts: torch.Tensor | None = None
         self._job: Job | None = None
 
@@ -28,13 +28,13 @@ class Usage:
         self._used.clear()
         self._job = None
 
-    def used(self, slot: Slot) -> bool:
+    def used(self, slot: ParameterState) -> bool:
         """Note a gradient; whether it is the slot's first in this backward."""
         first = slot not in self._used
         self._used.add(slot)
         return first
 
-    def unused(self) -> list[Slot]:
+    def unused(self) -> list[ParameterState]:
         """The slots without a gradient on this rank."""
         return [slot for slot in self._index if slot not in self._used]
 
@@ -51,7 +51,7 @@ class Usage:
         """What has to be done before ``anywhere`` can answer."""
         return () if self._job is None else (self._job,)
 
-    def anywhere(self, slot: Slot) -> bool:
+    def anywhere(self, slot: ParameterState) -> bool:
         """Whether any rank used ``slot``'s parameter; waits for the exchange where there is one."""
         if self._job is None:
             return True

@@ -216,7 +216,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         else:
             output = self.module(*inputs, **kwargs)
         if reducing and engine is not None and self.require_backward_grad_sync:
-            engine.intake.expect(output)
+            engine.reducer.expect(output)
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
         return output
 

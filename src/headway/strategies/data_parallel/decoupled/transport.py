@@ -28,7 +28,7 @@ class Collectives(Protocol):
         """What carries out a collective of ``bucket``."""
 
 
-class Natives:
+class BackendCollectives:
     """The process groups' own collectives, on the current stream; returns when they have been given to the device."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -49,7 +49,7 @@ Prepare = Callable[[Selection, torch.Tensor, torch.Tensor, int], Run]
 """(selection, flat tensor, scratch, channel) to what is run on that channel."""
 
 
-class OnHost:
+class ChunkProgramCollectives:
     """Reduce-scatters and all-gathers of buckets in memory, as a schedule selects them, over the channels' groups."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Intake: gradients as backward accumulates them, into buckets, and full buckets onto their way."""
+"""GradientReducer: gradients as backward accumulates them, into buckets, and full buckets onto their way."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.expected import Expected
-from headway.strategies.data_parallel.decoupled.slot import Slot, gradient_holders, unshared
+from headway.strategies.data_parallel.decoupled.parameter_state import (
+    ParameterState,
+    gradient_holders,
+    unshared,
+)
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.engine import Engine
 
 
-class Intake:
+class GradientReducer:
     """One engine's backward passes. ``running`` says that a synchronised one is filling buckets, or was interrupted."""
 
     def __init__(self, engine: Engine) -> None:
@@ -41,12 +45,12 @@ class Intake:
         self._readiness = BucketReadiness(schedule)
         return [handle for slot in self._engine.slots for handle in _hook(self, slot)]
 
-    def before_accumulation(self, slot: Slot) -> None:
+    def before_accumulation(self, slot: ParameterState) -> None:
         """Called before a gradient is added to ``.grad``: the first of a backward settles values.
 
         Not for gradients that ``torch.autograd.grad`` hands to the script.
         """
-        slot.announced = True
+        slot.accumulating = True
         if self.running or self._local:
             return
         if self._expected:
@@ -93,11 +97,13 @@ class Intake:
             self._callback_queued = True
             torch_private.queue_backward_callback(self._backward_ended)
 
-    def take_gradient(self, slot: Slot) -> None:
+    def take_gradient(self, slot: ParameterState) -> None:
         """Called when a gradient has been added to ``.grad``: copy it to its bucket, and launch full buckets."""
-        if not slot.announced:  # torch makes another node for a parameter that was converted, even to and fro
+        if (
+            not slot.accumulating
+        ):  # torch makes another node for a parameter that was converted, even to and fro
             raise self._converted(slot)
-        slot.announced = False
+        slot.accumulating = False
         if not self.running and not self._expected:
             slot.unreduced_here = True
             return
@@ -109,20 +115,22 @@ class Intake:
                 slot.name, "Use checkpoint(..., use_reentrant=False) for shared parameters.",
             )  # fmt: skip
         self._check_gradient(slot, slot.parameter.grad)
-        slot.held = gradient_holders(slot.parameter) != self._unheld  # before this function holds it too
+        slot.grad_referenced = (
+            gradient_holders(slot.parameter) != self._unheld
+        )  # before this function holds it too
         gradient = slot.parameter.grad
         assert gradient is not None
         self._fill(slot, gradient)
         if self._engine.usage.used(slot) and (full := self._readiness.ready(slot.name)):
             self._launch(full)
 
-    def _fill(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def _fill(self, slot: ParameterState, gradient: torch.Tensor) -> None:
         slot.local, slot.version = gradient, gradient._version
         scale = 1.0 / self._engine.divisor
         for place in slot.places:
             place.bucket.fill(place, gradient, scale)
 
-    def _check_gradient(self, slot: Slot, gradient: torch.Tensor | None) -> None:
+    def _check_gradient(self, slot: ParameterState, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             raise self._engine.fail(
                 "another hook removed a gradient before it was reduced", slot.name, "Remove that hook."
@@ -139,7 +147,7 @@ class Intake:
         if gradient.dtype != buffer.dtype or gradient.device != self._engine.wiring.device:
             raise self._converted(slot)
 
-    def _converted(self, slot: Slot) -> UnsupportedError:
+    def _converted(self, slot: ParameterState) -> UnsupportedError:
         return self._engine.fail(
             "a parameter changed its dtype or device after it was wrapped, perhaps to and fro", slot.name,
             "Convert the model before wrapping it; evaluate a converted copy of it.",
@@ -179,13 +187,13 @@ class Intake:
         self._expected.backward_ended()
         # A gradient that somebody holds a reference to can be read without asking: it must be right now.
         for unit in self._engine.units:
-            if any(slot.held for slot in unit.slots):
+            if any(slot.grad_referenced for slot in unit.slots):
                 self._engine.settle_gradient(unit)
 
     def _fill_up(self) -> None:
         """Let parameters that this rank did not use take part with what they hold, or with zeros."""
         for slot in self._engine.usage.unused():
-            slot.held = slot.looked  # else nobody has seen reduced what it holds
+            slot.grad_referenced = slot.average_exposed  # else nobody has seen reduced what it holds
             gradient = slot.grad
             if gradient is None:
                 slot.local = None
@@ -210,7 +218,7 @@ class Intake:
             assert bucket.gather is not None
             self._engine.wait(bucket.gather)
 
-    def refuse_while_running(self, slot: Slot, what: str) -> None:
+    def refuse_while_running(self, slot: ParameterState, what: str) -> None:
         """Raise UnsupportedError where backward is still running: not every bucket is on its way yet."""
         if self.running:
             self._engine.check_usable()
@@ -224,15 +232,15 @@ class Intake:
         self._settled, self._kept = False, True
 
 
-def _hook(intake: Intake, slot: Slot) -> Sequence[RemovableHandle]:
-    intake_of: Callable[[], Intake | None] = weakref.ref(intake)
+def _hook(reducer: GradientReducer, slot: ParameterState) -> Sequence[RemovableHandle]:
+    reducer_of: Callable[[], GradientReducer | None] = weakref.ref(reducer)
 
-    def before(_gradients: tuple[torch.Tensor, ...], slot: Slot = slot) -> None:
-        if (alive := intake_of()) is not None:
+    def before(_gradients: tuple[torch.Tensor, ...], slot: ParameterState = slot) -> None:
+        if (alive := reducer_of()) is not None:
             alive.before_accumulation(slot)
 
-    def after(_parameter: torch.Tensor, slot: Slot = slot) -> None:
-        if (alive := intake_of()) is not None:
+    def after(_parameter: torch.Tensor, slot: ParameterState = slot) -> None:
+        if (alive := reducer_of()) is not None:
             alive.take_gradient(slot)
 
     return (

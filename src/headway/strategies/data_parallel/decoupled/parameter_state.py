@@ -16,7 +16,7 @@ from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.copying import same_bits
 
 if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.bucket import Place, Unit
+    from headway.strategies.data_parallel.decoupled.bucket import BucketView, SettleGroup
     from headway.strategies.data_parallel.decoupled.engine import Engine
 
 
@@ -27,7 +27,7 @@ class Replaced(NamedTuple):
     average: torch.Tensor
 
 
-class Slot:
+class ParameterState:
     """One parameter: its places in buckets, and what is under way for it.
 
     ``pending``         its gradient went into a reduction whose result is not in ``.grad``
@@ -41,23 +41,25 @@ class Slot:
         self.parameter = parameter
         with torch_private.without_subclass_dispatch():  # the graph itself does not keep it, nor hooks on it
             self.accumulation = torch.autograd.graph.get_gradient_edge(parameter).node
-        self.places: list[Place] = []
-        self.unit: Unit
+        self.places: list[BucketView] = []
+        self.unit: SettleGroup
         self.pending = False
         self.stepped = False
         self.cleared = False
-        self.held = False
+        self.grad_referenced = False
         self.changed = False  # the reduced gradient has been clipped or unscaled where it is sharded
         self.whole: torch.Tensor | None = None  # the average, where a look has put it into .grad
-        self.fresh = False  # no optimizer has stepped since its gradient was handed to the reduction
+        self.reduced_not_stepped = (
+            False  # no optimizer has stepped since its gradient was handed to the reduction
+        )
         self.defined = False  # whether there was a gradient when an optimizer stepped
         self.local: torch.Tensor | None = None  # the gradient when it was taken, and its version then
         self.version = 0
         self.unreduced: Replaced | None = None  # what a look at the average replaced in .grad
-        self.vacant = False  # no rank used the parameter, so that there is no average to bring
+        self.unused_everywhere = False  # no rank used the parameter, so that there is no average to bring
         self.unreduced_here = False  # .grad has been added to by a backward that was not reduced
-        self.announced = False  # a gradient is about to be added to .grad
-        self.looked = False  # an average that a script may have kept was taken back out of .grad
+        self.accumulating = False  # a gradient is about to be added to .grad
+        self.average_exposed = False  # an average that a script may have kept was taken back out of .grad
 
     @property
     def engine(self) -> Engine:
@@ -77,14 +79,14 @@ class Slot:
 
     def begin(self) -> None:
         """The gradient has been handed to the reduction."""
-        self.changed = self.vacant = self.unreduced_here = self.looked = False
-        self.fresh = True
+        self.changed = self.unused_everywhere = self.unreduced_here = self.average_exposed = False
+        self.reduced_not_stepped = True
         self.pending = True
         deferred.defer_gradient(self.parameter)
 
     def step(self) -> None:
         """An optimizer has stepped; the value is behind from here on, and so is its version until ``note_steps``."""
-        self.stepped, self.fresh = True, False
+        self.stepped, self.reduced_not_stepped = True, False
         self.defined = self.grad is not None
         deferred.defer(self.parameter)
 
@@ -98,7 +100,7 @@ class Slot:
 
     def leave(self) -> None:
         """Nothing is under way any more."""
-        self.pending = self.stepped = self.cleared = self.held = False
+        self.pending = self.stepped = self.cleared = self.grad_referenced = False
         self.local = None
         deferred.undefer(self.parameter)
 
@@ -108,7 +110,7 @@ class Slot:
 
     def forget(self) -> None:
         """A backward begins: what was reduced before is no more what ``.grad`` holds."""
-        self.whole, self.fresh = None, False
+        self.whole, self.reduced_not_stepped = None, False
 
     @property
     def sharded(self) -> bool:
@@ -116,7 +118,9 @@ class Slot:
 
         Some ranks may have looked at it, and hold it whole.
         """
-        return self.fresh and (self.pending or (self.whole is not None and self.grad is self.whole))
+        return self.reduced_not_stepped and (
+            self.pending or (self.whole is not None and self.grad is self.whole)
+        )
 
     def is_as_taken(self, scale: float) -> bool:
         """Whether the gradient is what was copied to be reduced, times ``scale``.
@@ -149,7 +153,7 @@ class Slot:
     @property
     def to_bring(self) -> bool:
         """Whether ``.grad`` lacks an average that a reduction left, or will leave, in the bucket."""
-        return self.pending and not self.cleared and not self.vacant
+        return self.pending and not self.cleared and not self.unused_everywhere
 
     def before_value(self) -> None:
         """Make the value current: apply the update that is due."""
@@ -173,14 +177,14 @@ class Slot:
             self.leave()
 
 
-def looked_past(slots: Iterable[Slot], device: torch.device) -> list[Slot]:
+def looked_past(slots: Iterable[ParameterState], device: torch.device) -> list[ParameterState]:
     """Those of ``slots`` whose parameter another tensor aliases, so that its value could be read behind our back."""
     alone = unshared(device)[1]
     with torch_private.without_subclass_dispatch():
         return [slot for slot in slots if torch_private.storage_uses(slot.parameter) > alone]
 
 
-def note_steps(slots: Iterable[Slot]) -> None:
+def note_steps(slots: Iterable[ParameterState]) -> None:
     """Let autograd know that the values of ``slots`` are not what they were."""
     with torch_private.without_subclass_dispatch():
         torch.autograd.graph.increment_version([slot.parameter for slot in slots])
