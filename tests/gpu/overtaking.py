@@ -19,8 +19,8 @@ def train(_rank: int, _world_size: int, fault: str) -> str:
 
     imitated_streams.install()
     channels: Any = stream_channels.StreamChannels
-    turns: Any = streams.Turns
-    turns.join = lambda *_: None
+    fence: Any = streams.BufferFence
+    fence.join = lambda *_: None
     if fault == "forward before gather":
         channels.wait = lambda *_: None
     elif fault == "collective before gradients":
@@ -53,18 +53,18 @@ def _hasty(give: Any) -> Any:
 
 
 def fill_from_two_streams(_rank: int, _world_size: int) -> list[str]:
-    """Fill and read a buffer from several streams, in turns and not; return what was raised."""
+    """Fill and read a buffer from several streams, fenced and not; return what was raised."""
     import torch
     from tests.gpu import imitated_streams
 
-    from headway.strategies.data_parallel.channels.streams import Turns
+    from headway.strategies.data_parallel.channels.streams import BufferFence
 
     imitated_streams.install()
     streams = imitated_streams.Imitated(torch.device("cpu"), True)
     first, second = streams.new(), streams.new()
     outcomes = []
     for ordered in (True, False):
-        buffer, turns = torch.zeros(4), Turns(streams, on_host=False)
+        buffer, fence = torch.zeros(4), BufferFence(streams, on_host=False)
         start = streams.mark()
         outcome = ""
         try:
@@ -72,7 +72,7 @@ def fill_from_two_streams(_rank: int, _world_size: int) -> list[str]:
                 with streams.on(stream):
                     streams.follow(start)
                     if ordered:
-                        with turns.turn():
+                        with fence.acquire():
                             half.add_(1)
                     else:
                         half.add_(1)
