@@ -150,7 +150,7 @@ def work(pairs: int, out: Path) -> None:
     data = iter(torch.utils.data.DataLoader(Sources(dist.get_rank(), 16 * (3 * pairs + 2) * BLOCK_STEPS), 16))
     staging = out.parent / "staging"
     staging.mkdir(exist_ok=True)
-    recorder = Recorder(RecordOptions(folder=staging, first_step=1, last_step=10**6))
+    recorder = Recorder(RecordOptions(folder=staging, first_step=1, stop_step=10**6))
 
     def steps(count: int) -> list[float]:
         ends = []

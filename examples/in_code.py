@@ -14,8 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import headway
-from headway.optimization.search import plan_of, search
-from headway.replayer.replayer import Replayer
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -38,12 +36,15 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     model, optimizer = build()
-    with headway.record(folder / "trace", first_step=3, last_step=10):
+    with headway.record(folder / "trace", first_step=3, stop_step=10):
         stock = train(DDP(model), optimizer, 12)
     if dist.get_rank() == 0:
-        replayer = Replayer(headway.load_trace(folder / "trace"))
-        found = search(replayer)
-        plan_of(found.candidates[0], replayer).save(folder / "plan.yaml")
+        trace = headway.load_trace(folder / "trace")
+        print(headway.diagnose(trace).verdict)
+        print(
+            f"on links twice as fast: {headway.replay(trace, what_if=['bandwidth=2x']).step_ms:.1f} ms a step"
+        )
+        headway.optimize(trace).plan.save(folder / "plan.yaml")
     dist.barrier()
 
     model, optimizer = build()

@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
+import pytest
 from tests import limits
 
 import headway
+from headway import errors
+
+SIGNATURES = {
+    "diagnose": "(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis",
+    "load_trace": "(path: str | Path) -> Trace",
+    "optimize": (
+        "(trace: Trace | str | Path, *, strategy: str | None = None, cluster: Cluster | None = None) -> Optimized"
+    ),
+    "parallelize": (
+        "(model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any) -> nn.Module"
+    ),
+    "predict": (
+        "(model: str, cluster: Cluster | str, *, strategies: Sequence[Strategy] = (), workers: Sequence[int] = (), "
+        "device: str | None = None, optimizer: str = 'momentum') -> list[Prediction]"
+    ),
+    "record": (
+        "(folder: str | Path, model: Any = None, *, first_step: int = 5, stop_step: int = 25, "
+        "detail: Detail = 'modules', clock_server: bool = True) -> Iterator[None]"
+    ),
+    "replay": (
+        "(trace: Trace | str | Path, plan: Plan | Strategy | None = None, *, what_if: Iterable[str] = (), "
+        "cluster: Cluster | None = None) -> Replayed"
+    ),
+    "strategy": "(name: str, **options: Any) -> Strategy",
+}
+VALUES = ("Cluster", "Diagnosis", "Optimized", "Plan", "Replayed", "Trace", "__version__")
+ERRORS = (
+    "ClusterError", "CommunicationError", "HeadwayError", "HeadwayWarning", "InternalError", "LabError", "LaunchError",
+    "PlanError", "PluginError", "TraceError", "UnitError", "UnsupportedError", "UserError",
+)  # fmt: skip
 
 
 def test_everything_public_is_there_and_nothing_else() -> None:
-    assert sorted(headway.__all__) == [
-        "Cluster", "HeadwayError", "Plan", "Trace", "__version__", "load_trace", "parallelize", "record",
-    ]  # fmt: skip
+    assert sorted(headway.__all__) == sorted([*SIGNATURES, *VALUES, *ERRORS])
+    assert dir(headway) == sorted(headway.__all__)
     for name in headway.__all__:
         assert getattr(headway, name) is not None
-    assert {"parallelize", "record"} <= set(dir(headway))
+        if name not in ("__version__", *ERRORS):
+            assert len(getattr(headway, name).__doc__) > 40, name
+
+
+def test_every_error_is_public() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and name[0] != "_"}
+    assert {name for name in defined if issubclass(getattr(errors, name), Exception)} == set(ERRORS)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_change_on_purpose(name: str) -> None:
+    found = inspect.signature(getattr(headway, name))
+    assert str(found).replace("'", "") == SIGNATURES[name].replace("'", "")
 
 
 def test_importing_headway_does_not_import_torch() -> None:

@@ -42,9 +42,9 @@ def work(model: str, lab_name: str, effort: Effort, folder: Path) -> None:
     dilation = subject.dilation * lab.compute * (SLOW_BY if slow else 1.0)
     plans = plans_of(subject, lab)
     if lab == BASE_LAB:
-        last_step = WARM_STEPS + effort.steps
-        with headway.record(folder / TRACE, first_step=WARM_STEPS, last_step=last_step):
-            _train(subject, dilation, plans[BASE_PLAN], last_step)
+        stop_step = WARM_STEPS + effort.steps
+        with headway.record(folder / TRACE, first_step=WARM_STEPS, stop_step=stop_step):
+            _train(subject, dilation, plans[BASE_PLAN], stop_step)
         cluster = probe_cluster(busy_cores=False)
         if dist.get_rank() == 0:
             cluster.save(folder / PROBED)

@@ -29,7 +29,7 @@ def work(subject_name: str, plan: str, folder: Path, *, record: bool) -> None:
     dist.init_process_group("gloo")
     subject = SUBJECTS[subject_name]
     if record:
-        with headway.record(folder / TRACE, first_step=FIRST_RECORDED, last_step=STEPS):
+        with headway.record(folder / TRACE, first_step=FIRST_RECORDED, stop_step=STEPS):
             _train(subject, subject.make(), plan)
     else:
         _warm_up(plan)

@@ -1,30 +1,94 @@
-"""Headway: see, predict and choose the communication of distributed training."""
+"""Headway: see, predict and choose the communication of distributed training.
+
+The loop in code: ``record`` a job's steps, ``load_trace`` and ``diagnose`` them, ``replay`` what would change,
+``optimize``, and ``parallelize`` a model under the plan that was found. ``predict`` needs no recording.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from headway.cluster import Cluster
-from headway.errors import HeadwayError
-from headway.plan import Plan
-from headway.trace.folder import load_trace
-from headway.trace.format import Trace
+from headway.errors import (
+    ClusterError,
+    CommunicationError,
+    HeadwayError,
+    HeadwayWarning,
+    InternalError,
+    LabError,
+    LaunchError,
+    PlanError,
+    PluginError,
+    TraceError,
+    UnitError,
+    UnsupportedError,
+    UserError,
+)
 from headway.version import __version__
 
 if TYPE_CHECKING:
+    from headway.api import Optimized, Replayed, diagnose, optimize, predict, replay, strategy
+    from headway.cluster import Cluster
+    from headway.diagnosis.diagnosis import Diagnosis
     from headway.integrations.parallelize import parallelize
+    from headway.plan import Plan
     from headway.recording.attach import record
+    from headway.trace.folder import load_trace
+    from headway.trace.format import Trace
 
-__all__ = ["Cluster", "HeadwayError", "Plan", "Trace", "__version__", "load_trace", "parallelize", "record"]
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "CommunicationError",
+    "Diagnosis",
+    "HeadwayError",
+    "HeadwayWarning",
+    "InternalError",
+    "LabError",
+    "LaunchError",
+    "Optimized",
+    "Plan",
+    "PlanError",
+    "PluginError",
+    "Replayed",
+    "Trace",
+    "TraceError",
+    "UnitError",
+    "UnsupportedError",
+    "UserError",
+    "__version__",
+    "diagnose",
+    "load_trace",
+    "optimize",
+    "parallelize",
+    "predict",
+    "record",
+    "replay",
+    "strategy",
+]
 
-# These import torch, which takes seconds; the command line mostly does without.
-_LAZY = {"parallelize": "headway.integrations.parallelize", "record": "headway.recording.attach"}
+# What takes time to import is imported when it is asked for: torch takes seconds, and the command line mostly does
+# without.
+_LAZY = {
+    "Cluster": "headway.cluster",
+    "Diagnosis": "headway.diagnosis.diagnosis",
+    "Optimized": "headway.api",
+    "Plan": "headway.plan",
+    "Replayed": "headway.api",
+    "Trace": "headway.trace.format",
+    "diagnose": "headway.api",
+    "load_trace": "headway.trace.folder",
+    "optimize": "headway.api",
+    "parallelize": "headway.integrations.parallelize",
+    "predict": "headway.api",
+    "record": "headway.recording.attach",
+    "replay": "headway.api",
+    "strategy": "headway.api",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        import importlib
-
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value  # importing a submodule of this name has bound the module
         return value

@@ -54,7 +54,7 @@ def answers(folder: Path) -> dict[str, Any]:
     """Every answer by its question; traces and files are made in ``folder``."""
     found: dict[str, Any] = {}
     for name, job in JOBS.items():
-        trace = _written(job, folder / name.replace(" ", "-"))
+        trace = written(job, folder / name.replace(" ", "-"))
         found[f"{name}: diagnose"] = _asked("diagnose", trace)
         if name in REPLAYED:
             found |= {f"{name}: {question}": answer for question, answer in _of_plans(trace, folder)}
@@ -70,7 +70,7 @@ def answers(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _written(job: SyntheticJob, folder: Path) -> Path:
+def written(job: SyntheticJob, folder: Path) -> Path:
     """The job's trace, which says that DDP made its buckets, each of one parameter."""
     trace = write_trace(job, folder)
     manifest = json.loads((trace / "manifest.json").read_text())

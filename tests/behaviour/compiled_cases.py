@@ -87,10 +87,10 @@ def recorded(rank: int, _world_size: int, folder: str) -> dict[str, Any]:
             counters.clear()
             if name == "recorded" and how == "after":  # wrapped and compiled before recording begins
                 model = build(how)
-                with headway.record(Path(folder, how), model, first_step=3, last_step=6):
+                with headway.record(Path(folder, how), model, first_step=3, stop_step=6):
                     found[how, name] = train(model, rank)
             elif name == "recorded":
-                with headway.record(Path(folder, how), first_step=3, last_step=6):
+                with headway.record(Path(folder, how), first_step=3, stop_step=6):
                     found[how, name] = train(build(how), rank)
             else:
                 found[how, name] = train(build(how), rank)

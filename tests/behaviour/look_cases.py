@@ -110,11 +110,11 @@ def looks(rank: int, _world_size: int, folder: str) -> dict[str, list[list[float
         for closure in (False, True) if name == "by hand" else (False,):
             label = f"{name}, closure" if closure else name
             losses[label] = [_trained(rank, look, closure=closure)]
-            with headway.record(Path(folder, label), first_step=FIRST, last_step=LAST):
+            with headway.record(Path(folder, label), first_step=FIRST, stop_step=LAST):
                 losses[label].append(_trained(rank, look, closure=closure))
     for name, after in AFTER.items():
         losses[name] = [_trained(rank, LOOKS["none"], after)]
-        with headway.record(Path(folder, name), first_step=FIRST, last_step=LAST):
+        with headway.record(Path(folder, name), first_step=FIRST, stop_step=LAST):
             losses[name].append(_trained(rank, LOOKS["none"], after))
     return losses
 
@@ -161,7 +161,7 @@ def ends_where_looks_are_watched(rank: int, _world_size: int, folder: str) -> No
 
     for name in ("ends", "fails"):
         net = nn.Linear(4, 1)
-        with suppress(FaultError), headway.record(Path(folder, name), first_step=1, last_step=9):
+        with suppress(FaultError), headway.record(Path(folder, name), first_step=1, stop_step=9):
             model = DistributedDataParallel(net)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             for _ in range(3):

@@ -84,7 +84,7 @@ def trained(_rank: int, _world_size: int, strategies: list[dict[str, Any]]) -> d
 
 def recorded(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
     """Record a few steps."""
-    with headway.record(Path(folder) / "trace", first_step=1, last_step=5):
+    with headway.record(Path(folder) / "trace", first_step=1, stop_step=5):
         wrapped, optimizer = wrapped_of(ParameterServerStrategy(bucket_cap_mb=0.001))
         for step in range(5):
             optimizer.zero_grad()

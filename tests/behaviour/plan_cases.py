@@ -58,13 +58,16 @@ def in_code(rank: int, world_size: int) -> dict[str, Any]:
             "buckets": [b.parameters for b in wrapped.schedule.buckets] if name == "decoupled" else None,
             "sums": train(wrapped, optimizer, rank),
         }  # fmt: skip
+    inner = model()
     default_buckets: Any = parallelize(
-        model(), _sgd(), plan(DistributedDataParallelStrategy(), world_size), bucket_cap_mb=0.5
+        inner, _sgd(inner), plan(DistributedDataParallelStrategy(), world_size), bucket_cap_mb=0.5
     )
     assert _caps(default_buckets) == _caps(Imported(model()))
     refusals = {
         "world size": lambda: parallelize(model(), _sgd(), plan(decoupled(), world_size + 1)),
         "another model": lambda: parallelize(nn.Linear(2, 2), _sgd(), plan(decoupled(), world_size)),
+        "no parameter of the model": lambda: parallelize(model(), _sgd(), plan(decoupled(), world_size)),
+        "no optimizer": lambda: parallelize(model(), None, plan(decoupled(), world_size)),  # type: ignore[arg-type]
         "already wrapped": lambda: parallelize(Imported(model()), _sgd(), plan(decoupled(), world_size)),
     }
     results["unrefused"] = {
@@ -151,8 +154,8 @@ def _caps(wrapped: Any) -> tuple[int, bool]:
     return wrapped.bucket_bytes_cap, wrapped.bucket_bytes_cap_default
 
 
-def _sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD(model().parameters(), lr=0.1)
+def _sgd(inner: nn.Module | None = None) -> torch.optim.Optimizer:
+    return torch.optim.SGD((inner or model()).parameters(), lr=0.1)
 
 
 def _refusal(act: Any) -> str:
@@ -166,7 +169,8 @@ def _refusal(act: Any) -> str:
 def sent_as(rank: int, world_size: int) -> Any:
     """Gradients of one backward where the first of two buckets is sent as it is, the other as bfloat16."""
     strategy = DistributedDataParallelStrategy(bucket_cap_mb=1e-5, wire=(None, Wire("bfloat16")))
-    wrapped: Any = parallelize(model(), _sgd(), plan(strategy, world_size))
+    inner = model()
+    wrapped: Any = parallelize(inner, _sgd(inner), plan(strategy, world_size))
     for _ in range(3):  # DDP makes its buckets anew after the first, and tells of them in the third
         wrapped.zero_grad()
         _loss(wrapped, rank).backward()

@@ -85,7 +85,7 @@ def decoupled_jobs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             else sum(len(done.transfers) for done in log.seen)
         )
         found["collectives"] = len(log.seen)
-    with headway.record(Path(folder, "trace"), first_step=1, last_step=5):
+    with headway.record(Path(folder, "trace"), first_step=1, stop_step=5):
         found["digests"].append(train(decoupled()))
     found["peers"] = peers_in_a_subgroup(rank, world_size)
     return found
@@ -122,7 +122,7 @@ def recorded_alone(folder: str, between: Callable[[Recorder], None], **options: 
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    recorder = Recorder(RecordOptions(folder=Path(folder), first_step=1, last_step=3, **options))
+    recorder = Recorder(RecordOptions(folder=Path(folder), first_step=1, stop_step=3, **options))
     recorder.attach()
     optimizer.step()
     optimizer.step()
@@ -233,7 +233,7 @@ def native_pauses(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     before = [vars(dist.Work)["wait"], torch.save, *gc.callbacks]
     gc.disable()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with headway.record(Path(folder, "trace"), model, first_step=1, last_step=4):
+    with headway.record(Path(folder, "trace"), model, first_step=1, stop_step=4):
         for step in range(5):
             optimizer.zero_grad()
             model(torch.ones(2, 160)).sum().backward()

@@ -25,7 +25,7 @@ def two_models(rank: int, _world_size: int, folder: str) -> list[str]:
     """A critic that is wrapped first and steps three times an iteration, and a generator."""
     with (
         warnings.catch_warnings(record=True) as warned,
-        headway.record(Path(folder, "two"), first_step=2, last_step=5),
+        headway.record(Path(folder, "two"), first_step=2, stop_step=5),
     ):
         warnings.simplefilter("always")
         critic = DistributedDataParallel(Critic(nn.Linear(8, 1)))
@@ -49,7 +49,7 @@ def sharded(rank: int, _world_size: int, folder: str) -> None:
         fully_shard(block)
     fully_shard(net)
     optimizer = torch.optim.Adam(net.parameters())
-    with headway.record(Path(folder, "sharded"), first_step=2, last_step=5):
+    with headway.record(Path(folder, "sharded"), first_step=2, stop_step=5):
         for _ in range(6):
             optimizer.zero_grad()
             net(torch.ones(4, 64)).square().mean().backward()

@@ -94,7 +94,7 @@ def test_clipping_and_unscaling_are_recorded_where_they_are_whole_and_where_they
     done = headway("record", "-o", tmp_path / "again", "--steps", "3:8", "--", *run, *job, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     sharded = (
-        yaml.safe_load((tmp_path / "plan.yaml").read_text())["strategy"]["decoupled"]["gather"]
+        yaml.safe_load((tmp_path / "plan.yaml").read_text())["parallel"]["data"]["decoupled"]["gather"]
         == "parameters"
     )
     by = "sharded" if sharded else ""

@@ -170,7 +170,7 @@ def test_a_plan_for_another_model_ends_the_run_with_one_line_and_status_2(
     assert done.returncode == 2
     assert last_line(done.stderr).startswith("headway: the plan is for another model; got")
     text = yaml.safe_load(plan.read_text())
-    plan.write_text(yaml.safe_dump(text | {"world_size": 3}))
+    plan.write_text(yaml.safe_dump(text | {"mesh": {"data": 3}}))
     done = headway("run", "--plan", plan, "--", *torchrun("train_small.py"))
     assert done.returncode == 2
     assert "another world size; got 2 workers; expected 3" in last_line(done.stderr)

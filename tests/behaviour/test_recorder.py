@@ -47,7 +47,7 @@ def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, obje
     calibrated = nn.Linear(2, 2)
     throw_away = torch.optim.SGD(calibrated.parameters(), lr=0.1)
     original = dist.destroy_process_group
-    with headway.record(Path(folder, "first"), first_step=2, last_step=5):
+    with headway.record(Path(folder, "first"), first_step=2, stop_step=5):
         calibrated(torch.ones(1, 2)).sum().backward()
         throw_away.step()
         dist.destroy_process_group(dist.new_group([0, 1]))
@@ -61,13 +61,13 @@ def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, obje
     seen["undone"] = dist.destroy_process_group is original
     seen["hooks"] = len(model._forward_hooks) + sum(len(m._forward_hooks) for m in model.module.modules())
 
-    with headway.record(Path(folder, "second"), model, first_step=1, last_step=3):
+    with headway.record(Path(folder, "second"), model, first_step=1, stop_step=3):
         for _ in range(4):
             step(model, optimizer)
 
     decoupled = DecoupledDataParallel(nn.Linear(8, 4))
     adafactor = torch.optim.Adafactor(decoupled.parameters())
-    with headway.record(Path(folder, "third"), decoupled, first_step=2, last_step=4):
+    with headway.record(Path(folder, "third"), decoupled, first_step=2, stop_step=4):
         for _ in range(5):
             step(decoupled, adafactor)
     try:
@@ -81,7 +81,7 @@ def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, obje
     except LaunchError as error:
         seen["short"] = str(error)
     try:
-        with headway.record(Path(folder, "vanished"), model, first_step=1, last_step=3):
+        with headway.record(Path(folder, "vanished"), model, first_step=1, stop_step=3):
             dist.barrier()
             shutil.rmtree(Path(folder, ".vanished.recording"), ignore_errors=True)
             for _ in range(4):

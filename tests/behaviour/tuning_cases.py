@@ -217,9 +217,10 @@ def left_alone(rank: int, world_size: int) -> dict[str, str]:
     reasons = {}
 
     def trained(name: str, act: Callable[[Any, Any, int], object], steps: int = 12) -> None:
-        wrapped: Any = parallelize(net(), OPTIMIZERS["sgd"](net().parameters()))
+        inner = net()
+        optimizer = OPTIMIZERS["sgd"](inner.parameters())
+        wrapped: Any = parallelize(inner, optimizer)
         assert wrapped._tuner is not None
-        optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
         for step in range(steps):
             act(wrapped, optimizer, step)
         reasons[name] = "goes on" if wrapped.tuning is None else wrapped.tuning.ended_early

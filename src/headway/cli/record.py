@@ -89,7 +89,7 @@ def record(
 ) -> None:
     """Run the command after -- and record it: headway record -o DIR -- torchrun --nproc-per-node 2 train.py."""
     command = trailing_command(ctx)
-    first_step, last_step = parse_steps(steps)
+    first_step, stop_step = parse_steps(steps)
     files.check_absent(output, TraceError)
     with _staging(output.absolute()) as staging:
         options = files.dump_json(
@@ -97,7 +97,7 @@ def record(
                 "folder": str(staging),
                 "output": str(output.absolute()),
                 "first_step": first_step,
-                "last_step": last_step,
+                "stop_step": stop_step,
                 "clock_server": not no_clock_server,
                 "measure": not no_measuring,
                 "detail": detail,

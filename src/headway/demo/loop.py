@@ -155,7 +155,7 @@ class _Lab:
     def record(self, out: Path) -> Trace:
         staging = out.parent / f".{out.name}.recording"
         staging.mkdir(parents=True)
-        options = {"folder": str(staging), "first_step": WARM_UP_STEPS, "last_step": self._options.steps}
+        options = {"folder": str(staging), "first_step": WARM_UP_STEPS, "stop_step": self._options.steps}
         self.run(self._command(), injected_environment(os.environ, record=json.dumps(options)))
         finish_recording(staging, out, self._options.workers, wait_s=0)
         return load_trace(out)

@@ -17,6 +17,7 @@ from headway import files, torch_private
 from headway.errors import LaunchError, TraceError, UserError
 from headway.recording.derive import StrategySpan
 from headway.recording.finish import finish_recording
+from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.data_parallel.channels import observer
 from headway.strategies.registry import plugins
@@ -128,13 +129,23 @@ def _watch_compiling(recorder: Recorder) -> None:
 
 @contextmanager
 def record(
-    folder: str | Path, model: Any = None, *, first_step: int = 5, last_step: int = 25
-) -> Iterator[Recorder]:
-    """Record the optimizer steps ``first_step`` to ``last_step - 1`` that run inside the block, as a trace.
+    folder: str | Path,
+    model: Any = None,
+    *,
+    first_step: int = 5,
+    stop_step: int = 25,
+    detail: Detail = "modules",
+    clock_server: bool = True,
+) -> Iterator[None]:
+    """Record the optimizer steps ``first_step`` to ``stop_step - 1`` that run inside the block, as a trace.
 
     Every rank enters the block, after ``init_process_group``, with the same ``folder`` on a file system that all
     ranks see. ``model`` is the wrapped model, where it was wrapped before the block. Rank 0 assembles the trace
     when the block ends.
+
+    The steps before ``first_step`` warm up. ``detail`` "operators" or "kernels" records what modules are made of, and
+    costs more. Rank 0 opens a port for the others to compare clocks with, unless ``clock_server`` is False; clocks are
+    then aligned by what ranks did together, less exactly. Ranks do not measure links as under ``headway record``.
 
     Raises LaunchError without a process group and, on rank 0, where the block ends before ``first_step`` steps;
     TraceError where the folder exists.
@@ -146,7 +157,15 @@ def record(
     out = Path(folder)
     staging = out.parent / f".{out.name}.recording"
     _prepare(out, staging)
-    recorder = Recorder(RecordOptions(folder=staging, first_step=first_step, last_step=last_step))
+    recorder = Recorder(
+        RecordOptions(
+            folder=staging,
+            first_step=first_step,
+            stop_step=stop_step,
+            detail=detail,
+            clock_server=clock_server,
+        )
+    )
     _attach(recorder)
     if model is not None:
         wrapped = torch_private.compiled_from(model)
@@ -156,7 +175,7 @@ def record(
             recorder.compiled(wrapped, model)
     first = dist.get_rank() == 0
     try:
-        yield recorder
+        yield
     except BaseException:
         if first:
             recorder.give_up()

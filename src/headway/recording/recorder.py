@@ -61,14 +61,14 @@ _recordings = itertools.count()  # the same on every rank, for recordings begin 
 
 
 class RecordOptions(BaseModel):
-    """What to record: optimizer steps ``first_step`` to ``last_step - 1``, and where rank files go."""
+    """What to record: optimizer steps ``first_step`` to ``stop_step - 1``, and where rank files go."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path
     output: Path | None = None  # where the trace will be, for those who are told
     first_step: int = Field(default=5, ge=1)
-    last_step: int = Field(default=25, ge=2)
+    stop_step: int = Field(default=25, ge=2)
     clock_server: bool = True  # whether rank 0 may open a port for others to compare clocks with
     measure: bool = False  # whether ranks measure their links and machines when the last step is recorded
     detail: Detail = "modules"
@@ -273,12 +273,12 @@ class Recorder:
         self._watch_memory(first=False)
         self._boundary_ns = now_ns
         full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
-        now.recording = self.options.first_step <= now.step < self.options.last_step and not full
+        now.recording = self.options.first_step <= now.step < self.options.stop_step and not full
         if now.step == self.options.first_step:
             self._connections.begin(now_ns)
             if self._profiled is not None:
                 self._profiled.begin()
-        if now.step >= self.options.last_step or full:
+        if now.step >= self.options.stop_step or full:
             self.saw_every_step = not full
             self.finish()
 
@@ -402,7 +402,7 @@ class Recorder:
             peers = connection_peers(self._number, self._connections, rank, world_size, patience_s)
         events += link_rows(self._connections.uses, peers)
         events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
-        last = self.options.last_step
+        last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
         name, in_force = strategy_in_force(self._model)
