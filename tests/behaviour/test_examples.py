@@ -36,7 +36,7 @@ def test_the_example_in_code_trains_the_same_under_its_plan(tmp_path: Path) -> N
     command = [*TORCHRUN, str(EXAMPLES / "in_code.py"), str(tmp_path)]
     done = run(command, 90, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    said = done.stdout.split()
+    said = done.stdout.splitlines()[-1].split()
     assert float(said[1]) == pytest.approx(float(said[5]), rel=1e-4)
     assert load_trace(tmp_path / "trace").steps == tuple(range(3, 10))
     Plan.load(tmp_path / "plan.yaml")
