@@ -109,8 +109,9 @@ def test_pages_that_unpack_to_much_are_not_unpacked_whatever_the_footer_says(
     stated_bytes = pq.read_metadata(path).row_group(0).column(place).total_uncompressed_size
     path.write_bytes(path.read_bytes().replace(_thrift(stated_bytes), _thrift(2**20)))
     assert pq.read_metadata(path).row_group(0).column(place).total_uncompressed_size == 2**20
-    with pytest.raises(TraceError, match=r"at least 2\d{6} bytes; expected at most 1572864"):
-        RankColumns(path, Allowance()).read(["name"])
+    refused = pytest.raises(TraceError, match=r"at least 2\d{6} bytes; expected at most 1572864")
+    with refused, RankColumns(path, Allowance()) as file:
+        file.read(["name"])
 
 
 def _thrift(number: int) -> bytes:
