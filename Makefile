@@ -3,8 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH ?= 2.13.0
 
-.PHONY: setup test check unit demo clean
+# Tests mostly wait for each other's ranks, so there are more processes than cores; a file is run by one of them.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+
+# Values, graphs and what computes on them: no processes, and no files of other tools.
+QUICK := tests/answers tests/collectives tests/graph tests/model_tables tests/network tests/optimization \
+	tests/planning tests/prediction tests/replayer tests/scheduling tests/simulation tests/strategies tests/trace \
+	$(wildcard tests/test_*.py)
+
+# Where it is set, each of some thousand processes would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup quick test test-all test-with check lint types docs unit unit-all coverage demo clean
 
 setup: $(STAMP)
 
@@ -12,23 +25,55 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headway needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
-check: $(STAMP)
+# What is asked for while one works.
+quick: $(STAMP)
+	$(MAKE) --jobs=2 --output-sync=target check quick-tests
+
+quick-tests: $(STAMP)
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not processes and not exhaustive" $(QUICK)
+
+# What continuous integration runs.
+test: $(STAMP)
+	$(MAKE) --jobs=2 --output-sync=target check unit
+
+test-all: check unit-all
+
+check: lint types docs
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: $(STAMP)
-	$(BIN)/pytest
+types: $(STAMP)
+	$(BIN)/mypy
 
-test: check unit
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+
+unit: $(STAMP)
+	$(PYTEST) -m "not exhaustive"
+
+unit-all: $(STAMP)
+	$(PYTEST)
+
+# Lines and branches that any process of the tests went through, ranks and recorded jobs among them.
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup -m "not exhaustive"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=cover
+
+# Another torch or Python, in a folder of its own: make test-with TORCH=2.10.0 PYTHON=python3.12
+test-with:
+	$(MAKE) quick unit VENV=.venv-$(TORCH)-$(notdir $(PYTHON))
 
 demo: $(STAMP)
 	$(BIN)/headway demo
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .coverage*

@@ -70,10 +70,14 @@ class _Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        atexit.register(self._process.kill)
+        atexit.register(self._end)
         self._forked = 0
         self._ended: dict[int, int] = {}
         self._unread = b""
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def fork(self, argument: str, output: Path) -> tuple[int, int]:
         """The number of the new process among those of this server, and its pid."""

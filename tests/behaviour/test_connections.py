@@ -11,7 +11,15 @@ CASES = "tests.behaviour.connection_cases"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kind", "count"), [("decoupled", 200), ("parameter_server", 40)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("decoupled", 40),
+        ("parameter_server", 20),
+        pytest.param("decoupled", 200, marks=pytest.mark.exhaustive),
+        pytest.param("parameter_server", 40, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_over_many_models_nothing_grows(kind: str, count: int) -> None:
     for held in workers.run(2, f"{CASES}:many_models", kind, count, timeout_s=800):
         threads, descriptors = held["most"]

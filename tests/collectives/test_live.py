@@ -30,7 +30,7 @@ def test_rings(world_size: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [8, 16])
+@pytest.mark.parametrize("world_size", [8, pytest.param(16, marks=pytest.mark.exhaustive)])
 def test_large_rings(world_size: int) -> None:
     nothing_is_wrong(world_size, "check_rings", "check_prepared_again_and_again")
 

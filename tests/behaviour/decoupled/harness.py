@@ -55,13 +55,14 @@ def problems(
     folder: Path | None = None,
     device: str = CPU,
     backend: str = "gloo",
+    names: tuple[str, ...] | None = None,
 ) -> dict[str, str]:
-    """Run every case of ``modules``; return what is wrong with each, which is nothing where all is well.
+    """Run every case of ``modules``, or ``names``; return what is wrong with each, which is nothing where all is well.
 
     Cases may leave files for each other in ``folder``. All ranks share one ``device``.
     """
     found: dict[str, str] = {}
-    left = names_of(mode, world_size, device)
+    left = names_of(mode, world_size, device) if names is None else list(names)
     deadline = time.monotonic() + limits.stretched(ALL_LIMIT_S)
     while left and time.monotonic() < deadline:
         with tempfile.TemporaryDirectory() as reports:

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 from tests.behaviour.decoupled import harness
-from tests.behaviour.decoupled.job import DDP, GRADIENTS, PARAMETERS
+from tests.behaviour.decoupled.job import CASES, DDP, GRADIENTS, PARAMETERS
 
 MODES = (DDP, GRADIENTS, PARAMETERS)
 WORLD_SIZES = (2, 3)
@@ -23,21 +23,42 @@ for _module in MODULES:
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(harness.ALL_LIMIT_S + 20)]
 
 
+def of_size(mode: str, size: int, *, exhaustive: bool) -> tuple[str, ...]:
+    """The cases of ``mode`` that are run on ``size`` ranks by default, or only where everything is.
+
+    Those that can be run on two ranks and on three are by default run on two in one decoupled mode, and on three in the
+    other one; under stock DDP, which only proves the cases, on two.
+    """
+    elsewhere = {case for other in WORLD_SIZES if other != size for case in harness.names_of(mode, other)}
+
+    def chosen(number: int) -> int:
+        return WORLD_SIZES[0 if mode == DDP else (number + MODES.index(mode)) % len(WORLD_SIZES)]
+
+    number_of = {name: number for number, name in enumerate(CASES)}
+    return tuple(
+        name
+        for name in harness.names_of(mode, size)
+        if exhaustive == (name in elsewhere and chosen(number_of[name]) != size)
+    )
+
+
 @pytest.mark.parametrize(
-    ("mode", "world_size", "case"),
+    ("mode", "world_size", "exhaustive", "case"),
     [
         pytest.param(
-            mode,
-            size,
-            case,
-            id=f"{mode}-{size}-{case}",
-            marks=pytest.mark.xdist_group(f"exactness-{mode}-{size}"),
+            mode, size, exhaustive, case, id=f"{mode}-{size}-{case}",
+            marks=[
+                pytest.mark.xdist_group(f"exactness-{mode}-{size}-{exhaustive}"),
+                *([pytest.mark.exhaustive] if exhaustive else []),
+            ],
         )
         for mode in MODES
         for size in WORLD_SIZES
-        for case in harness.names_of(mode, size)
+        for exhaustive in (False, True)
+        for case in of_size(mode, size, exhaustive=exhaustive)
     ],
-)
-def test_same_as_in_one_process(mode: str, world_size: int, case: str) -> None:
-    problem = harness.problems(MODULES, mode, world_size)[case]
+)  # fmt: skip
+def test_same_as_in_one_process(mode: str, world_size: int, exhaustive: bool, case: str) -> None:
+    names = of_size(mode, world_size, exhaustive=exhaustive)
+    problem = harness.problems(MODULES, mode, world_size, names=names)[case]
     assert not problem, problem
