@@ -23,6 +23,7 @@ sys.dont_write_bytecode = False
 LABS = ("tests/behaviour/test_lab.py", "tests/behaviour/test_record_in_lab.py", "tests/lab/")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup``: a file is run by one process, and so are all labs, unless a test says otherwise."""
     for item in items:

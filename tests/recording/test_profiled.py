@@ -32,6 +32,7 @@ def test_operators_carry_the_recorders_steps_and_nothing_stays_behind(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling:UserWarning")  # so it is
 def test_kernels_of_a_job_without_a_device_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no kernels were recorded"):
         profiled(tmp_path, "kernels").events()
