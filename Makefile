@@ -7,7 +7,7 @@ TORCH ?= 2.13.0
 
 # Tests mostly wait for each other's ranks, so there are more processes than cores; a file is run by one of them.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Values, graphs and what computes on them: no processes, and no files of other tools.
 QUICK := tests/answers tests/collectives tests/graph tests/model_tables tests/network tests/optimization \
@@ -34,7 +34,7 @@ quick: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync=target check quick-tests
 
 quick-tests: $(STAMP)
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not processes and not exhaustive" $(QUICK)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not exhaustive" $(QUICK)
 
 # What continuous integration runs.
 test: $(STAMP)
@@ -64,7 +64,7 @@ unit-all: $(STAMP)
 # Lines and branches that any process of the tests went through, ranks and recorded jobs among them.
 coverage: $(STAMP)
 	$(BIN)/coverage erase
-	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup -m "not exhaustive"
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not exhaustive"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort=cover
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import pytest_timeout
 from hypothesis import HealthCheck, settings
 from tests import limits
+from xdist.scheduler import LoadScopeScheduling
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,13 +25,29 @@ sys.dont_write_bytecode = False
 LABS = ("tests/behaviour/test_lab.py", "tests/behaviour/test_record_in_lab.py", "tests/lab/")
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """With ``--dist loadfile``: a file's tests are run by one process, as they share recordings, and so are all labs.
+
+    What ``test_same_as_in_one_process`` shares are launches of ranks, of which each may be in another process.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if file.startswith(LABS):
+            return "labs"
+        launch = re.match(r"test_same_as_in_one_process\[(\w+-\d)-", test)
+        return f"{file} {launch[1]}" if launch else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """The scheduler above, for the option that comes nearest."""
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``: a file is run by one process, and so are all labs, unless a test says otherwise."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            file = item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group("labs" if file.startswith(LABS) else file))
+    """What takes longest begins first."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:

@@ -47,10 +47,7 @@ def of_size(mode: str, size: int, *, exhaustive: bool) -> tuple[str, ...]:
     [
         pytest.param(
             mode, size, exhaustive, case, id=f"{mode}-{size}-{case}",
-            marks=[
-                pytest.mark.xdist_group(f"exactness-{mode}-{size}-{exhaustive}"),
-                *([pytest.mark.exhaustive] if exhaustive else []),
-            ],
+            marks=[pytest.mark.exhaustive] if exhaustive else [],
         )
         for mode in MODES
         for size in WORLD_SIZES
