@@ -102,7 +102,7 @@ def test_without_resources_the_engine_finds_the_longest_path(
 @settings(deadline=None)
 @given(drawn_operations(least_asked=0.1), drawn_resources() | st.none())
 def test_the_engine_plays_by_the_rules_that_the_reference_spells_out(
-    simulate: Callable[..., int], operations: list[DrawnOperation], resources: Resources | None
+    simulate: Callable[..., kernel.PlayState], operations: list[DrawnOperation], resources: Resources | None
 ) -> None:
     graph = graph_of(operations, resources)
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,7 @@ _LOOPS = (
 )  # fmt: skip
 
 
-def simulate_for(operations: int) -> Callable[..., int]:
+def simulate_for(operations: int) -> Callable[..., kernel.PlayState]:
     """``kernel.simulate`` for a graph of so many operations: compiled, unless it is small or numba is missing."""
     if _compiled.cache_info().currsize == 0 and operations < WORTH_OPERATIONS:
         return kernel.simulate
@@ -27,7 +27,7 @@ def simulate_for(operations: int) -> Callable[..., int]:
 
 
 @cache
-def _compiled() -> Callable[..., int]:
+def _compiled() -> Callable[..., kernel.PlayState]:
     if importlib.util.find_spec("numba") is None:
         return kernel.simulate
     from numba import njit
@@ -42,5 +42,5 @@ def _compiled() -> Callable[..., int]:
             names[loop.__name__] = njit(cache=True)(own)
         except RuntimeError:  # nowhere to keep it
             names[loop.__name__] = njit(own)
-    simulate: Callable[..., int] = names["simulate"]
+    simulate: Callable[..., kernel.PlayState] = names["simulate"]
     return simulate

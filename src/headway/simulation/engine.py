@@ -1,4 +1,4 @@
-"""The engine: plays a dataflow graph. Deterministic; what shares a link gets max-min fair shares of it."""
+"""The engine: plays a graph of operations. Deterministic; what shares a link gets max-min fair shares of it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,42 @@ def play(graph: OperationGraph) -> PlayedTimes:
     much as any other on the scarcer of its two resources, and what those leave who are held up elsewhere. Where more
     than ``kernel.MANY`` hold each other up, all on a resource go on at the same fraction of their full rates instead.
     One that begins on resources that nobody used for a while is ahead by what these saved meanwhile
-    (``Resources.burst_ns``). Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle,
-    OverflowError where times are out of range.
+    (``Resources.burst_ns``). Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle
+    or decisions (``deciding.play_deciding`` plays those), OverflowError where times are out of range.
     """
-    count = len(graph)
-    if not count:
+    if not len(graph):
         nothing = np.zeros(0, dtype=np.int64)
         return PlayedTimes(nothing, nothing)
-    routes = graph.routes
-    longest_ns = max(int(graph.duration_ns.max()), int(routes.latency_ns.max()))
-    played = (
-        kernel.OUT_OF_RANGE
-        if longest_ns > LATEST_NS
-        else simulate_for(count)(
+    counts = play_on(graph, first_state(graph)).counts
+    if counts[kernel.STATUS] == kernel.PAUSED:
+        raise ValueError("the graph has decisions, and nobody is there to take them")
+    if missing := len(graph) - int(counts[kernel.PLAYED]):
+        raise ValueError(f"the graph has a cycle: {missing} operations wait for each other")
+    return played_times(graph)
+
+
+def first_state(graph: OperationGraph) -> kernel.PlayState:
+    """The beginning, when nothing of ``graph`` has been played."""
+    return kernel.first_state(graph.resources.room, graph.resources.burst_ns, graph.queues)
+
+
+def play_on(graph: OperationGraph, state: kernel.PlayState) -> kernel.PlayState:
+    """Play ``graph`` on from ``state`` to its end or the next decisions, whichever comes first.
+
+    Raises OverflowError where times are out of range.
+    """
+    routes, known = graph.routes, int(state.counts[kernel.KNOWN])
+    longest_ns = max(int(graph.duration_ns[known:].max(initial=0)), int(routes.latency_ns.max()))
+    if longest_ns <= LATEST_NS:
+        state = simulate_for(len(graph))(
             graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.asked, routes.queue,
-            routes.latency_ns, graph.resources.room, graph.resources.burst_ns, graph.resources.changes, graph.queues,
-        )
-    )  # fmt: skip
-    if played == kernel.OUT_OF_RANGE:
+            routes.latency_ns, graph.resources.burst_ns, graph.resources.changes, state,
+        )  # fmt: skip
+    if longest_ns > LATEST_NS or state.counts[kernel.STATUS] == kernel.OUT_OF_RANGE:
         raise OverflowError("times are out of range")
-    if played < count:
-        raise ValueError(f"the graph has a cycle: {count - played} operations wait for each other")
+    return state
+
+
+def played_times(graph: OperationGraph) -> PlayedTimes:
+    """When the operations of a graph ran that was just played."""
     return PlayedTimes(graph.wide[:, START].copy(), graph.wide[:, END].copy())

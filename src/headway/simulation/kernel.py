@@ -14,11 +14,12 @@ flows that they couple, directly or through others, are a ``component``: the rat
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headway.simulation.operations import (
+    DECIDED,
     DURATION,
     END,
     FOLLOWING,
@@ -35,8 +36,13 @@ from headway.simulation.operations import (
 
 Array = Any  # of numbers; what a compiler makes of it is its own
 NEVER = 2**62
-OUT_OF_RANGE = -1
 _FIRST_ROOM = 1024
+
+# What ``simulate`` returned for, and columns of ``PlayState.counts``: how many flows are in flight, operations are to
+# be done at a known time and are to begin now; the time; how many operations were done, changes took place, and rows
+# of the graph are known; what it returned for; how many decisions are asked for.
+FINISHED, PAUSED, OUT_OF_RANGE = 0, 1, 2
+IN_FLIGHT, TO_BE_DONE, TO_BEGIN, NOW, PLAYED, CHANGED, KNOWN, STATUS, DECISIONS, COUNTS = range(10)
 
 # Columns of ``flows``: the head and the last of the queue; the resources of the head, and the queues after and before
 # this one on them, at the sender's end and at the receiver's; how much of them it asks for and gets; its place in the
@@ -391,6 +397,44 @@ def end_first_flow(
     return in_flight
 
 
+class PlayState(NamedTuple):
+    """All that the engine knows between two moments, so that it can be asked in the middle and then go on.
+
+    What will be done at a known time is in the heap ``done_at``, ``done``; what is ready to begin in the heap
+    ``ready_at``, ``ready``, whose times are 0, and 1 of decisions, which come after everything else of a moment.
+    ``instant`` are operations that take no time and are done as soon as they are ready, before anything that takes
+    some; in a pause it holds the decisions asked for.
+    """
+
+    flows: Array
+    work: Array
+    resources: Array
+    heap: Array
+    reached: Array
+    component: Array
+    done_at: Array
+    done: Array
+    ready_at: Array
+    ready: Array
+    instant: Array
+    counts: Array
+
+
+def first_state(room: Array, burst: Array, queues: int) -> PlayState:
+    """Nothing is played yet, on resources of so much ``room`` and ``burst``."""
+    resources = np.full((len(burst), RESOURCE_COLUMNS), -1, np.int64)
+    resources[:, LOAD], resources[:, SAVED], resources[:, IDLE_SINCE] = 0, burst, 0
+    resources[:, ROOM], resources[:, USUAL] = room, room
+    return PlayState(
+        flows=np.full((queues, COLUMNS), -1, np.int64), work=np.zeros((queues, 2), np.float64),
+        resources=resources, heap=np.zeros(queues, np.int64), reached=np.zeros(MANY + 1, np.int64),
+        component=np.zeros(len(burst) + 1, np.int64), done_at=np.zeros(_FIRST_ROOM, np.int64),
+        done=np.zeros(_FIRST_ROOM, np.int64), ready_at=np.zeros(_FIRST_ROOM, np.int64),
+        ready=np.zeros(_FIRST_ROOM, np.int64), instant=np.zeros(_FIRST_ROOM, np.int64),
+        counts=np.zeros(COUNTS, np.int64),
+    )  # fmt: skip
+
+
 def simulate(
     wide: Array,
     narrow: Array,
@@ -400,30 +444,23 @@ def simulate(
     asked: Array,
     queue_of: Array,
     latency: Array,
-    room: Array,
     burst: Array,
     changes: Array,
-    queues: int,
-) -> int:
-    """Play a graph (see ``engine.play`` and ``operations``); returns how many operations were, or OUT_OF_RANGE.
+    state: PlayState,
+) -> PlayState:
+    """Play a graph on from ``state`` (see ``engine.play`` and ``operations``), to its end or the next decisions.
 
-    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. ``room`` and
-    ``burst`` have an entry a resource, ``changes`` rows of a time, a resource and how much there is of it from then on,
-    in order of time.
+    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. Rows from KNOWN on
+    are new: they wait for as many operations as WAITS says. ``burst`` has an entry a resource, ``changes`` rows of a
+    time, a resource and how much there is of it from then on, in order of time. Returns the state, STATUS in it: after
+    FINISHED and OUT_OF_RANGE nothing goes on; when PAUSED everything that happens until NOW has happened.
     """
-    flows, work = np.full((queues, COLUMNS), -1, np.int64), np.zeros((queues, 2), np.float64)
-    resources, heap = np.full((len(burst), RESOURCE_COLUMNS), -1, np.int64), np.zeros(queues, np.int64)
+    flows, work, resources, heap, reached, component, done_at, done, ready_at, ready, instant, counts = state
+    in_flight, to_be_done, to_begin = int(counts[IN_FLIGHT]), int(counts[TO_BE_DONE]), int(counts[TO_BEGIN])
+    now, played, changed = int(counts[NOW]), int(counts[PLAYED]), int(counts[CHANGED])
     saves = len(burst) > 0 and burst.max() > 0
-    resources[:, LOAD], resources[:, SAVED], resources[:, IDLE_SINCE] = 0, burst, 0
-    resources[:, ROOM], resources[:, USUAL] = room, room
-    reached, component = np.zeros(MANY + 1, np.int64), np.zeros(len(burst) + 1, np.int64)
-    # What will be done at a known time, and what is ready now (its times are all the same).
-    # Whatever takes no time and nothing else is done as soon as it is ready, before anything that takes something.
-    done_at, done = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
-    instant = np.zeros(_FIRST_ROOM, np.int64)
-    ready_at, ready = np.zeros(_FIRST_ROOM, np.int64), np.zeros(_FIRST_ROOM, np.int64)
-    in_flight = to_be_done = to_begin = now = played = changed = 0
-    for number in range(len(wide)):
+    status = FINISHED
+    for number in range(counts[KNOWN], len(wide)):
         narrow[number, LEFT], narrow[number, FOLLOWING] = narrow[number, WAITS], -1
         if narrow[number, WAITS] == 0:
             if to_begin == len(ready):
@@ -454,6 +491,23 @@ def simulate(
             wide[number, START] = now
             queue = queue_of[narrow[number, ROUTE]]
             if queue < 0:
+                if queue == DECIDED:
+                    if narrow[number, LEFT] == 0:  # everything else of this moment first
+                        narrow[number, LEFT] = -1
+                        push(ready_at, ready, to_begin, 1, number)
+                        to_begin += 1
+                        continue
+                    instant[0] = number
+                    counts[DECISIONS] = 1
+                    while to_begin:
+                        if counts[DECISIONS] == len(instant):
+                            instant = grow(instant)
+                        instant[counts[DECISIONS]] = ready[0]
+                        counts[DECISIONS] += 1
+                        drop_first(ready_at, ready, to_begin)
+                        to_begin -= 1
+                    status = PAUSED
+                    break
                 finished = number
                 wide[number, END] = now + wide[number, DURATION] + latency[narrow[number, ROUTE]]
             else:
@@ -465,7 +519,8 @@ def simulate(
                 flows[queue, LAST] = number
         elif leaving <= finishing:
             if leaving == NEVER:
-                return OUT_OF_RANGE if in_flight else played
+                status = OUT_OF_RANGE if in_flight else FINISHED
+                break
             now = leaving
             queue = heap[0]
             finished = flows[queue, HEAD]
@@ -491,7 +546,8 @@ def simulate(
             drop_first(done_at, done, to_be_done)
             to_be_done -= 1
         if now > LATEST_NS:
-            return OUT_OF_RANGE
+            status = OUT_OF_RANGE
+            break
         if beginning >= 0:
             number = flows[beginning, HEAD]
             work[beginning, REST] = wide[number, DURATION]
@@ -537,3 +593,9 @@ def simulate(
                         ready_at, ready = grow(ready_at), grow(ready)
                     push(ready_at, ready, to_begin, 0, successor)
                     to_begin += 1
+    counts[IN_FLIGHT], counts[TO_BE_DONE], counts[TO_BEGIN] = in_flight, to_be_done, to_begin
+    counts[NOW], counts[PLAYED], counts[CHANGED] = now, played, changed
+    counts[KNOWN], counts[STATUS] = len(wide), status
+    return PlayState(
+        flows, work, resources, heap, reached, component, done_at, done, ready_at, ready, instant, counts
+    )

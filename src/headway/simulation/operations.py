@@ -27,7 +27,8 @@ DURATION, START, END = 0, 1, 2
 ROUTE, WAITS, LEFT, FOLLOWING, SPILL, SUCCESSORS = 6, 7, 8, 9, 10, 11
 SLOTS = 5  # successors in the line itself
 NONE = -1
-FREE = 0  # the route of operations that use nothing
+FREE, DECISION = 0, 1  # the routes of operations that use nothing, and of those that a decider lets end
+DECIDED = -2  # the queue of decisions
 WHOLE = 2**46  # what rates are counted in: that of the fastest resource, where rates differ
 
 
@@ -201,6 +202,7 @@ class RouteTable:
         self._queues: dict[tuple[int, int], int] = {}
         self._routes: dict[tuple[int, ...], int] = {}
         assert self.number(NO_RESOURCE, NO_RESOURCE) == FREE
+        self._routes[NO_RESOURCE, NO_RESOURCE, DECIDED, WHOLE, 0] = DECISION
 
     def number(
         self,
@@ -226,12 +228,53 @@ class RouteTable:
         """How many queues there are."""
         return len(self._queues)
 
+    def __len__(self) -> int:
+        return len(self._routes)
+
     def columns(self) -> Routes:
         """All routes so far."""
         columns = list(zip(*self._routes, strict=True))
         sender, receiver, queue = (np.array(column, dtype=np.int32) for column in columns[:3])
         asked, latency_ns = (np.array(column, dtype=np.int64) for column in columns[3:])
         return Routes(sender, receiver, asked, queue, latency_ns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Addition:
+    """What was added to a builder: operations from ``first`` on, ``count`` of them, and edges.
+
+    ``number``, ``duration_ns`` and ``route`` are those of operations that came one by one, ``edges`` the edges out of
+    them, ``after`` where those lead. ``earlier`` are edges (before, after) out of operations that were there before.
+    """
+
+    first: int
+    count: int
+    number: Ints
+    duration_ns: Ints
+    route: Numbers
+    edges: Edges
+    after: Ints
+    earlier: Ints
+    blocks: tuple[tuple[int, Block], ...]
+
+    @property
+    def spills(self) -> int:
+        """How much room its successors need in ``OperationGraph.spilled``."""
+        return len(self.edges.spilled) + sum(block.spills for _, block in self.blocks)
+
+    def fill(self, into: OperationGraph, spill: int) -> None:
+        """Write the operations, and their edges but for the ``earlier`` ones; what spills from ``spill`` on."""
+        edges, narrow = self.edges, into.narrow
+        into.wide[self.number, DURATION] = self.duration_ns
+        narrow[self.number, ROUTE] = self.route
+        narrow[self.number, SUCCESSORS:] = edges.slots
+        narrow[self.number, SPILL] = np.where(edges.spill >= 0, edges.spill + spill, NONE)
+        into.spilled[spill : spill + len(edges.spilled)] = edges.spilled
+        spill += len(edges.spilled)
+        for base, block in self.blocks:
+            block.fill(into, base, spill)
+            spill += block.spills
+        np.add.at(narrow[:, WAITS], self.after, 1)
 
 
 class OperationGraphBuilder:
@@ -246,6 +289,7 @@ class OperationGraphBuilder:
         self._before = array("i")
         self._after = array("i")
         self._count = 0
+        self._first = 0  # that is not settled
         self._blocks: list[tuple[int, Block]] = []
 
     def operation(
@@ -260,16 +304,21 @@ class OperationGraphBuilder:
         asked: float = 1.0,
     ) -> int:
         """Add an operation that waits for those in ``after``; returns its number."""
-        number = self._count
-        self._count += 1
-        self._number.append(number)
-        self._duration_ns.append(duration_ns)
         plain = sender == NO_RESOURCE and receiver == NO_RESOURCE and not latency_ns
-        self._route.append(
+        route = (
             FREE
             if plain
             else self.routes.number(sender, receiver, queue=queue, latency_ns=latency_ns, asked=asked)
         )
+        return self.routed(duration_ns, route, after)
+
+    def routed(self, duration_ns: int, route: int, after: Iterable[int] = ()) -> int:
+        """Add an operation that uses what ``route`` says, a number of ``routes``; returns its number."""
+        number = self._count
+        self._count += 1
+        self._number.append(number)
+        self._duration_ns.append(duration_ns)
+        self._route.append(route)
         for before in after:
             self.edge(before, number)
         return number
@@ -286,27 +335,44 @@ class OperationGraphBuilder:
         self._blocks.append((base, block))
         return base
 
-    def close(self) -> OperationGraph:
-        """The finished graph. Raises OverflowError where it has more operations than can be numbered."""
+    def decision(self, after: Iterable[int] = ()) -> int:
+        """Add an operation that lasts from when those in ``after`` are done until a decider lets it end."""
+        return self.routed(0, DECISION, after)
+
+    def addition(self) -> Addition:
+        """What was added since ``settle``. Raises OverflowError where operations are more than can be numbered."""
         if self._count > MOST_OPERATIONS:
             raise OverflowError(f"{self._count} operations are more than can be numbered")
         number = np.array(self._number, dtype=np.int64)
-        row = np.searchsorted(number, np.array(self._before, dtype=np.int64))
-        after = np.array(self._after, dtype=np.int64)
-        edges = edges_of(row, after, len(number))
-        room = len(edges.spilled)
+        before, after = np.array(self._before, dtype=np.int64), np.array(self._after, dtype=np.int64)
+        own = before >= self._first
+        return Addition(
+            first=self._first,
+            count=self._count - self._first,
+            number=number,
+            duration_ns=np.array(self._duration_ns, dtype=np.int64),
+            route=np.array(self._route, dtype=np.int32),
+            edges=edges_of(np.searchsorted(number, before[own]), after[own], len(number)),
+            after=after[own],
+            earlier=np.stack((before[~own], after[~own]), axis=1),
+            blocks=tuple(self._blocks),
+        )
+
+    def settle(self) -> None:
+        """Take what was added so far as given: the next ``addition`` begins behind it."""
+        self._first = self._count
+        for column in (self._number, self._duration_ns, self._route, self._before, self._after):
+            del column[:]
+        self._blocks.clear()
+
+    def close(self) -> OperationGraph:
+        """The graph so far. Raises OverflowError where it has more operations than can be numbered."""
+        assert not self._first, "what is settled is part of another graph"
+        addition = self.addition()
         wide, narrow = lines(self._count)
-        spilled = np.zeros(room + sum(block.spills for _, block in self._blocks), dtype=np.int32)
+        spilled = np.zeros(addition.spills, dtype=np.int32)
         made = OperationGraph(
             wide, narrow, spilled, self.routes.columns(), self.resources, self.routes.queues
         )
-        wide[number, DURATION] = self._duration_ns
-        narrow[number, ROUTE] = self._route
-        narrow[number, SUCCESSORS:] = edges.slots
-        narrow[number, SPILL] = edges.spill
-        spilled[:room] = edges.spilled
-        for base, block in self._blocks:
-            block.fill(made, base, room)
-            room += block.spills
-        np.add.at(narrow[:, WAITS], after, 1)
+        addition.fill(made, 0)
         return made
