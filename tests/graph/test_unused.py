@@ -8,7 +8,8 @@ import pytest
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
-from headway.graph.build import GraphBuilder, PlacedCollective
+from headway.graph.build import GraphBuilder
+from headway.graph.placed import PlacedCollective
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job

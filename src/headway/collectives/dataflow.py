@@ -76,21 +76,24 @@ def expand(
     ends: Sequence[int],
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
     connection: int = 0,
+    members: tuple[int, ...] = (),
 ) -> int:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
+    It is one of all ranks, or of ``members``, in whose order begins and ends are; those are ranks of the cluster, and
+    what they do is what a group of so many ranks does. Where ranks are folded there are no ``members``.
     Concurrent collectives on one ``connection`` send their messages one after the other. Who waits for whom
     is said by ``columns.structure_of``. An empty piece, as of a barrier, takes the latency of a message and no link.
     Returns the number of its first operation.
     """
-    world_size, folded = resources.world_size, resources.folded
-    assert len(begins) == len(ends) == (folded or world_size)
+    count, folded = len(members) or resources.world_size, resources.folded
+    assert len(begins) == len(ends) == (folded or count)
     assert builder.routes is resources.routes, "a graph on other resources"
-    structure = structure_of(program_of, world_size, folded)
-    laid_out = resources.laid_out(program_of, size_bytes, cost, connection)
+    structure = structure_of(program_of, count, folded)
+    laid_out = resources.laid_out(program_of, size_bytes, cost, connection, members)
     base = builder.block(CollectiveBlock(structure, laid_out, ends))
-    for rank, begin in enumerate(begins):
-        builder.edge(begin, base + rank)
+    for index, begin in enumerate(begins):
+        builder.edge(begin, base + index)
     return base
 
 

@@ -23,7 +23,7 @@ from headway.simulation.operations import (
 
 MOST_LAID_OUT_BYTES = 2**28
 ROUTE_BYTES = 400  # of two routes in their table
-CollectiveKey = tuple[ProgramOf, int, AlgorithmCost, int]
+CollectiveKey = tuple[ProgramOf, int, AlgorithmCost, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,22 +84,31 @@ class ClusterResources:
         return OperationGraphBuilder(self.columns, self.routes)
 
     def laid_out(
-        self, program_of: ProgramOf, size_bytes: int, cost: AlgorithmCost, connection: int
+        self,
+        program_of: ProgramOf,
+        size_bytes: int,
+        cost: AlgorithmCost,
+        connection: int,
+        members: tuple[int, ...] = (),
     ) -> tuple[Messages, Messages, Messages]:
         """What a collective costs every rank before its first message, its messages, and their work for receivers.
 
-        Most buckets come again, in every step and in the next plan too: a plan that changes one of them has that one
-        laid out.
+        It is one of all ranks, or of ``members``, in their order. Most buckets come again, in every step and in the
+        next plan too: a plan that changes one of them has that one laid out.
         """
-        key = (program_of, size_bytes, cost, connection)
+        key = (program_of, size_bytes, cost, connection, members)
         if key not in self._laid_out:
-            columns = columns_of(program_of, self.world_size, self.folded)
+            assert not (members and self.folded), "folded ranks have no groups"
+            ranks = np.array(members or range(self._ranks))
+            count = len(members) or self.world_size
+            columns = columns_of(program_of, count, self.folded)
             cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
             sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
+            work_us = self._work_us(cost)
             made = (
-                self.overheads(cost),
-                self.messages(columns, sizes_bytes, cost, connection),
-                self.handling(cost, len(sizes_bytes)),
+                self._on_cores(cost.overhead_us, ranks, ()),
+                self.messages(columns, sizes_bytes, cost, connection, members),
+                self._on_cores(work_us, ranks, (len(sizes_bytes),)),
             )
             pairs, _ = columns.pairs
             self._laid_out_bytes += len(pairs) * ROUTE_BYTES
@@ -107,28 +116,26 @@ class ClusterResources:
             self._laid_out[key] = made
         return self._laid_out[key]
 
-    def overheads(self, cost: AlgorithmCost) -> Messages:
-        """What a collective costs every rank before its first message."""
-        return self._on_cores(cost.overhead_us, (self._ranks,))
-
-    def handling(self, cost: AlgorithmCost, steps: int) -> Messages:
-        """The work of every message (steps, ranks) for the cores of its receiver."""
-        return self._on_cores(self._work_us(cost), (steps, self._ranks))
-
     def _work_us(self, cost: AlgorithmCost) -> float:
         return min(cost.message_us, cost.message_cpu_us * self.cluster.crowding)
 
-    def _on_cores(self, work_us: float, shape: tuple[int, ...]) -> Messages:
+    def _on_cores(self, work_us: float, ranks: Ints, steps: tuple[int, ...]) -> Messages:
+        """Work of each of ``ranks`` for its cores, in each of so many steps: of shape (*steps, ranks)."""
         work_ns = round(work_us * 1e3)
         own = 2 * self._hosts + self._ranks
         routes = [
-            self.routes.number(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE)
-            for rank in range(self._ranks)
+            self.routes.number(own + rank if work_ns else NO_RESOURCE, NO_RESOURCE) for rank in ranks.tolist()
         ]
+        shape = (*steps, len(ranks))
         return Messages(np.full(shape, work_ns, np.int64), np.broadcast_to(np.array(routes, np.int32), shape))
 
     def messages(
-        self, columns: ProgramColumns, size_bytes: Ints, cost: AlgorithmCost, connection: int = 0
+        self,
+        columns: ProgramColumns,
+        size_bytes: Ints,
+        cost: AlgorithmCost,
+        connection: int = 0,
+        members: tuple[int, ...] = (),
     ) -> Messages:
         """The messages of every step and rank, of ``size_bytes`` (steps, ranks); each ends when the receiver has it.
 
@@ -136,6 +143,7 @@ class ClusterResources:
         takes by ``cost`` besides work comes with its latency: several that arrive together pass that time together.
         """
         pairs, pair_of = columns.pairs
+        pairs = np.array(members, dtype=np.int32)[pairs] if members else pairs
         later_us = cost.message_us - self._work_us(cost)
         routes = [
             self._routes_between(sender, receiver, connection, later_us)
@@ -149,6 +157,19 @@ class ClusterResources:
         if duration_ns.size and duration_ns.max() >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return Messages(duration_ns.astype(np.int64), table[pair_of, (size_bytes > 0).astype(np.int8)])
+
+    def message(self, sender: int, receiver: int, size_bytes: int, connection: int = 0) -> tuple[int, int]:
+        """A message between two ranks by itself: how long it takes (ns) at its full rate, and its route.
+
+        It costs the latency and the rate of what is between the two, and nothing on their cores. Raises OverflowError
+        where it takes longer than can be counted.
+        """
+        source, target = int(self._host_of[sender]), int(self._host_of[receiver])
+        between_gbps = min(self._up_gbps[source], self._down_gbps[target])
+        duration_ns = round(size_bytes * 8 / (self.cluster.local_gbps if source == target else between_gbps))
+        if duration_ns >= LATEST_NS:
+            raise OverflowError("a message takes longer than can be counted")
+        return duration_ns, self._routes_between(sender, receiver, connection, 0.0)[size_bytes > 0]
 
     def _routes_between(
         self, sender: int, receiver: int, connection: int, later_us: float

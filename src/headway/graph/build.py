@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand
 from headway.collectives.resources import ClusterResources
-from headway.collectives.selection import Selection
+from headway.collectives.selection import Selection, native
+from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
 from headway.scheduling.schedule import Schedule
-from headway.simulation.operations import OperationGraph
+from headway.simulation.operations import OperationGraph, OperationGraphBuilder
 
 S = TypeVar("S", bound=Schedule)
 
@@ -50,21 +51,6 @@ class Work:
     bucket: int
 
 
-@dataclass(slots=True)
-class PlacedCollective:
-    """A collective in the graph: one begin and one end a rank (operations)."""
-
-    name: str
-    selection: Selection
-    step: int
-    bucket: int
-    size_bytes: int
-    begins: list[int]
-    ends: list[int]
-    channel: int
-    base: int = -1  # its first operation, once the graph is closed
-
-
 class GraphBuilder(Generic[S]):
     """The graph under construction, as strategies see it.
 
@@ -89,16 +75,17 @@ class GraphBuilder(Generic[S]):
         self.spans: list[ComputeSpan] = []
         self.works: list[Work] = []
         self.boundaries: dict[int, list[int]] = {}  # step position -> one operation a rank
-        self.collectives: list[PlacedCollective] = []
+        self.communications: list[Communication] = []
         self._resources = resources or ClusterResources(cluster, folded)
         self._operations = self._resources.builder()
-        self._placed: dict[tuple[str, int, int, int], int] = {}
+        self._placed: dict[tuple[object, ...], int] = {}
+        self._expanded = 0  # communications that are
 
     def compute(self, cursor: RankCursor, part: str, duration_ns: int, bucket: int = -1) -> None:
         """Add computation to a main thread, after what it has to wait for."""
         after = [cursor.tail] if cursor.tail >= 0 else []
         waits = tuple(cursor.pending)
-        after += [self.collectives[number].ends[cursor.rank] for number in waits]
+        after += [self.communications[number].end_of(cursor.rank) for number in waits]
         cursor.tail = self._operations.operation(duration_ns, after=after)
         self.spans.append(
             ComputeSpan(cursor.rank, cursor.step, part, cursor.tail, bucket, cursor.wait_name, waits)
@@ -106,10 +93,10 @@ class GraphBuilder(Generic[S]):
         cursor.pending.clear()
         cursor.wait_name = ""
 
-    def wait(self, cursor: RankCursor, name: str, collective: int) -> None:
-        """Have the main thread's next computation wait for a collective."""
-        if collective not in cursor.pending:
-            cursor.pending.append(collective)
+    def wait(self, cursor: RankCursor, name: str, communication: int) -> None:
+        """Have the main thread's next computation wait for a collective or transfer that it is a member of."""
+        if communication not in cursor.pending:
+            cursor.pending.append(communication)
         cursor.wait_name = name
 
     def work(self, cursor: RankCursor, duration_ns: int, *, bucket: int, after: Sequence[int] = ()) -> int:
@@ -118,7 +105,7 @@ class GraphBuilder(Generic[S]):
         It begins after everything on this rank's main thread so far and after the collectives ``after``.
         """
         before = [cursor.tail] if cursor.tail >= 0 else []
-        before += [self.collectives[number].ends[cursor.rank] for number in after]
+        before += [self.communications[number].end_of(cursor.rank) for number in after]
         operation = self._operations.operation(duration_ns, after=before)
         self.works.append(Work(cursor.rank, cursor.step, operation, bucket))
         return operation
@@ -135,45 +122,140 @@ class GraphBuilder(Generic[S]):
         channel: int = 0,
         after: Sequence[int] = (),
         after_work: Sequence[int] = (),
+        members: Sequence[int] | None = None,
     ) -> int:
-        """Have this rank ask for a collective, matched over ranks by (name, bucket, step, key). Returns its number.
+        """Have this rank ask for a collective of ``size_bytes``. Returns its number.
 
-        On this rank it begins after everything on its main thread so far, after the collectives ``after`` and after
-        the operations ``after_work``. Collectives of different channels have connections of their own.
+        It is one of all ranks, matched over them by (name, bucket, step, key); or of ``members``, distinct ranks with
+        this one among them, matched by (name, bucket, members, key): so members may be in different steps, and the
+        same members use a key once. On this rank it begins after everything on its main thread so far, after the
+        collectives and transfers ``after`` and after the operations ``after_work``. ``selection`` is one for as many
+        ranks as there are members (``selection_of``). Collectives of different channels have connections of their
+        own. Every member has to ask: before the graph is closed, or within the same decision; ``close`` raises
+        ValueError otherwise. Where ranks are folded there are no ``members``.
         """
-        place = (name, bucket, cursor.step, key)
+        partial = members is not None
+        ranks: Sequence[int] = range(self.ranks) if members is None else tuple(members)
+        assert not partial or self.ranks == self.world_size, "folded ranks have no groups"
+        assert not partial or len(set(ranks)) == len(ranks), "members are distinct"
+        assert cursor.rank in ranks, "a member asks"
+        place = (name, bucket, ranks if partial else cursor.step, key)
         number = self._placed.get(place, -1)
         if number < 0:
-            number = self._placed[place] = len(self.collectives)
-            begins = [self._operations.operation() for _ in range(self.ranks)]
-            ends = [self._operations.operation() for _ in range(self.ranks)]
-            self.collectives.append(
-                PlacedCollective(name, selection, cursor.step, bucket, size_bytes, begins, ends, channel)
+            number = self._placed[place] = len(self.communications)
+            begins, ends = self._begins_and_ends(len(ranks))
+            self.communications.append(
+                PlacedCollective(
+                    name, cursor.step, size_bytes, ranks, begins, ends, channel, selection, bucket, partial
+                )
             )
-        begin = self.collectives[number].begins[cursor.rank]
+        self._ask(cursor, number, after, after_work)
+        return number
+
+    def transfer(
+        self,
+        cursor: RankCursor,
+        sender: int,
+        receiver: int,
+        key: int,
+        size_bytes: int,
+        *,
+        name: str = "transfer",
+        channel: int = 0,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+    ) -> int:
+        """Have this rank, the sender or the receiver, ask for a message of ``size_bytes``. Returns its number.
+
+        Both sides are matched by (sender, receiver, key, name), so that a pair uses a key once. The message leaves
+        when both have come to it, the receiver as one who posts a receive, and ends on both when it has arrived: it
+        takes the latency and the rate of what is between them, and shares links as messages of collectives do.
+        Messages of a pair on one channel follow each other. When a side begins is said as for ``launch``. Both sides
+        have to ask: before the graph is closed, or within the same decision; ``close`` raises ValueError otherwise.
+        Folded ranks send nothing.
+        """
+        assert self.ranks == self.world_size, "folded ranks send nothing by themselves"
+        assert sender != receiver, "a message goes to another rank"
+        assert cursor.rank in (sender, receiver), "the sender or the receiver asks"
+        place = (name, sender, receiver, key, PlacedTransfer)
+        number = self._placed.get(place, -1)
+        if number < 0:
+            number = self._placed[place] = len(self.communications)
+            begins, ends = self._begins_and_ends(2)
+            duration_ns, route = self._resources.message(sender, receiver, size_bytes, channel)
+            message = self._operations.routed(duration_ns, route, begins)
+            for end in ends:
+                self._operations.edge(message, end)
+            self.communications.append(
+                PlacedTransfer(
+                    name, cursor.step, size_bytes, (sender, receiver), begins, ends, channel, message
+                )
+            )
+        self._ask(cursor, number, after, after_work)
+        return number
+
+    def selection_of(self, kind: str, size_bytes: int, members: Sequence[int] | None = None) -> Selection:
+        """The library's own ``kind`` of a tensor of ``size_bytes`` over all ranks, or over ``members``."""
+        count = self.world_size if members is None else len(members)
+        return native(kind, size_bytes, count, self.cluster.library)
+
+    def _begins_and_ends(self, count: int) -> tuple[list[int], list[int]]:
+        operation = self._operations.operation
+        return [operation() for _ in range(count)], [operation() for _ in range(count)]
+
+    def _ask(self, cursor: RankCursor, number: int, after: Sequence[int], after_work: Sequence[int]) -> None:
+        communication = self.communications[number]
+        assert number >= self._expanded, "asked for after it had begun: members ask within one decision"
+        communication.asked_by.add(cursor.rank)
+        begin = communication.begin_of(cursor.rank)
         if cursor.tail >= 0:
             self._operations.edge(cursor.tail, begin)
         for earlier in after:
-            self._operations.edge(self.collectives[earlier].ends[cursor.rank], begin)
+            self._operations.edge(self.communications[earlier].end_of(cursor.rank), begin)
         for operation in after_work:
             self._operations.edge(operation, begin)
-        return number
 
     def boundary(self, cursor: RankCursor) -> None:
-        """Mark the end of this rank's step."""
+        """Mark the end of this rank's step. Ranks may have different numbers of steps."""
         self.boundaries.setdefault(cursor.step, [-1] * self.ranks)[cursor.rank] = cursor.tail
 
+    @property
+    def common_steps(self) -> list[int]:
+        """The positions of the steps that every rank comes to the end of, in order."""
+        return [step for step in sorted(self.boundaries) if min(self.boundaries[step]) >= 0]
+
+    @property
+    def collectives(self) -> list[PlacedCollective]:
+        """The collectives, in the order in which they were asked for first."""
+        return [each for each in self.communications if isinstance(each, PlacedCollective)]
+
+    @property
+    def operations(self) -> OperationGraphBuilder:
+        """The operations that the graph is made of, and of what is added while it is played."""
+        return self._operations
+
     def close(self) -> OperationGraph:
-        """Expand every collective into its transfers and close the graph."""
-        for collective in self.collectives:
-            collective.base = expand(
-                self._operations,
-                self._resources,
-                collective.selection.program_of,
-                collective.size_bytes,
-                collective.begins,
-                collective.ends,
-                collective.selection.cost(self.cluster),
-                collective.channel,
-            )
+        """Expand every collective into its transfers and close the graph.
+
+        Raises ValueError where a collective or transfer was not asked for by all of its members.
+        """
+        self.expand()
         return self._operations.close()
+
+    def expand(self) -> None:
+        """Expand the collectives that are not yet into their transfers. Raises as ``close`` does."""
+        for communication in self.communications[self._expanded :]:
+            communication.check_asked()
+            if isinstance(communication, PlacedCollective):
+                communication.base = expand(
+                    self._operations,
+                    self._resources,
+                    communication.selection.program_of,
+                    communication.size_bytes,
+                    communication.begins,
+                    communication.ends,
+                    communication.selection.cost(self.cluster),
+                    communication.channel,
+                    tuple(communication.members) if communication.partial else (),
+                )
+        self._expanded = len(self.communications)

@@ -16,7 +16,8 @@ import numpy as np
 from headway import files
 from headway.collectives.columns import columns_of, message_bytes, structure_of
 from headway.errors import UserError
-from headway.graph.build import GraphBuilder, PlacedCollective
+from headway.graph.build import GraphBuilder
+from headway.graph.placed import PlacedCollective
 from headway.simulation.operations import DURATION, OperationGraph
 
 MAX_OPERATIONS = 5_000_000
@@ -39,6 +40,11 @@ class GoalWriter:
 
     def __init__(self, graph: GraphBuilder[Any], dataflow: OperationGraph) -> None:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
+        if len(graph.collectives) < len(graph.communications) or any(c.partial for c in graph.collectives):
+            raise UserError(
+                "GOAL is written of collectives of all ranks only", got="transfers, or collectives of groups",
+                expected="a strategy that is data parallel",
+            )  # fmt: skip
         if len(dataflow) > MAX_OPERATIONS:
             raise UserError(
                 "the graph is too large for GOAL",

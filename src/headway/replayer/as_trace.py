@@ -41,7 +41,7 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
     for number, collective in enumerate(result.graph.collectives):
         begins = result.played.end_ns[collective.begins]
         ends = result.played.end_ns[collective.ends]
-        for rank, (begin_ns, end_ns) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        for rank, begin_ns, end_ns in zip(collective.members, begins.tolist(), ends.tolist(), strict=True):
             rows[rank].append(
                 Event(
                     Kind.COLLECTIVE, collective.name, Stream.COMMUNICATION, collective.step, begin_ns,
@@ -99,7 +99,9 @@ def _steps(rank: int, result: Simulation) -> list[Event]:
     rows = []
     before_ns = 0
     for step in sorted(result.graph.boundaries):
-        end_ns = int(result.played.end_ns[result.graph.boundaries[step][rank]])
+        if (boundary := result.graph.boundaries[step][rank]) < 0:
+            continue  # this rank has fewer steps
+        end_ns = int(result.played.end_ns[boundary])
         rows.append(_span(Kind.STEP, f"step {step}", step, before_ns, end_ns))
         before_ns = end_ns
     return rows

@@ -18,7 +18,8 @@ def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown:
     """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
 
     Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap
-    depends on when operations run and the other way round, so both are found in a few rounds.
+    depends on when operations run and the other way round, so both are found in a few rounds: a single one would give
+    other answers, as what comes later changes what came before. Graphs with decisions are refused (ValueError).
     """
     played = play(dataflow)
     slowdowns = np.array([graph.slowdowns.get(span.part, slowdown) for span in graph.spans])
@@ -35,12 +36,12 @@ def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown:
 
 def _overlaps(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
     spans: list[list[tuple[int, int]]] = [[] for _ in range(graph.ranks)]
-    for collective in graph.collectives:
-        asked_by_all_ns = int(played.end_ns[collective.begins].max())
-        for rank, end_ns in enumerate(played.end_ns[collective.ends].tolist()):
+    for each in graph.communications:
+        asked_by_all_ns = int(played.end_ns[each.begins].max())
+        for rank, end_ns in zip(each.members, played.end_ns[each.ends].tolist(), strict=True):
             spans[rank].append((asked_by_all_ns, end_ns))
-    under_way = [Intervals(each) for each in spans]
+    in_flight = [Intervals(each) for each in spans]
     starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     return np.array(
-        [under_way[span.rank].share_of(starts[span.operation], ends[span.operation]) for span in graph.spans]
+        [in_flight[span.rank].share_of(starts[span.operation], ends[span.operation]) for span in graph.spans]
     )

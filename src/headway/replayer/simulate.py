@@ -23,6 +23,7 @@ from headway.replayer.folding import period_of
 from headway.replayer.memory import peak_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
+from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import OperationGraph
 from headway.strategies.base import Strategy
@@ -50,8 +51,8 @@ class Simulation:
 
     @cached_property
     def step_times_ns(self) -> npt.NDArray[np.float64]:
-        """For each step that counts, its mean length over ranks."""
-        steps = sorted(self.graph.boundaries)[self.first_step - 1 :]
+        """For each step that counts and that all ranks come to the end of, its mean length over ranks."""
+        steps = self.graph.common_steps[self.first_step - 1 :]
         ends_ns = np.array([self.played.end_ns[self.graph.boundaries[step]] for step in steps])
         lengths: npt.NDArray[np.float64] = np.diff(ends_ns, axis=0).mean(axis=1)
         return lengths
@@ -73,11 +74,11 @@ class Simulation:
     @cached_property
     def waiting_ms(self) -> float:
         """What ranks did not compute in, the mean over steps and ranks: they waited for communication or each other."""
-        spans = (each for each in self.graph.spans if each.step >= self.first_step)
+        common, boundaries = self.graph.common_steps, self.graph.boundaries
+        spans = (each for each in self.graph.spans if self.first_step <= each.step <= common[-1])
         computed_ns = sum(map(self.duration_ns, spans))
-        boundaries = self.graph.boundaries
-        first, last = (np.array(boundaries[step]) for step in (self.first_step - 1, max(boundaries)))
-        steps = len(boundaries) - self.first_step
+        first, last = (np.array(boundaries[step]) for step in (self.first_step - 1, common[-1]))
+        steps = len(common) - self.first_step
         took_ns = float((self.played.end_ns[last] - self.played.end_ns[first]).mean())
         return max(0.0, (took_ns - computed_ns / self.graph.ranks) / steps / 1e6)
 
@@ -123,7 +124,9 @@ class Simulator:
         schedule = strategy.decide(job)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
-        alike = fold and not computation.rank_factors and may_fold(known)
+        alike = (
+            fold and not computation.rank_factors and may_fold(known) and isinstance(schedule, BucketSchedule)
+        )
         period = period_of(cluster, draws * len(known)) if alike else cluster.world_size
         factors = (computation.factor_of(rank) for rank in range(period))
         ranks = ranks_of(known, draws, factors, computation.warm_up_steps)
