@@ -2,7 +2,12 @@
 
 It holds for ranks that are alike and computation that communication does not slow down. A backward's first gradient is
 accumulated only when every gather of the step before is done, so the time from one first gradient to the next
-is a step in the steady state, and nothing else is carried over.
+is a step in the steady state, and nothing else is carried over. What a script reads between backward and step is left
+out.
+
+It is a surrogate: a second account of what the strategy's reactions launch, held against them by a test. Of 1500
+random models, clusters and schedules it was within 0.05 % of a replay in 95 of 100 and 1 % in 99; the others were
+predicted too slow, by up to 60 %, on two or eight ranks with gathers in an order that forward does not have.
 """
 
 from __future__ import annotations
@@ -26,6 +31,14 @@ class BucketFacts(NamedTuple):
     ready_ns: float  # after the first gradient of all
     need: int  # the place of its first parameter in the order of forward
     cut: tuple[str, ...] = ()  # the parameters of which it holds a part only
+
+
+class Launched(NamedTuple):
+    """The collectives of a step in the order of their launch, and which of them reduce and gather each bucket."""
+
+    jobs: list[Job]
+    reduces: list[int]
+    gathers: list[int]
 
 
 class Predictor:
@@ -102,6 +115,19 @@ class Predictor:
         channels: int,
     ) -> float:
         """The same from the facts of a schedule's buckets. ``behind`` is its ``gathers_behind_each()``."""
+        launched = self.launched(facts, gather_order, behind, gather)
+        ends = serve(launched.jobs, channels)
+        arrival_ns = [ends[number] for number in launched.gathers]
+        return self._forward(facts, gather_order, arrival_ns, gather)
+
+    def launched(
+        self,
+        facts: Sequence[BucketFacts],
+        gather_order: Sequence[int],
+        behind: Sequence[Sequence[int]],
+        gather: GatherMode,
+    ) -> Launched:
+        """What one rank launches in a step: as ``decoupled/reactions.py`` does, which tests hold it against."""
         jobs: list[Job] = []
         reduced, gathered = [0] * len(facts), [0] * len(facts)
         launched_ns = 0.0
@@ -119,9 +145,7 @@ class Predictor:
                 size = facts[index].size_bytes
                 update_ns = self.update_ns(size) / self.world_size + self.beside_overhead_ns
                 jobs.append(Job(called_ns, size, self.cost.all_gather, reduced[index], update_ns))
-        ends = serve(jobs, channels)
-        arrival_ns = [ends[number] for number in gathered]
-        return self._forward(facts, gather_order, arrival_ns, gather)
+        return Launched(jobs, reduced, gathered)
 
     def update_ns(self, size_bytes: float) -> float:
         """A bucket's share of the optimizer's whole update."""
