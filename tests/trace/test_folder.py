@@ -9,7 +9,8 @@ import pytest
 from tests.synthetic import SyntheticJob, synthetic_trace, write_trace
 
 from headway.errors import TraceError
-from headway.trace.folder import assemble, load_trace, rank_file
+from headway.trace.events import OPTIONAL_COLUMNS, Events, Kind
+from headway.trace.folder import assemble, load_trace, rank_file, write_rank
 
 
 @pytest.fixture
@@ -108,9 +109,40 @@ def test_a_damaged_folder_is_refused_on_one_line(folder: Path, damage: object, s
 
 def test_a_future_format_is_refused(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    spoil(folder / "manifest.json", json.dumps(manifest | {"format": 2}))
-    with pytest.raises(TraceError, match="format"):
+    spoil(folder / "manifest.json", json.dumps(manifest | {"format": 3, "pipelines": []}))
+    with pytest.raises(TraceError, match=r"newer format; got format 3; expected at most 2") as caught:
         load_trace(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_format_1_is_read(folder: Path) -> None:
+    rewrite(folder / "manifest.json", lambda d: d.update(format=1))
+    loaded = load_trace(folder)
+    assert loaded.manifest.format == 2
+    assert list(loaded.events[1]) == list(synthetic_trace(SyntheticJob(world_size=2, steps=3)).events[1])
+
+
+def test_stages_and_micro_batches_cost_nothing_where_there_are_none(folder: Path) -> None:
+    import pyarrow.parquet as pq
+
+    assert not set(OPTIONAL_COLUMNS) & set(pq.read_schema(folder / rank_file(0)).names)
+    events = load_trace(folder).events[0]
+    some = events.of_kind(Kind.FORWARD)
+    for columns in (events, some, events.of_kind("none"), Events.concatenated([events, some])):
+        assert columns.stage.tolist() == [-1] * len(columns)
+        assert columns.micro_batch.strides == (0,)
+
+
+def test_stages_and_micro_batches_are_kept_where_there_are_some(folder: Path) -> None:
+    trace = load_trace(folder)
+    rows = [row._replace(stage=1, micro_batch=index) for index, row in enumerate(trace.events[0])]
+    write_rank(folder, trace.manifest.ranks[0], trace.model, rows)
+    events = load_trace(folder).events[0]
+    assert list(events) == rows
+    assert (
+        events.of_kind(Kind.STEP).micro_batch.tolist()
+        == events.micro_batch[events.kind == Kind.STEP].tolist()
+    )
 
 
 def test_a_foreign_parquet_file_is_refused(folder: Path) -> None:

@@ -167,7 +167,7 @@ def _reduced(trace: Trace, events: Events) -> dict[int, list[Event]]:
     """The collectives of gradients of all ranks in each step, in the order in which they were asked for."""
     found: dict[int, list[Event]] = {}
     for row in events.of_kind(Kind.COLLECTIVE):
-        if row.bucket < 0 or trace.members(row.group) < trace.world_size:
+        if row.bucket < 0 or len(trace.members(row.group)) < trace.world_size:
             continue
         if row.name != ALL_REDUCE:
             raise TraceError(
@@ -188,7 +188,7 @@ def _awaited(trace: Trace) -> dict[int, dict[Key, Event]]:
         waits = sorted(events.of_kind(Kind.WAIT), key=lambda row: row.end_ns)
         ends_ns = [row.end_ns for row in waits]
         for row in events.of_kind(Kind.COLLECTIVE):
-            whole = row.name in KINDS and trace.members(row.group) == trace.world_size
+            whole = row.name in KINDS and len(trace.members(row.group)) == trace.world_size
             if row.bucket >= 0 or row.size_bytes < 0 or not whole:
                 continue
             first = bisect_left(ends_ns, row.end_ns - AT_ONCE_NS)

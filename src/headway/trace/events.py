@@ -99,11 +99,13 @@ class Event(NamedTuple):
     duration_ns: int
     enqueue_ns: int = -1  # communication: when the collective was asked for
     group: str = ""  # communication: the process group's name
-    sequence: int = -1  # communication: the how-manieth of its group, equal on all members
+    sequence: int = -1  # communication: its index in its group, equal on all members
     size_bytes: int = -1
     bucket: int = -1  # the bucket of gradients that a collective carries
     peer: int = -1
     algorithm: str = ""
+    stage: int = -1  # pipelines: the stage that computes, or that sends or receives
+    micro_batch: int = -1  # pipelines: the micro-batch that it is of
 
     @property
     def end_ns(self) -> int:
@@ -113,7 +115,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
-    """Events of one rank as columns of one length, ordered by start."""
+    """Events of one rank as columns of one length, ordered by start.
+
+    ``stage`` and ``micro_batch`` take no memory where they are -1 throughout.
+    """
 
     kind: Texts
     name: Texts
@@ -128,6 +133,8 @@ class Events:
     bucket: Ints
     peer: Ints
     algorithm: Texts
+    stage: Ints
+    micro_batch: Ints
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -149,7 +156,10 @@ class Events:
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Events:
         """The events that ``mask`` (bool, one an event) picks."""
-        return Events(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
+        count = int(np.count_nonzero(mask))
+        return Events(
+            **{field.name: _picked(getattr(self, field.name), mask, count) for field in fields(self)}
+        )
 
     def of_kind(self, *kinds: str) -> Events:
         """The events of these kinds."""
@@ -169,7 +179,8 @@ class Events:
         columns: dict[str, Any] = {}
         for index, name in enumerate(Event._fields):
             values = [row[index] for row in ordered]
-            columns[name] = np.array(values, dtype=object if name in TEXT_COLUMNS else np.int64)
+            column = np.array(values, dtype=object if name in TEXT_COLUMNS else np.int64)
+            columns[name] = shared_if_constant(name, column)
         return cls(**columns)
 
     @classmethod
@@ -183,22 +194,54 @@ class Events:
         count = len(start_ns)
         order = np.argsort(start_ns, kind="stable")
         given = {"kind": kind, "stream": stream, "start_ns": start_ns, **columns}
-        made = {}
+        made: dict[str, Any] = {}
         for name in Event._fields:
             value = given.pop(name) if name in given else _DEFAULTS[name]
             if not isinstance(value, np.ndarray):
-                value = np.full(count, value, dtype=object if isinstance(value, str) else np.int64)
+                kept = np.array(value, dtype=object if isinstance(value, str) else np.int64)
+                value = np.broadcast_to(kept, (count,)) if name in OPTIONAL_COLUMNS else np.full(count, kept)
             assert value.shape == (count,)
-            made[name] = value[order].astype(object if name in TEXT_COLUMNS else np.int64, copy=False)
+            if not _is_shared(value):
+                value = value[order].astype(object if name in TEXT_COLUMNS else np.int64, copy=False)
+            made[name] = value
         assert not given, f"no such columns: {sorted(given)}"
         return cls(**made)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Events]) -> Events:
         """The events of all ``parts``, ordered by start."""
-        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Event._fields}
+        joined = {
+            name: shared_if_constant(name, np.concatenate([getattr(part, name) for part in parts]))
+            for name in Event._fields
+        }
         return cls.from_columns(**joined)
 
 
 TEXT_COLUMNS = ("kind", "name", "stream", "group", "algorithm")
+OPTIONAL_COLUMNS = ("stage", "micro_batch")
+"""Whole numbers that rank files leave out where no event has any."""
 _DEFAULTS: dict[str, Any] = {"name": "", "step": 0, "duration_ns": 0, **Event._field_defaults}
+
+
+def absent(count: int) -> Ints:
+    """A column of ``count`` times -1 that takes no memory; it cannot be written to."""
+    return np.broadcast_to(np.int64(-1), (count,))
+
+
+def is_absent(column: Ints) -> bool:
+    """Whether a column is -1 throughout."""
+    return bool((column[:1] == -1).all()) if _is_shared(column) else bool((column == -1).all())
+
+
+def shared_if_constant(name: str, column: Any) -> Any:
+    """``column``, or one that takes no memory where it is optional and -1 throughout."""
+    return absent(len(column)) if name in OPTIONAL_COLUMNS and is_absent(column) else column
+
+
+def _is_shared(column: Any) -> bool:
+    """Whether all rows are one value in memory."""
+    return bool(column.strides == (0,))
+
+
+def _picked(column: Any, mask: npt.NDArray[np.bool_], count: int) -> Any:
+    return np.broadcast_to(column[:1], (count,)) if _is_shared(column) and len(column) else column[mask]

@@ -13,8 +13,9 @@ from headway import files
 from headway.cluster import Cluster
 from headway.errors import TraceError
 from headway.model import ModelSpec
-from headway.trace.events import TEXT_COLUMNS, Event, Events, Kind
-from headway.trace.format import Manifest, RankInfo, Trace
+from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, Event, Events, Kind, is_absent
+from headway.trace.format import FORMAT, Manifest, RankInfo, Trace
+from headway.trace.format_1 import upgraded
 from headway.trace.rank_columns import Allowance, RankColumns
 from headway.version import __version__
 
@@ -63,7 +64,12 @@ def _write_events(path: Path, info: RankInfo, model: ModelSpec, events: Events) 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrays = {name: _arrow(name, getattr(events, name)) for name in Event._fields}
+    columns = {name: getattr(events, name) for name in Event._fields}
+    arrays = {
+        name: _arrow(name, column)
+        for name, column in columns.items()
+        if not (name in OPTIONAL_COLUMNS and is_absent(column))
+    }
     table = pa.table(arrays).replace_schema_metadata(
         {"headway": __version__, "rank": info.model_dump_json(), "model": model.model_dump_json()}
     )
@@ -148,7 +154,7 @@ def load_trace(path: str | Path) -> Trace:
             what, got=folder, expected="a folder that headway record or headway import wrote",
             fix="Profiles of other tools are imported first: headway import.",
         )  # fmt: skip
-    manifest = files.validate(_json(folder / MANIFEST), Manifest, TraceError, f"{folder / MANIFEST}")
+    manifest = _manifest(folder / MANIFEST)
     model = files.validate(_json(folder / MODEL), ModelSpec, TraceError, f"{folder / MODEL}")
     _check_files(folder, manifest)
     if not manifest.ranks:
@@ -167,6 +173,17 @@ def load_trace(path: str | Path) -> Trace:
         for info in manifest.servers
     }
     return Trace(folder, manifest, model, events, servers, _measured_cluster(folder, manifest))
+
+
+def _manifest(path: Path) -> Manifest:
+    data = _json(path)
+    written = data.get("format") if isinstance(data, dict) else None
+    if isinstance(written, int) and written > FORMAT:
+        raise TraceError(
+            "the trace is of a newer format", got=f"format {written}", expected=f"at most {FORMAT}",
+            fix="Read it with the Headway that wrote it, or a newer one.",
+        )  # fmt: skip
+    return files.validate(upgraded(data) if written == 1 else data, Manifest, TraceError, f"{path}")
 
 
 def _measured_cluster(folder: Path, manifest: Manifest) -> Cluster | None:

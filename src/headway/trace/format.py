@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from headway.model import ModelSpec
 from headway.trace.events import Events
 from headway.version import __version__
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 MAX_WORLD_SIZE = 100_000
 
 
@@ -81,7 +82,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     headway: str = __version__
     framework: str = "pytorch"
     world_size: int = Field(ge=1, le=MAX_WORLD_SIZE)
@@ -139,6 +140,6 @@ class Trace:
         """The ranks of the job whose recording is not here."""
         return tuple(sorted(set(range(self.world_size)) - set(self.events)))
 
-    def members(self, group: str) -> int:
-        """How many ranks a process group has: the whole job where nothing else is known."""
-        return len(self.manifest.groups.get(group, ())) or self.world_size
+    def members(self, group: str) -> Sequence[int]:
+        """The ranks of a process group: the whole job where nothing else is known."""
+        return self.manifest.groups.get(group, ()) or range(self.world_size)

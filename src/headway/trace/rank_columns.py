@@ -12,7 +12,7 @@ import numpy as np
 
 from headway import files
 from headway.errors import TraceError
-from headway.trace.events import TEXT_COLUMNS
+from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, absent
 from headway.trace.page_sizes import unpacked_bytes
 from headway.trace.unpacking import most_bytes
 
@@ -76,7 +76,16 @@ class RankColumns:
         self._file.close()
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Columns by name: texts as objects, numbers as int64. No other column is read."""
+        """Columns by name: texts as objects, numbers as int64. No other column is read.
+
+        Optional columns that the file lacks are -1 throughout.
+        """
+        stored = self._parquet.schema_arrow.names
+        lacking = [name for name in names if name in OPTIONAL_COLUMNS and name not in stored]
+        found = self._read_stored([name for name in names if name not in lacking])
+        return found | {name: absent(self._parquet.metadata.num_rows) for name in lacking}
+
+    def _read_stored(self, names: Sequence[str]) -> dict[str, Any]:
         for name in names:
             self._check_type(name)
         pieces: dict[str, list[Any]] = {name: [] for name in names}

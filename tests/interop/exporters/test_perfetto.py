@@ -183,6 +183,8 @@ EVENTS = st.builds(
     bucket=st.integers(-1, 1),
     peer=st.integers(-1, 3),
     algorithm=TEXTS,
+    stage=st.integers(-1, 1),
+    micro_batch=st.integers(-1, 1),
 )
 
 MESSAGES = st.builds(
@@ -200,6 +202,8 @@ MESSAGES = st.builds(
     size_bytes=st.just(8),
     bucket=st.just(-1),
     algorithm=st.just("ring"),
+    stage=st.integers(-1, 1),
+    micro_batch=st.integers(-1, 1),
 )
 
 

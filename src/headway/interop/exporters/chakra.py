@@ -77,7 +77,7 @@ def _group_numbers(trace: Trace) -> dict[str, int]:
         events.of_kind(Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE) for events in trace.events.values()
     )
     names = sorted({str(name) for events in communicating for name in set(events.group.tolist())} - {""})
-    whole = [name for name in names if trace.members(name) == trace.world_size]
+    whole = [name for name in names if len(trace.members(name)) == trace.world_size]
     if len(names) > _MOST_GROUPS:
         raise TraceError("too many process groups", got=len(names), expected=f"at most {_MOST_GROUPS}")
     kept = {str(number): number for number in range(0 if "0" in whole else 1, _MOST_GROUPS)}
@@ -130,7 +130,7 @@ class _Rank:
         described = [
             {
                 "pg_name": str(number), "pg_desc": name, "ranks": list(known.get(name, ())),
-                "group_size": self._trace.members(name), "group_count": len(self._groups),
+                "group_size": len(self._trace.members(name)), "group_count": len(self._groups),
             }
             for name, number in self._groups.items()
         ]  # fmt: skip
@@ -165,7 +165,7 @@ class _Rank:
             self._message(node, event)
         size_bytes = event.size_bytes
         if event.name in _SHARES and event.kind == Kind.COLLECTIVE and size_bytes >= 0:
-            size_bytes = -(-size_bytes // self._trace.members(event.group))
+            size_bytes = -(-size_bytes // len(self._trace.members(event.group)))
         if size_bytes >= 0:
             _attribute(node, "comm_size", size_bytes)
         if event.group:
