@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,8 +24,7 @@ KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
 RING = "ring"  # Headway's chunk programs
 NATIVE = "native"  # the process group's own collectives, of Gloo where replay plays them
 NCCL = "nccl"  # a process group's own as NCCL does them: replayed, never chosen
-SERVERS = "servers"  # every rank a parameter server; all-reduce alone
-ALGORITHMS = (RING, NATIVE, SERVERS)
+SERVERS = "servers"  # every rank a parameter server
 
 GLOO_ALL_REDUCE = "gloo_all_reduce"
 
@@ -35,38 +35,92 @@ Collective = Callable[["torch.Tensor", "dist.ProcessGroup", "torch.Tensor"], Non
 """Carries out one collective in place: (flat tensor, group, scratch)."""
 
 
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to carry out collectives of some ``kinds``.
+
+    ``programs`` gives the chunk programs of a kind in so many pieces, ``cost_name`` the name under which
+    ``Cluster.algorithms`` holds what that costs. ``is_library`` says that live the process group does it by itself.
+    ``probed`` are the kinds that share a cost, each with the pieces in which a probe measures them.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    programs: Callable[[str, int], ProgramOf]
+    cost_name: Callable[[str, int], str]
+    is_library: bool = False
+    probed: tuple[tuple[tuple[str, ...], int], ...] = ()
+
+
+def _rings(kind: str, pieces: int) -> ProgramOf:
+    ring = {ALL_REDUCE: ring_all_reduce, REDUCE_SCATTER: ring_reduce_scatter, ALL_GATHER: ring_all_gather}[
+        kind
+    ]
+    return ring if pieces == 1 else partial(ring, pieces=pieces)
+
+
+def _gloo(kind: str, pieces: int) -> ProgramOf:
+    """What Gloo does (``collectives.gloo``): its reduce-scatter moves as much as a whole all-reduce, as measured."""
+    native = gloo_all_gather if kind == ALL_GATHER else gloo_all_reduce
+    return native if pieces <= SEGMENTS else partial(native, pieces=pieces)
+
+
+def _native_cost(kind: str, _pieces: int) -> str:
+    return GLOO_ALL_REDUCE if kind == ALL_REDUCE else f"{NATIVE}_{kind}"
+
+
+_HALVES = (REDUCE_SCATTER, ALL_GATHER)
+ALGORITHMS: dict[str, Algorithm] = {
+    each.name: each
+    for each in (
+        Algorithm(
+            RING,
+            KINDS,
+            _rings,
+            lambda _kind, pieces: RING if pieces == 1 else f"{RING}_{pieces}",  # both halves share it
+            probed=tuple((_HALVES, pieces) for pieces in (1, 2, 4)),
+        ),
+        Algorithm(
+            NATIVE,
+            KINDS,
+            _gloo,
+            _native_cost,
+            is_library=True,
+            probed=tuple(((kind,), 1) for kind in (*_HALVES, ALL_REDUCE)),
+        ),
+        Algorithm(
+            SERVERS,
+            (ALL_REDUCE,),
+            lambda _kind, _pieces: push_and_pull,
+            lambda _kind, _pieces: SERVERS,
+            probed=(((ALL_REDUCE,), 1),),
+        ),
+        # NCCL's rings, in its pieces, are like our own.
+        Algorithm(NCCL, KINDS, _rings, _native_cost, is_library=True),
+    )
+}
+
+FOR_HALVES = tuple(
+    name for name, each in ALGORITHMS.items() if each.probed and set(_HALVES) <= set(each.kinds)
+)
+"""Those that a plan may choose for the halves of a decoupled all-reduce."""
+
+
 def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
     """The name under which ``Cluster.algorithms`` holds what a collective costs.
 
-    Both halves of a ring share a name ("ring", "ring_2", …); native ones have one each. Raises PlanError for an
-    unknown name.
+    Raises PlanError for an unknown name.
     """
-    _check(algorithm, kind)
-    if algorithm == RING:
-        return RING if pieces == 1 else f"{RING}_{pieces}"
-    if algorithm == SERVERS:
-        return SERVERS
-    return GLOO_ALL_REDUCE if kind == ALL_REDUCE else f"{NATIVE}_{kind}"
+    return _known(algorithm, kind).cost_name(kind, pieces)
 
 
 @cache
 def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
-    A native collective is replayed as what Gloo does (``collectives.gloo``): its reduce-scatter moves as much as a
-    whole all-reduce (as measured). NCCL's are rings. Raises PlanError for an unknown name.
+    A library's own collective is replayed as what it does. Raises PlanError for an unknown name.
     """
-    _check(algorithm, kind)
-    if algorithm == NATIVE:
-        native = gloo_all_gather if kind == ALL_GATHER else gloo_all_reduce
-        return native if pieces <= SEGMENTS else partial(native, pieces=pieces)
-    if algorithm == SERVERS:
-        return push_and_pull
-    # NCCL's rings, in its pieces, are like our own.
-    ring = {ALL_REDUCE: ring_all_reduce, REDUCE_SCATTER: ring_reduce_scatter, ALL_GATHER: ring_all_gather}[
-        kind
-    ]
-    return ring if pieces == 1 else partial(ring, pieces=pieces)
+    return _known(algorithm, kind).programs(kind, pieces)
 
 
 def sent_bytes(algorithm: str, kind: str, world_size: int, size_bytes: int) -> float:
@@ -85,10 +139,9 @@ def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: in
     all-gather starts from it. ``pieces`` is for rings. The native halves need a numel that is a multiple of the world
     size. Raises PlanError for an unknown name.
     """
-    _check(algorithm, kind)
     from headway.collectives import live, native
 
-    if algorithm == NATIVE:
+    if _known(algorithm, kind).is_library:
         return native.COLLECTIVES[kind]
     return partial(live.run, program_of(algorithm, kind, pieces)(rank, world_size))
 
@@ -116,7 +169,7 @@ def prepare(
     """
     from headway.collectives import live
 
-    if algorithm != NATIVE:
+    if not _known(algorithm, kind).is_library:
         program = program_of(algorithm, kind, pieces)(group.rank(), group.size())
         return live.Prepared(program, flat, group, scratch, second).run
     action = collective(algorithm, kind, group.rank(), group.size())
@@ -128,9 +181,16 @@ def prepare(
     return run
 
 
-def _check(algorithm: str, kind: str) -> None:
-    for what, name, known in (("algorithm", algorithm, (*ALGORITHMS, NCCL)), ("kind", kind, KINDS)):
-        if name not in known:
-            raise PlanError(f"there is no such collective {what}", got=name, expected=" or ".join(known))
-    if algorithm == SERVERS and kind != ALL_REDUCE:
-        raise PlanError("parameter servers have no such collective", got=kind, expected=ALL_REDUCE)
+def _known(algorithm: str, kind: str) -> Algorithm:
+    found = ALGORITHMS.get(algorithm)
+    if found is None:
+        raise PlanError(
+            "there is no such collective algorithm", got=algorithm, expected=" or ".join(ALGORITHMS)
+        )
+    if kind not in KINDS:
+        raise PlanError("there is no such collective kind", got=kind, expected=" or ".join(KINDS))
+    if kind not in found.kinds:
+        raise PlanError(
+            f"{algorithm} carry out no such collective", got=kind, expected=" or ".join(found.kinds)
+        )
+    return found

@@ -6,11 +6,15 @@ One rule for the live runtime, for replay and for predictions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.algorithms import (
+    ALGORITHMS,
     ALL_GATHER,
+    FOR_HALVES,
     GLOO_ALL_REDUCE,
     NATIVE,
     NCCL,
@@ -22,7 +26,14 @@ from headway.collectives.algorithms import (
 from headway.collectives.gloo import segments_for
 from headway.collectives.program import ProgramOf, pieces_for
 
-AlgorithmName = Literal["ring", "native"]
+
+def _may_be_chosen(name: str) -> str:
+    if name not in FOR_HALVES:
+        raise ValueError(f"expected {' or '.join(FOR_HALVES)}")
+    return name
+
+
+AlgorithmName = Annotated[str, AfterValidator(_may_be_chosen)]
 GLOO = "gloo"
 NCCL_STEP_BYTES = 2**19  # buffers of 4 MiB in eight steps
 MOST_PIECES = 64  # more would change next to nothing, and be many messages
@@ -45,7 +56,7 @@ class Selection(NamedTuple):
         """The names under which a cluster may hold its cost or one like it, the most fitting one first."""
         names = [cost_name(self.algorithm, self.kind, pieces) for pieces in (self.pieces, 1)]
         return tuple(
-            dict.fromkeys([*names, *([GLOO_ALL_REDUCE] if self.algorithm in (NATIVE, NCCL) else [])])
+            dict.fromkeys([*names, *([GLOO_ALL_REDUCE] if ALGORITHMS[self.algorithm].is_library else [])])
         )
 
     def cost(self, cluster: Cluster) -> AlgorithmCost:

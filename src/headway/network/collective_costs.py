@@ -16,12 +16,8 @@ import torch.distributed as dist
 
 from headway.cluster import Cluster
 from headway.collectives.algorithms import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    NATIVE,
-    REDUCE_SCATTER,
+    ALGORITHMS,
     RING,
-    SERVERS,
     cost_name,
     prepare,
     program_of,
@@ -65,7 +61,7 @@ class Candidate:
 
     def programs(self, size_bytes: int, world_size: int) -> list[ProgramOf]:
         """The chunk programs of each kind."""
-        if self.algorithm == NATIVE:
+        if ALGORITHMS[self.algorithm].is_library:
             return [native(kind, size_bytes, world_size).program_of for kind in self.kinds]
         return [program_of(self.algorithm, kind, self.pieces) for kind in self.kinds]
 
@@ -75,10 +71,8 @@ class Candidate:
         return sum(ideal_seconds(cluster, program, size_bytes) for program in programs)
 
 
-CANDIDATES = (
-    *(Candidate(RING, (REDUCE_SCATTER, ALL_GATHER), pieces) for pieces in (1, 2, 4)),
-    *(Candidate(NATIVE, (kind,)) for kind in (REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE)),
-    Candidate(SERVERS, (ALL_REDUCE,)),
+CANDIDATES = tuple(
+    Candidate(name, kinds, pieces) for name, each in ALGORITHMS.items() for kinds, pieces in each.probed
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, UPDATE_BESIDE, AlgorithmCost, Cluster, Host
-from headway.collectives.algorithms import KINDS, NATIVE, NCCL, RING, SERVERS, cost_name, sent_bytes
+from headway.collectives.algorithms import ALGORITHMS, KINDS, NATIVE, NCCL, cost_name, sent_bytes
 from headway.errors import TraceError
 from headway.graph.update_cost import is_beside, update_cost_beside
 from headway.simulation.intervals import Intervals
@@ -114,7 +114,7 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     for (kind, _, _), rows in members.items():
         if len(rows) == len(trace.events):
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
-            algorithm = rows[0].algorithm if rows[0].algorithm in (RING, SERVERS) else own
+            algorithm = rows[0].algorithm if _is_ours(rows[0].algorithm) else own
             names.add(cost_name(algorithm, kind))
             spans.append(
                 (begin_ns, end_ns, sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes))
@@ -132,6 +132,11 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     if count:
         periods.append(BusyPeriod(count, wire_bytes, open_until_ns - begin_ns))
     return periods, sorted(names)
+
+
+def _is_ours(algorithm: str) -> bool:
+    """Whether a recorded algorithm is one of Headway's, not what a backend calls its own."""
+    return algorithm in ALGORITHMS and not ALGORITHMS[algorithm].is_library
 
 
 class _Fit(NamedTuple):

@@ -53,7 +53,7 @@ class DecoupledStrategy(Strategy):
     begin behind the last one where it is empty."""
 
     reduce_scatter: AlgorithmName = "ring"
-    """The algorithm of the first half on Gloo: Headway's ring, or the process group's own collective."""
+    """The algorithm of the first half on Gloo: ``ring``, Headway's own, or ``native``, the process group's."""
 
     all_gather: AlgorithmName = "ring"
     """The algorithm of the second half, likewise."""
