@@ -72,7 +72,7 @@ def play_deciding(
         now_ns = int(state.counts[kernel.NOW])
         if now_ns >= until_ns:
             return growing.graph, played_times(growing.graph)
-        asked = sorted(state.instant[: state.counts[kernel.DECISIONS]].tolist())
+        asked = sorted(state.ready[: state.counts[kernel.DECISIONS]].tolist())
         open_since_ns |= dict.fromkeys(asked, now_ns)
         answered = sorted(set(decider.decide(now_ns, asked)))
         for number in answered:

@@ -401,9 +401,9 @@ class PlayState(NamedTuple):
     """All that the engine knows between two moments, so that it can be asked in the middle and then go on.
 
     What will be done at a known time is in the heap ``done_at``, ``done``; what is ready to begin in the heap
-    ``ready_at``, ``ready``, whose times are 0, and 1 of decisions, which come after everything else of a moment.
-    ``instant`` are operations that take no time and are done as soon as they are ready, before anything that takes
-    some; in a pause it holds the decisions asked for.
+    ``ready_at``, ``ready``, whose times are 0, and 1 of decisions, which come after everything else of a moment and are
+    all that it holds in a pause. ``instant`` are operations that take no time and are done as soon as they are ready,
+    before anything that takes some.
     """
 
     flows: Array
@@ -435,7 +435,7 @@ def first_state(room: Array, burst: Array, queues: int) -> PlayState:
     )  # fmt: skip
 
 
-def simulate(
+def run(
     wide: Array,
     narrow: Array,
     spilled: Array,
@@ -448,13 +448,7 @@ def simulate(
     changes: Array,
     state: PlayState,
 ) -> PlayState:
-    """Play a graph on from ``state`` (see ``engine.play`` and ``operations``), to its end or the next decisions.
-
-    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. Rows from KNOWN on
-    are new: they wait for as many operations as WAITS says. ``burst`` has an entry a resource, ``changes`` rows of a
-    time, a resource and how much there is of it from then on, in order of time. Returns the state, STATUS in it: after
-    FINISHED and OUT_OF_RANGE nothing goes on; when PAUSED everything that happens until NOW has happened.
-    """
+    """Play a graph on from ``state`` until it ends or a decision is its turn, which ``instant`` then begins with."""
     flows, work, resources, heap, reached, component, done_at, done, ready_at, ready, instant, counts = state
     in_flight, to_be_done, to_begin = int(counts[IN_FLIGHT]), int(counts[TO_BE_DONE]), int(counts[TO_BEGIN])
     now, played, changed = int(counts[NOW]), int(counts[PLAYED]), int(counts[CHANGED])
@@ -492,21 +486,7 @@ def simulate(
             queue = queue_of[narrow[number, ROUTE]]
             if queue < 0:
                 if queue == DECIDED:
-                    if narrow[number, LEFT] == 0:  # everything else of this moment first
-                        narrow[number, LEFT] = -1
-                        push(ready_at, ready, to_begin, 1, number)
-                        to_begin += 1
-                        continue
-                    instant[0] = number
-                    counts[DECISIONS] = 1
-                    while to_begin:
-                        if counts[DECISIONS] == len(instant):
-                            instant = grow(instant)
-                        instant[counts[DECISIONS]] = ready[0]
-                        counts[DECISIONS] += 1
-                        drop_first(ready_at, ready, to_begin)
-                        to_begin -= 1
-                    status = PAUSED
+                    instant[0], status = number, PAUSED
                     break
                 finished = number
                 wide[number, END] = now + wide[number, DURATION] + latency[narrow[number, ROUTE]]
@@ -599,3 +579,44 @@ def simulate(
     return PlayState(
         flows, work, resources, heap, reached, component, done_at, done, ready_at, ready, instant, counts
     )
+
+
+def are_asked(narrow: Array, state: PlayState) -> bool:
+    """Whether decisions are asked for, now that one is its turn: everything else of this moment comes before them.
+
+    Then they are the first DECISIONS of ``ready``.
+    """
+    counts, number = state.counts, state.instant[0]
+    push(state.ready_at, state.ready, counts[TO_BEGIN], 1, number)
+    counts[TO_BEGIN] += 1
+    if narrow[number, LEFT] == 0:
+        narrow[number, LEFT] = -1  # it has had its turn
+        return False
+    counts[DECISIONS], counts[TO_BEGIN] = counts[TO_BEGIN], 0
+    return True
+
+
+def simulate(
+    wide: Array,
+    narrow: Array,
+    spilled: Array,
+    sender: Array,
+    receiver: Array,
+    asked: Array,
+    queue_of: Array,
+    latency: Array,
+    burst: Array,
+    changes: Array,
+    state: PlayState,
+) -> PlayState:
+    """Play a graph on from ``state`` (see ``engine.play`` and ``operations``), to its end or the next decisions.
+
+    Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. Rows from KNOWN on
+    are new: they wait for as many operations as WAITS says. ``burst`` has an entry a resource, ``changes`` rows of a
+    time, a resource and how much there is of it from then on, in order of time. Returns the state, STATUS in it: after
+    FINISHED and OUT_OF_RANGE nothing goes on; when PAUSED everything that happens until NOW has happened.
+    """
+    state = run(wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, changes, state)
+    while state.counts[STATUS] == PAUSED and not are_asked(narrow, state):
+        state = run(wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, changes, state)
+    return state
