@@ -8,7 +8,8 @@ import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.program import ProgramOf, piece_bounds
-from headway.simulation.operations import NO_RESOURCE, WHOLE, OperationGraphBuilder, Resources
+from headway.simulation.building import OperationGraphBuilder
+from headway.simulation.operations import NO_RESOURCE, WHOLE, Resources
 
 
 class ClusterResources:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.simulation.operations import WHOLE, OperationGraph, OperationGraphBuilder, Resources
+from headway.simulation.building import OperationGraphBuilder
+from headway.simulation.operations import WHOLE, OperationGraph, Resources
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ import numba.core.caching as caching
 def nowhere(*_):
     raise RuntimeError("cannot cache function: no locator available")
 caching.FunctionCache.__init__ = nowhere
-from headway.simulation.operations import OperationGraphBuilder
+from headway.simulation.building import OperationGraphBuilder
 from headway.simulation.compiled import simulate_for
 from headway.simulation.engine import play
 simulate_for(10**9)

@@ -10,8 +10,9 @@ from tests.simulation import reference_engine
 from tests.simulation.graphs import DrawnOperation, drawn_operations, drawn_resources, graph_of
 
 from headway.simulation import compiled, engine, kernel
+from headway.simulation.building import OperationGraphBuilder
 from headway.simulation.engine import play
-from headway.simulation.operations import OperationGraphBuilder, Resources
+from headway.simulation.operations import Resources
 
 
 def test_an_operation_waits_for_all_before_it() -> None:

@@ -10,16 +10,8 @@ from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.columns import OUTSIDE, Structure, structure_of
 from headway.collectives.program import ProgramOf
 from headway.collectives.resources import ClusterResources, Messages
-from headway.simulation.operations import (
-    DURATION,
-    NONE,
-    ROUTE,
-    SPILL,
-    SUCCESSORS,
-    WAITS,
-    OperationGraph,
-    OperationGraphBuilder,
-)
+from headway.simulation.building import OperationGraphBuilder
+from headway.simulation.operations import DURATION, NONE, ROUTE, SPILL, SUCCESSORS, WAITS, OperationGraph
 
 __all__ = ["ProgramOf", "alone", "expand"]
 

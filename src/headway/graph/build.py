@@ -12,7 +12,8 @@ from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import Selection, native
 from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
 from headway.scheduling.schedule import Schedule
-from headway.simulation.operations import OperationGraph, OperationGraphBuilder
+from headway.simulation.building import OperationGraphBuilder
+from headway.simulation.operations import OperationGraph
 
 S = TypeVar("S", bound=Schedule)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from headway.simulation import kernel
+from headway.simulation.building import OperationGraphBuilder
 from headway.simulation.engine import PlayedTimes, first_state, play_on, played_times
 from headway.simulation.operations import (
     END,
@@ -19,7 +20,6 @@ from headway.simulation.operations import (
     SUCCESSORS,
     WAITS,
     OperationGraph,
-    OperationGraphBuilder,
     lines,
 )
 
