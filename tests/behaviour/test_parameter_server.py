@@ -41,6 +41,8 @@ def test_same_numbers_as_one_process(world_size: int) -> None:
 def test_a_recording_says_the_strategy_and_replays(tmp_path: Path) -> None:
     workers.run(2, f"{CASES}:recorded", str(tmp_path))
     trace = load_trace(tmp_path / "trace")
+    served = trace.events[0].where(trace.events[0].algorithm == "servers")
+    assert set(served.group.tolist()) == {ParameterServerStrategy.name}
     replayer = Replayer(trace)
     assert replayer.recorded_strategy == ParameterServerStrategy(bucket_cap_mb=0.001)
     result = replayer.replay()

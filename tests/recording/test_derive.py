@@ -58,12 +58,14 @@ def test_a_strategy_s_own_spans_become_events() -> None:
             sequence=7,
             algorithm="native",
             step=5,
+            strategy="somebody's",
         ),
         StrategySpan(Kind.WAIT, "all_gather", 2, 150, 160, step=6),
         StrategySpan(Kind.UPDATE, "bucket 2", 2, 160, 170, step=6),
     ]
     (row,) = collective_rows([], spans)
     assert (row.name, row.bucket, row.sequence, row.algorithm) == ("reduce_scatter", 2, 7, "native")
+    assert row.group == "somebody's"
     assert [w.kind for w in wait_rows([], [], {}, spans)] == [Kind.WAIT, Kind.UPDATE]
 
 

@@ -81,11 +81,11 @@ def test_messages_carry_what_their_collective_is() -> None:
     transfers = (Transfer(False, 2, 100, 10, 40), Transfer(True, 1, 60, 20, 90))
     span = StrategySpan(
         Kind.COLLECTIVE, "all_gather", 3, 5, 95, 160, enqueue_ns=1, sequence=7, algorithm="ring", step=6,
-        transfers=transfers,
+        transfers=transfers, strategy="parameter_server",
     )  # fmt: skip
     rows = transfer_rows([span, StrategySpan(Kind.WAIT, "all_gather", 3, 5, 95)])
     shared = {
-        "name": "all_gather", "stream": Stream.COMMUNICATION, "step": 6, "group": "decoupled", "sequence": 7,
+        "name": "all_gather", "stream": Stream.COMMUNICATION, "step": 6, "group": "parameter_server", "sequence": 7,
         "bucket": 3,
     }  # fmt: skip
     assert [row._asdict() | shared for row in rows] == [row._asdict() for row in rows]

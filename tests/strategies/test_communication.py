@@ -28,7 +28,7 @@ def channels(tmp_path: Path) -> Iterator[Channels]:
     executor.compiled.cache_clear()
     try:
         groups = OwnGroups(host=(dist.new_group(), dist.new_group()))
-        yield Channels(groups, _culprit, Streams(torch.device("cpu")))
+        yield Channels(groups, _culprit, Streams(torch.device("cpu")), "ours")
     finally:
         dist.destroy_process_group()
 

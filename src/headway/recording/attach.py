@@ -37,6 +37,7 @@ class _RuntimeObserver(observer.Observer):
             StrategySpan(
                 Kind.COLLECTIVE, done.name, done.bucket, done.start_ns, done.end_ns,
                 done.size_bytes, done.enqueue_ns, done.sequence, done.algorithm, transfers=done.transfers,
+                strategy=done.strategy,
             )
         )  # fmt: skip
 

@@ -18,7 +18,10 @@ WAITED_FOR_AT_THE_END = ("gloo", SERVERS)  # of a backward, by DDP
 
 @dataclass(slots=True)
 class StrategySpan:
-    """What a strategy's runtime reports of itself; ``kind`` is collective, wait or update."""
+    """What a strategy's runtime reports of itself; ``kind`` is collective, wait or update.
+
+    The strategy's name is the group of its collectives.
+    """
 
     kind: str
     name: str
@@ -32,6 +35,7 @@ class StrategySpan:
     step: int = 0
     stream: str = Stream.COMPUTE
     transfers: Sequence[Transfer] = ()
+    strategy: str = ""
 
 
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
@@ -74,7 +78,7 @@ def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[Stra
             span.start_ns,
             span.end_ns - span.start_ns,
             enqueue_ns=span.enqueue_ns,
-            group="decoupled",
+            group=span.strategy,
             sequence=span.sequence,
             size_bytes=span.size_bytes,
             bucket=span.bucket,
@@ -97,7 +101,7 @@ def transfer_rows(spans: Iterable[StrategySpan]) -> list[Event]:
             one.posted_ns,
             one.done_ns - one.posted_ns,
             enqueue_ns=one.posted_ns,
-            group="decoupled",
+            group=span.strategy,
             sequence=span.sequence,
             size_bytes=one.size_bytes,
             bucket=span.bucket,

@@ -85,14 +85,15 @@ class Channels:
     That order must be the same on every rank. After a failed job every later one fails with the same
     CommunicationError or InternalError, without touching the network. ``culprit`` is asked, once, who is to blame.
     Where parameters are on a device, each thread has a stream there for what it copies and updates, and a job is done
-    when that is done.
+    when that is done. ``strategy`` is the name of whose they are, which the observer is told.
     """
 
-    def __init__(self, groups: OwnGroups, culprit: Culprit, streams: Streams) -> None:
+    def __init__(self, groups: OwnGroups, culprit: Culprit, streams: Streams, strategy: str) -> None:
         executor.compiled()  # on this thread: Python 3.11 cannot parse on two at a time
         self._groups = groups
         self._culprit = culprit
         self._streams = streams
+        self._strategy = strategy
         self._rank = dist.get_rank()
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups.host]
         self._active = len(groups.host)
@@ -173,7 +174,7 @@ class Channels:
                 observer().collective(
                     Collective(
                         job.name, job.bucket, job.size_bytes, job.algorithm,
-                        job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence, messages,
+                        job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence, self._strategy, messages,
                     )
                 )  # fmt: skip
             job.done.set()

@@ -15,6 +15,7 @@ THREAD_NAME = "headway-communication"  # of threads whose collectives are told t
 class Collective:
     """One finished ``reduce_scatter`` or ``all_gather`` of a whole bucket of ``size_bytes``.
 
+    ``strategy`` is the name of the strategy whose bucket it is.
     ``sequence`` counts the collectives of one wrapped model, the same on all ranks. ``transfers`` are this rank's
     messages, where the collective is one of ours and the observer wants them.
     """
@@ -27,6 +28,7 @@ class Collective:
     start_ns: int
     end_ns: int
     sequence: int
+    strategy: str
     transfers: Sequence[Transfer] = ()
 
 

@@ -34,6 +34,7 @@ from headway.strategies.data_parallel.decoupled.bucket import BucketView, LiveBu
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Answer, Limits, Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.reducer import GradientReducer
 from headway.strategies.data_parallel.decoupled.transport import (
     BackendCollectives,
@@ -81,10 +82,10 @@ class Engine:
         self._answering = wiring.streams.new()
         self._channels: Channels | StreamChannels
         if wiring.native:
-            host = Channels(groups, peers.culprit, Streams(torch.device("cpu")))
+            host = Channels(groups, peers.culprit, Streams(torch.device("cpu")), DecoupledStrategy.name)
             self._channels = StreamChannels(groups.native, host, wiring.streams)
         else:
-            self._channels = Channels(groups, peers.culprit, wiring.streams)
+            self._channels = Channels(groups, peers.culprit, wiring.streams, DecoupledStrategy.name)
         peers.answer_with(self)
         self.own_handles: list[RemovableHandle] = []
         self._install(parameters, schedule)

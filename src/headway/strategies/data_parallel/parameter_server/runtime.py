@@ -83,7 +83,10 @@ class Servers:
         self._group = group
         self._groups = groups_of_our_own(group, wiring, channels)
         self._channels = Channels(
-            self._groups, lambda own: own or "a peer ended or fell silent", wiring.streams
+            self._groups,
+            lambda own: own or "a peer ended or fell silent",
+            wiring.streams,
+            ParameterServerStrategy.name,
         )
         self._channels.use(channels)
         self._lanes = [_Lane(channel, self._groups) for channel in range(channels)]
