@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from tests.planning.jobs import layered_job
-from tests.planning.jobs import timeline_of as planned_step
 
 from headway.cluster import Cluster, Host
 from headway.graph.blocks import ComputeBlock, blocks_of, timeline_of
@@ -19,7 +18,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.ddp.reactions import Reactions
 
 JOB = layered_job([1_000_000] * 6)
-STEP = planned_step(JOB.profile, 0, 0)
+STEP = JOB.profile.timeline()
 CLUSTER = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(2)))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.planning.jobs import layered_job
 from tests.synthetic import MS, SyntheticJob, synthetic_trace
 
 from headway.graph.recorded import timelines_of
@@ -58,3 +59,11 @@ def test_layers_make_a_profile_and_a_tied_parameter_is_ready_last() -> None:
         ("head.bias", 6), ("block.bias", 26), ("block.weight", 26), ("embedding.weight", 28)
     ]  # fmt: skip
     assert profile.computation_ns == 14 + 28 + 5
+
+
+def test_a_profile_is_that_of_its_own_timeline() -> None:
+    for seed in range(20):
+        profile = layered_job(
+            [1000 * (seed + 1), 5000, 30], optimizer_ms=seed, rest_ms=seed / 3, seed=seed
+        ).profile
+        assert profile_of({0: (profile.timeline(),)}) == profile

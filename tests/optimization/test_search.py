@@ -9,7 +9,6 @@ from tests.synthetic import synthetic_trace
 from headway.cli.optimize import doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
-from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.optimization.search import TIE, candidate_strategies, plan_of, search
 from headway.planning.bounds import step_bound
@@ -92,8 +91,8 @@ def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> N
 
 
 def test_the_planners_schedules_are_replayed_and_none_of_a_fixed_cap_is_better(replayer: Replayer) -> None:
-    model, profile = replayer.trace.model, profile_of(replayer.job.steps.timelines)
-    planned = plan(model, profile, replayer.cluster).schedules
+    model = replayer.trace.model
+    planned = plan(replayer.job).schedules
     found = search(replayer)
     times = {
         c.strategy.decide(Job.of(model)): c.predicted_ms for c in found.candidates if c.strategy.name != "ddp"

@@ -8,9 +8,9 @@ import numpy as np
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.graph.build import GraphBuilder
+from headway.graph.computation import Computation
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.step_profile import LayerTimes, StepProfile, profile_of_layers
-from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
@@ -27,6 +27,11 @@ class PlannedJob:
     model: ModelSpec
     profile: StepProfile
     cluster: Cluster
+
+    @property
+    def job(self) -> Job:
+        steps = Computation({0: (self.profile.timeline(),)})
+        return Job((self.model,), self.cluster.world_size, self.cluster, steps)
 
 
 def layered_job(
@@ -86,38 +91,11 @@ def cluster_of(
     )
 
 
-def timeline_of(profile: StepProfile, rank: int, step: int) -> Timeline:
-    """The profile as a rank's step without waits."""
-    uses = sorted(profile.needs_ns.items(), key=lambda pair: pair[1])
-    readies = sorted(profile.ready_ns.items(), key=lambda pair: pair[1])
-    items = [
-        *_along(Part.FORWARD, Point.USE, uses, profile.forward_ns),
-        Item(Part.REST, "", profile.between_ns),
-        *_along(Part.BACKWARD, Point.READY, readies, profile.backward_ns),
-        Item(Point.BACKWARD_END),
-        Item(Part.REST, "", profile.tail_ns),
-        Item(Point.STEP),
-        Item(Part.OPTIMIZER, "", profile.optimizer_ns),
-        Item(Part.REST, "", profile.rest_ns),
-    ]
-    return Timeline(rank, step, tuple(items))
-
-
-def _along(part: str, point: str, moments: list[tuple[str, int]], length_ns: int) -> list[Item]:
-    items = []
-    before = 0
-    for name, moment in moments:
-        items += [Item(part, "", moment - before), Item(point, name)]
-        before = moment
-    return [*items, Item(part, "", length_ns - before)]
-
-
 def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> float:
     """What the full engine says: the last of ``steps`` steps, over all ranks."""
     graph = GraphBuilder(job.cluster, schedule)
     ranks = [
-        [timeline_of(job.profile, rank, step) for step in range(steps)]
-        for rank in range(job.cluster.world_size)
+        [job.profile.timeline(rank, step) for step in range(steps)] for rank in range(job.cluster.world_size)
     ]
     lay_out_ranks(graph, Reactions(graph, Job.of(job.model)), ranks)
     played = play(graph.close())

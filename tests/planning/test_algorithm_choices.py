@@ -30,6 +30,6 @@ def test_what_was_measured_joins_where_it_is_quicker() -> None:
 
 def test_the_plan_takes_the_quicker_half_and_replay_agrees() -> None:
     job = job_with(ring=3000, native_all_gather=10)
-    best = plan(job.model, job.profile, job.cluster, effort=50).schedules[0]
+    best = plan(job.job, effort=50).schedules[0]
     assert best.schedule.algorithms == Algorithms(all_gather="native")
     assert best.step_ns == pytest.approx(replayed_ns(job, best.schedule), rel=0.02)

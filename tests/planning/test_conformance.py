@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planning.jobs import PlannedJob, layered_job, replayed_ns, timeline_of
+from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
@@ -73,7 +73,7 @@ def launched_by_reactions(case: Case) -> list[tuple[str, int]]:
     """What rank 0 launches in the second of three steps; every launch takes the next channel."""
     job, schedule = case
     graph = GraphBuilder(job.cluster, schedule)
-    steps = [timeline_of(job.profile, 0, step) for step in range(3)]
+    steps = [job.profile.timeline(0, step) for step in range(3)]
     lay_out_ranks(graph, Reactions(graph, Job.of(job.model)), [steps])
     own = [(number, each) for number, each in enumerate(graph.collectives) if each.step == 1]
     for number, each in own:

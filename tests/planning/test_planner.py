@@ -47,7 +47,7 @@ def fixed(cap_bytes: int, gather: GatherMode) -> DecoupledStrategy:
 
 def test_no_fixed_cap_is_better_and_the_bound_is_near(case: tuple[PlannedJob, float]) -> None:
     job, factor = case
-    planned = plan(job.model, job.profile, job.cluster)
+    planned = plan(job.job)
     predictor = Predictor(job.model, job.profile, job.cluster)
     for form in GATHER_MODES:
         best = planned.best(form)
@@ -61,7 +61,7 @@ def test_no_fixed_cap_is_better_and_the_bound_is_near(case: tuple[PlannedJob, fl
 def test_what_is_predicted_is_what_full_replay_says(case: tuple[PlannedJob, float]) -> None:
     job, _ = case
     predictor = Predictor(job.model, job.profile, job.cluster)
-    planned = plan(job.model, job.profile, job.cluster, effort=100)
+    planned = plan(job.job, effort=100)
     schedules = [each.schedule for each in planned.schedules]
     schedules += [fixed(2 * MIB, form).decide(Job.of(job.model)) for form in GATHER_MODES]
     for schedule in schedules:
@@ -110,14 +110,14 @@ def test_predictions_agree_with_replay_where_buckets_share_parameters(gather: Ga
 
 def test_gathering_gradients_early_beats_what_overlap_alone_can() -> None:
     job = layered_job(EVEN, communication=0.75, latency_us=1.0, overhead_us=5.0, optimizer_ms=0.0)
-    planned = plan(job.model, job.profile, job.cluster, forms=["gradients"])
+    planned = plan(job.job, forms=["gradients"])
     assert planned.best().schedule.gathers_after
     assert planned.best().step_ns < 0.95 * planned.bounds.overlap_ns
 
 
 def test_planning_twice_gives_the_same_and_every_plan_can_be_written_down() -> None:
     job = layered_job(EMBEDDING, communication=0.8)
-    first, second = (plan(job.model, job.profile, job.cluster, effort=60) for _ in range(2))
+    first, second = (plan(job.job, effort=60) for _ in range(2))
     assert first == second
     for each in first.schedules:
         strategy = DecoupledStrategy.model_validate(options_of(each.schedule, job.model))
@@ -127,9 +127,9 @@ def test_planning_twice_gives_the_same_and_every_plan_can_be_written_down() -> N
 
 def test_a_single_worker_and_a_model_of_one_parameter_are_planned_too() -> None:
     job = layered_job([4000], communication=0.5, world_size=2)
-    alone = plan(job.model, job.profile, job.cluster.resized(1))
+    alone = plan(job.job.moved_to(job.cluster.resized(1)))
     assert alone.best().step_ns >= job.profile.computation_ns
-    assert plan(job.model, job.profile, job.cluster).best().schedule.buckets
+    assert plan(job.job).best().schedule.buckets
 
 
 def test_the_bound_counts_what_cannot_overlap() -> None:

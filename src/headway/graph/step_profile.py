@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.graph.timeline import Part, Point, Timeline
+from headway.graph.timeline import Item, Part, Point, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,32 @@ class StepProfile:
     def computation_ns(self) -> int:
         """The whole step without the optimizer's update."""
         return self.forward_ns + self.between_ns + self.backward_ns + self.tail_ns + self.rest_ns
+
+    def timeline(self, rank: int = 0, step: int = 0) -> Timeline:
+        """A step of which this is the profile, without anything that the script reads."""
+        uses = sorted(self.needs_ns.items(), key=lambda pair: pair[1])
+        readies = sorted(self.ready_ns.items(), key=lambda pair: pair[1])
+        items = [
+            *_along(Part.FORWARD, Point.USE, uses, self.forward_ns),
+            Item(Part.REST, "", self.between_ns),
+            *_along(Part.BACKWARD, Point.READY, readies, self.backward_ns),
+            Item(Point.BACKWARD_END),
+            Item(Part.REST, "", self.tail_ns),
+            Item(Point.STEP),
+            Item(Part.OPTIMIZER, "", self.optimizer_ns),
+            Item(Part.REST, "", self.rest_ns),
+        ]
+        return Timeline(rank, step, tuple(items))
+
+
+def _along(part: str, point: str, moments: Sequence[tuple[str, int]], length_ns: int) -> list[Item]:
+    """``length_ns`` of a pass, with points at their moments."""
+    items = []
+    before = 0
+    for name, moment in moments:
+        items += [Item(part, "", moment - before), Item(point, name)]
+        before = moment
+    return [*items, Item(part, "", length_ns - before)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headway.cluster import Cluster
-from headway.graph.step_profile import StepProfile
-from headway.model import ModelSpec
+from headway.graph.step_profile import profile_of
+from headway.job import Job
 from headway.planning.algorithm_choices import algorithm_choices
 from headway.planning.dependency_bound import Bounds, bounds_of
 from headway.planning.draft import Groups, ScheduleDrafter, ScheduleOptions
@@ -52,21 +51,20 @@ class _Draft:
 
 
 def plan(
-    model: ModelSpec,
-    profile: StepProfile,
-    cluster: Cluster,
+    job: Job,
     *,
     forms: Sequence[GatherMode] = GATHER_MODES,
     channels: Sequence[int] = (1, 2),
     keep: int = 2,
     effort: int = 400,
 ) -> Planned:
-    """Plan the communication of ``model``'s gradients for steps like ``profile`` on ``cluster``.
+    """Plan the communication of the gradients of ``job``, whose ranks are taken for like the slowest of them.
 
     For each form of gathering and each of ``channels``, the numbers of collectives that may be under way at a time,
     the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions. So they are for each
     choice of algorithms that the cluster's measured costs speak for.
     """
+    model, profile, cluster = job.model, profile_of(job.steps.timelines), job.on
     drafters = [
         ScheduleDrafter(Predictor(model, profile, cluster, algorithms))
         for algorithms in algorithm_choices(cluster, model.size_bytes)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cluster import RUNTIME_COSTS, UPDATE_BESIDE, Cluster
 from headway.collectives.algorithms import ALL_GATHER
-from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.planning.planner import plan
 from headway.scheduling.buckets import BucketSchedule
@@ -59,7 +58,7 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
     def propose(self, job: Job) -> Proposal:
         """What the planner makes of the job's steps, and buckets of many sizes, in each form that is permitted."""
         forms, note = permitted_forms(job)
-        planned = plan(job.model, profile_of(job.steps.timelines), job.on, forms=forms)
+        planned = plan(job, forms=forms)
         found = [
             DecoupledStrategy.model_validate(options_of(each.schedule, job.model))
             for each in planned.schedules

@@ -101,8 +101,8 @@ def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
     predictor = Predictor(model, learned.profile, learned.cluster)
     channels = min(2, setting.channels)
     found = planner.plan(
-        model, learned.profile, learned.cluster, forms=setting.forms, channels=range(1, channels + 1), effort=EFFORT
-    )  # fmt: skip
+        learned.job(model), forms=setting.forms, channels=range(1, channels + 1), effort=EFFORT
+    )
     home = setting.in_force.gather
     schedules = [("in force", setting.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]

@@ -9,7 +9,9 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.cluster import Cluster
+from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
+from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
@@ -52,6 +54,11 @@ class Learned:
 
     profile: StepProfile
     cluster: Cluster
+
+    def job(self, model: ModelSpec) -> Job:
+        """The job that was watched, which trains ``model``."""
+        steps = Computation({0: (self.profile.timeline(),)})
+        return Job((model,), self.cluster.world_size, self.cluster, steps)
 
 
 @dataclass(frozen=True, slots=True)
