@@ -19,6 +19,7 @@ from headway.diagnosis.stragglers import Straggler, blames, find_stragglers
 from headway.diagnosis.timeline import RankTime, rank_time
 from headway.diagnosis.verdict import verdict
 from headway.errors import TraceError
+from headway.notebook import shown
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
@@ -55,6 +56,17 @@ class Diagnosis:
     notes: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
     step_times_ms: tuple[float, ...] = ()  # of each recorded step, the mean over ranks
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: the verdict, and what makes steps longer."""
+        return shown(
+            self.verdict,
+            ("cause", "ms a step", "ranks", "what to do"),
+            (
+                (each.cause, f"{each.cost_ms:.2f}", ", ".join(map(str, each.ranks)), each.sentence)
+                for each in self.findings
+            ),
+        )
 
     def to_document(self) -> dict[str, Any]:
         """The document that ``headway diagnose --json`` prints."""

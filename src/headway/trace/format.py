@@ -12,7 +12,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from headway.cluster import Cluster
 from headway.model import ModelSpec
+from headway.notebook import shown
 from headway.trace.events import Events
+from headway.units import format_bytes
 from headway.version import __version__
 
 FORMAT: Literal[2] = 2
@@ -134,6 +136,20 @@ class Trace:
     def steps(self) -> tuple[int, ...]:
         """The numbers of the recorded steps."""
         return self.manifest.steps
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: how many ranks and steps, and each rank."""
+        strategies = sorted({name for info in self.manifest.ranks for name in info.strategy})
+        under = f" under {' and '.join(strategies)}" if strategies else ""
+        return shown(
+            f"{len(self.steps)} steps of {len(self.events)} of {self.world_size} ranks{under}, "
+            f"{len(self.model.parameters)} parameters in {format_bytes(self.model.size_bytes)}",
+            ("rank", "host", "backend", "events"),
+            (
+                (info.rank, info.host, info.backend, len(self.events.get(info.rank, ())))
+                for info in self.manifest.ranks
+            ),
+        )
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:

@@ -1,0 +1,30 @@
+"""What values show of themselves in notebooks: a sentence and a small table, all foreign text escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+MOST_ROWS = 24
+MOST_CHARACTERS = 400
+
+
+def shown(sentence: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """HTML of ``sentence`` above a table; of more than MOST_ROWS rows the first."""
+    known = list(rows)
+    lines = [f"<p>{_text(sentence)}</p>", "<table>", _row(head, "th")]
+    lines += [_row(row, "td") for row in known[:MOST_ROWS]]
+    lines.append("</table>")
+    if len(known) > MOST_ROWS:
+        lines.append(f"<p>and {len(known) - MOST_ROWS} more</p>")
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[object], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    cut = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"
+    return html.escape("".join(character if character.isprintable() else " " for character in cut))
