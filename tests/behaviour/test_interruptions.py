@@ -67,7 +67,12 @@ def interrupted(
     [
         (to_all, signal.SIGINT, torchrun("train_launched.py", "plain")),
         (to_headway, signal.SIGTERM, torchrun("train_launched.py", "plain")),
-        (to_all, signal.SIGINT, (sys.executable, str(SCRIPTS / "train_launched.py"), "spawn")),
+        pytest.param(
+            to_all,
+            signal.SIGINT,
+            (sys.executable, str(SCRIPTS / "train_launched.py"), "spawn"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["torchrun, Ctrl-C", "torchrun, SIGTERM", "spawn, Ctrl-C"],
 )

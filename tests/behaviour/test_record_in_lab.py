@@ -57,7 +57,9 @@ def test_clocks_of_one_machine_are_found_to_agree(tmp_path: Path) -> None:
     assert abs(second.clock.offset_ns) <= second.clock.uncertainty_ns
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize(
+    "hosts", [3, *(pytest.param(hosts, marks=pytest.mark.exhaustive) for hosts in (2, 4))]
+)
 def test_connections_carry_what_a_ring_all_reduce_sends(hosts: int, tmp_path: Path) -> None:
     record = (*record_into(tmp_path / "trace"), "--")
     job = (sys.executable, SCRIPTS / "train_small.py", "--steps", "9", "--width", "600")

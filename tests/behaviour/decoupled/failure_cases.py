@@ -1,6 +1,6 @@
 """Jobs in which the last rank fails in the middle of a step, and what its peers find.
 
-    python -m tests.behaviour.decoupled.failure_cases FOLDER MODE...
+    python -m tests.behaviour.decoupled.failure_cases FOLDER default|exhaustive
 
 Several jobs run at a time, for they mostly wait; their ranks are forked from this process, which has imported what
 they need. What a rank finds is written to FOLDER as ``JOB-RANK.json``, and what it prints to ``JOB-RANK.txt``.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests import limits, workers
-from tests.behaviour.decoupled.job import mlp, rows, sgd, wrap
+from tests.behaviour.decoupled.job import GRADIENTS, PARAMETERS, mlp, rows, sgd, wrap
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -60,11 +60,15 @@ FAILURES: dict[str, Callable[[], None]] = {
 MOMENTS = ("forward", "backward", "between backward and step", "after step")
 
 
-def jobs(modes: list[str]) -> list[tuple[str, str, str]]:
-    """Every failure in the middle of backward, which is the worst moment, and one failure at every moment."""
-    pairs = [(failure, "backward") for failure in FAILURES]
-    pairs += [("killed", moment) for moment in MOMENTS if moment != "backward"] + [("asleep", "forward")]
-    return [(mode, failure, moment) for mode in modes for failure, moment in pairs]
+def jobs(*, exhaustive: bool) -> list[tuple[str, str, str]]:
+    """Every failure in the middle of backward, which is the worst moment, and one failure at every moment.
+
+    By default the first of these in one mode and the others in the other one; exhaustive are those that are left.
+    """
+    worst = [(failure, "backward") for failure in FAILURES]
+    others = [("killed", moment) for moment in MOMENTS if moment != "backward"] + [("asleep", "forward")]
+    modes = (GRADIENTS, PARAMETERS) if exhaustive else (PARAMETERS, GRADIENTS)
+    return [(mode, *pair) for mode, pairs in zip(modes, (worst, others), strict=True) for pair in pairs]
 
 
 def name_of(mode: str, failure: str, moment: str) -> str:
@@ -164,7 +168,7 @@ def _fork(folder: Path, job: tuple[str, str, str], rank: int) -> int:
     raise SystemExit(0)
 
 
-def _run(folder: Path, modes: list[str]) -> None:
+def _run(folder: Path, which: str) -> None:
     import headway.strategies.data_parallel.decoupled.runtime
     from headway.collectives import executor
 
@@ -172,7 +176,7 @@ def _run(folder: Path, modes: list[str]) -> None:
     executor.compiled()  # once for all: the short timeouts leave no time for it
     torch.set_num_threads(1)
     statuses: dict[str, int | None] = {}
-    every = jobs(modes)
+    every = jobs(exhaustive=which == "exhaustive")
     for first in range(0, len(every), JOBS_AT_A_TIME):
         statuses |= _run_some(folder, every[first : first + JOBS_AT_A_TIME])
     (folder / "statuses.json").write_text(json.dumps(statuses))
@@ -201,4 +205,4 @@ def _run_some(folder: Path, some: Iterable[tuple[str, str, str]]) -> dict[str, i
 
 
 if __name__ == "__main__":
-    _run(Path(sys.argv[1]), sys.argv[2:])
+    _run(Path(sys.argv[1]), sys.argv[2])

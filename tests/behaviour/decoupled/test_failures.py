@@ -17,7 +17,6 @@ from tests.behaviour.decoupled.job import DDP, EXACT, GRADIENTS, PARAMETERS, mlp
 from torch import nn
 
 MODES = (GRADIENTS, PARAMETERS)
-JOBS = failure_cases.jobs(list(MODES))
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(420)]
 
@@ -34,13 +33,23 @@ def _run(command: list[str], timeout_s: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int | None]]:
+def ended(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, dict[str, int | None]]:
     folder = tmp_path_factory.mktemp("failures")
-    _run([sys.executable, "-m", failure_cases.__name__, str(folder), *MODES], timeout_s=400)
+    _run([sys.executable, "-m", failure_cases.__name__, str(folder), request.param], timeout_s=400)
     return folder, json.loads((folder / "statuses.json").read_text())
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: failure_cases.name_of(*job))
+@pytest.mark.parametrize(
+    ("ended", "job"),
+    [
+        pytest.param(which, job, id=failure_cases.name_of(*job), marks=marks)
+        for which, marks in (("default", []), ("exhaustive", [pytest.mark.exhaustive]))
+        for job in failure_cases.jobs(exhaustive=which == "exhaustive")
+    ],
+    indirect=["ended"],
+)
 def test_every_peer_names_the_rank_that_failed(
     ended: tuple[Path, dict[str, int | None]], job: tuple[str, str, str]
 ) -> None:
