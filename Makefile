@@ -17,7 +17,7 @@ QUICK := tests/answers tests/collectives tests/graph tests/model_tables tests/ne
 # Where it is set, each of some thousand processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quick test test-all test-with check lint types docs unit unit-all coverage demo clean
+.PHONY: setup quick quick-tests test test-all test-with check lint types docs unit unit-all coverage demo clean
 
 setup: $(STAMP)
 
@@ -31,14 +31,14 @@ $(STAMP): pyproject.toml
 
 # What is asked for while one works.
 quick: $(STAMP)
-	$(MAKE) --jobs=2 --output-sync=target check quick-tests
+	$(MAKE) --jobs=2 --output-sync=line check quick-tests
 
 quick-tests: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not processes and not exhaustive" $(QUICK)
 
 # What continuous integration runs.
 test: $(STAMP)
-	$(MAKE) --jobs=2 --output-sync=target check unit
+	$(MAKE) --jobs=2 --output-sync=line check unit
 
 test-all: check unit-all
 

@@ -30,7 +30,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(traces: Path, new: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     status = run(["diagnose", str(traces / new), "--baseline", str(traces / "before"), *arguments])
     output = capsys.readouterr()
-    assert output.err == ""
+    assert output.err in ("", "Diagnosing …\n")  # which a busy machine takes long enough for
     return status, output.out
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +34,32 @@ def _run(command: list[str], timeout_s: float) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
+Ended = Callable[[str], tuple[Path, dict[str, int | None]]]
+
+
 @pytest.fixture(scope="module")
-def ended(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[Path, dict[str, int | None]]:
-    folder = tmp_path_factory.mktemp("failures")
-    _run([sys.executable, "-m", failure_cases.__name__, str(folder), request.param], timeout_s=400)
-    return folder, json.loads((folder / "statuses.json").read_text())
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Runs all jobs of a kind at the first one's test."""
+
+    @cache
+    def of_kind(which: str) -> tuple[Path, dict[str, int | None]]:
+        folder = tmp_path_factory.mktemp("failures")
+        _run([sys.executable, "-m", failure_cases.__name__, str(folder), which], timeout_s=400)
+        return folder, json.loads((folder / "statuses.json").read_text())
+
+    return of_kind
 
 
 @pytest.mark.parametrize(
-    ("ended", "job"),
+    ("which", "job"),
     [
         pytest.param(which, job, id=failure_cases.name_of(*job), marks=marks)
         for which, marks in (("default", []), ("exhaustive", [pytest.mark.exhaustive]))
         for job in failure_cases.jobs(exhaustive=which == "exhaustive")
     ],
-    indirect=["ended"],
 )
-def test_every_peer_names_the_rank_that_failed(
-    ended: tuple[Path, dict[str, int | None]], job: tuple[str, str, str]
-) -> None:
-    folder, statuses = ended
+def test_every_peer_names_the_rank_that_failed(ended: Ended, which: str, job: tuple[str, str, str]) -> None:
+    folder, statuses = ended(which)
     name = failure_cases.name_of(*job)
     for rank in range(failure_cases.WORLD_SIZE):
         if rank == failure_cases.CULPRIT:
