@@ -70,7 +70,7 @@ def test_importing_headway_does_not_import_torch() -> None:
     )
 
 
-EXTRAS = ("msgspec", "scipy", "google.protobuf", "perfetto", "bokeh", "pyroute2", "sklearn", "bayes_opt")
+EXTRAS = ("msgspec", "scipy", "google.protobuf", "perfetto", "bokeh", "pyroute2", "sklearn")
 ONLY_WITH_EXTRAS = ("headway.interop.readers.", "headway.demo.train_digits")
 
 

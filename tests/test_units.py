@@ -8,7 +8,6 @@ from headway.errors import UnitError
 from headway.units import (
     format_bytes,
     format_rate,
-    parse_bytes,
     parse_duration_s,
     parse_factor,
     parse_rate_gbps,
@@ -38,13 +37,6 @@ def test_what_is_no_rate_is_refused_on_one_line(text: object) -> None:
         parse_rate_gbps(text)
     assert "\n" not in str(caught.value)
     assert "expected a rate" in str(caught.value)
-
-
-def test_sizes_know_decimal_and_binary_prefixes() -> None:
-    assert parse_bytes("25MB") == 25_000_000
-    assert parse_bytes("1MiB") == 2**20
-    with pytest.raises(UnitError):
-        parse_bytes("25")
 
 
 def test_durations_may_be_zero_only_where_asked() -> None:

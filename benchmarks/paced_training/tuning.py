@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from headway.planning.bayesian import ThresholdSearch, share_over
 from paced_training.cases import Effort
 from paced_training.probing import slowest
+from paced_training.threshold_search import ThresholdSearch, share_over
 from paced_training.trainer import Trainer
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
-"""Rates, sizes, durations and factors as people write them, and back.
+"""Rates, durations and factors as people write them, and back; sizes as text.
 
 Rates are bits a second with decimal prefixes, as network people write them (``400mbit``, ``10 Gbit/s``).
-Sizes are bytes (``25MB`` is 25·10⁶, ``1MiB`` is 2²⁰).
+Sizes are bytes, written with decimal prefixes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)
 _GBPS = {"bit": 1e-9, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
 _RATE_UNITS = {f"{unit}{suffix}": scale for unit, scale in _GBPS.items() for suffix in ("", "/s", "ps")}
 _RATE_UNITS |= {"bps": 1e-9, "kbps": 1e-6, "mbps": 1e-3, "gbps": 1.0, "tbps": 1e3}
-_BYTE_UNITS = {
-    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30,
-}  # fmt: skip
 _SECOND_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 RATE_FORM = "a rate such as 400mbit or 10gbit"
-SIZE_FORM = "a size such as 25MB or 1MiB"
 DURATION_FORM = "a duration such as 200ms or 5s"
 FACTOR_FORM = "a factor such as 2x or 0.5x"
 
@@ -41,11 +37,6 @@ def _parse(text: object, units: dict[str, float], what: str, form: str, *, zero:
 def parse_rate_gbps(text: object, what: str = "rate") -> float:
     """Read a link rate, in Gbit/s. Raises UnitError for 0, a bare number or an unknown unit."""
     return _parse(text, _RATE_UNITS, what, RATE_FORM)
-
-
-def parse_bytes(text: object, what: str = "size") -> int:
-    """Read a size, in bytes. Raises UnitError for 0, a bare number or an unknown unit."""
-    return round(_parse(text, dict(_BYTE_UNITS), what, SIZE_FORM))
 
 
 def parse_duration_s(text: object, what: str = "duration", *, zero: bool = False) -> float:

@@ -70,16 +70,6 @@ def test_schedules_are_planned_from_the_steps(world_size: int, optimizer: str) -
     assert result["hooks"] == len(list(tuning_cases.net().modules()))  # the engine's own
 
 
-def test_thresholds_are_searched_by_the_same_driver() -> None:
-    pytest.importorskip("bayes_opt")
-    results = workers.run(2, f"{CASES}:thresholds", "sgd", 25, {})
-    _agrees(results, tuning_cases.alone("sgd", 25, 2))
-    _same_changes(results)
-    assert all(name.startswith("threshold of") for name in results[0]["tried"])
-    assert set(results[0]["forms"]) == {"gradients"}
-    assert results[0]["in force"]
-
-
 def test_an_unmodified_script_is_tuned() -> None:
     results = workers.run(2, f"{CASES}:injected")
     _agrees(results, tuning_cases.alone("sgd", 45, 2))

@@ -20,13 +20,12 @@ from headway.integrations.parallelize import parallelize
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.plan import Plan
-from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
+from headway.scheduling.partition import cut, fill
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
-from headway.strategies.data_parallel.decoupled.tuning.thresholds import ThresholdProposer
 from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -139,7 +138,7 @@ class Scripted:
 
 
 def schedule_of(model: ModelSpec, cap_bytes: int, gather: GatherMode, channels: int) -> BucketSchedule:
-    buckets = make_buckets(fusion.partitioned(model, cap_bytes, cap_bytes // 2), model)
+    buckets = make_buckets(fill(cut(model.ready_parameters(), cap_bytes // 2), model, cap_bytes), model)
     return BucketSchedule(buckets, forward_gather_order(model, buckets), gather, channels)
 
 
@@ -188,12 +187,6 @@ def planned(rank: int, world_size: int, optimizer: str, steps: int, options: dic
         result = _train(wrap(net(), strategy), optimizer, rank, world_size, steps, **options)
     null = type(observing.observer()).__name__
     return result | {"log": lines, "observer": null}
-
-
-def thresholds(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
-    wrapped = DecoupledDataParallel(net(), bucket_cap_mb=0.0005)
-    tune(wrapped, ThresholdProposer(scale=1e-5, trials=3))
-    return _train(wrapped, optimizer, rank, world_size, steps, **options)
 
 
 def freezing(rank: int, world_size: int, changes: int) -> Any:

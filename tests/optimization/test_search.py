@@ -110,7 +110,6 @@ def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:
     bound = step_bound(replayer.job.steps.timelines, replayer.trace.model.size_bytes, replayer.cluster)
     best = search(replayer).best("ddp")
     assert best.predicted_ms >= 0.999 * bound.all_reduce_ms
-    assert bound.decoupled_ms <= bound.all_reduce_ms
 
 
 def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: Replayer) -> None:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models import layered_model
 
-from headway import torch_private
 from headway.errors import PlanError
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
@@ -40,13 +39,18 @@ def ready_times(model: ModelSpec, gap_ns: int = 1000) -> dict[str, int]:
     return {p.name: (index + 1) * gap_ns for index, p in enumerate(model.ready_parameters())}
 
 
+def partitioned(model: ModelSpec, cap_bytes: int, limit_bytes: int) -> Groups:
+    return fill(cut(model.ready_parameters(), limit_bytes), model, cap_bytes)
+
+
+def each_alone(model: ModelSpec) -> Groups:
+    return [[whole(parameter)] for parameter in model.ready_parameters()]
+
+
 POLICIES: dict[str, Callable[[ModelSpec, int], Groups]] = {
     "fixed": fusion.fixed,
-    "ddp_like": lambda model, cap: fusion.ddp_like(model, cap, cap // 4 + 1),
-    "wfbp": lambda model, cap: fusion.wfbp(model),
     "mg_wfbp": lambda model, cap: fusion.mg_wfbp(model, ready_times(model), cap / 4, 0.1),
-    "registration": fusion.registration,
-    "partitioned": lambda model, cap: fusion.partitioned(model, cap, cap // 3 + 1),
+    "partitioned": lambda model, cap: partitioned(model, cap, cap // 3 + 1),
 }
 
 
@@ -71,7 +75,7 @@ def test_every_element_is_held_once_and_no_group_mixes_dtypes(
     assert sum(b.size_bytes for b in make_buckets(groups, model)) == model.size_bytes
 
 
-@pytest.mark.parametrize("name", ["fixed", "ddp_like", "wfbp", "mg_wfbp", "partitioned"])
+@pytest.mark.parametrize("name", POLICIES)
 @settings(deadline=None)
 @given(model=models(("float32",)), cap_bytes=st.integers(1, 50_000))
 def test_groups_keep_the_order_of_readiness(name: str, model: ModelSpec, cap_bytes: int) -> None:
@@ -83,25 +87,13 @@ def test_groups_keep_the_order_of_readiness(name: str, model: ModelSpec, cap_byt
 @given(model=models(), cap_bytes=st.integers(1, 50_000))
 def test_groups_go_in_the_order_of_their_last_gradient(model: ModelSpec, cap_bytes: int) -> None:
     position = {p.name: index for index, p in enumerate(model.ready_parameters())}
-    groups = fusion.partitioned(model, cap_bytes, cap_bytes)
+    groups = partitioned(model, cap_bytes, cap_bytes)
     last = [position[group[-1].parameter] for group in groups]
     assert last == sorted(last)
     for group in groups:
         assert sum(size_bytes(part, model) for part in group) <= max(cap_bytes, 4)
         neighbours = itertools.pairwise(group)
         assert all(a.parameter != b.parameter or a.end != b.start for a, b in neighbours)
-
-
-@settings(deadline=None)
-@given(model=models(("float32",)), cap_bytes=st.integers(1, 50_000))
-def test_ddp_like_is_what_ddp_does(model: ModelSpec, cap_bytes: int) -> None:
-    parameters = model.ready_parameters()
-    limits = [cap_bytes // 4 + 1, cap_bytes]
-    expected = torch_private.ddp_bucket_assignment([(p.shape, p.dtype) for p in parameters], limits)
-    groups = POLICIES["ddp_like"](model, cap_bytes)
-    assert [[part.parameter for part in group] for group in groups] == [
-        [parameters[i].name for i in group] for group in expected
-    ]
 
 
 def brute_force_mg_wfbp(model: ModelSpec, alpha: float, beta: float) -> Groups:
@@ -132,18 +124,8 @@ def test_gradients_merge_where_waiting_costs_less_than_another_alpha(
 
 def test_merging_ends_in_single_gradients_or_in_one_group() -> None:
     model = layered_model(4)
-    assert fusion.mg_wfbp(model, ready_times(model), 0.0, 1e-9) == fusion.wfbp(model)
+    assert fusion.mg_wfbp(model, ready_times(model), 0.0, 1e-9) == each_alone(model)
     assert len(fusion.mg_wfbp(model, ready_times(model), 1e9, 1.0)) == 1
-
-
-def test_published_groups_hold_whole_modules_in_reverse_registration() -> None:
-    model = layered_model(4)
-    shuffled = model.model_copy(update={"ready_order": tuple(sorted(model.ready_order))})
-    groups = fusion.registration(shuffled, cap_bytes=2 * 4040)
-    assert [[part.parameter for part in group] for group in groups] == [
-        ["layer3.bias", "layer3.weight", "layer2.bias", "layer2.weight"],
-        ["layer1.bias", "layer1.weight", "layer0.bias", "layer0.weight"],
-    ]
 
 
 def test_large_tensors_are_cut_into_equal_parts() -> None:
@@ -166,7 +148,7 @@ def test_a_cap_may_depend_on_where_a_group_begins() -> None:
 @settings(deadline=None)
 @given(model=models(), cap_bytes=st.integers(1, 50_000))
 def test_cut_parameters_draw_no_others_into_their_unit(model: ModelSpec, cap_bytes: int) -> None:
-    groups = fusion.partitioned(model, cap_bytes, max(1, cap_bytes // 2))
+    groups = partitioned(model, cap_bytes, max(1, cap_bytes // 2))
     units = BucketSchedule(make_buckets(groups, model)).units
     assert sorted(index for unit in units for index in unit) == list(range(len(groups)))
     for unit in units:
@@ -198,10 +180,10 @@ def test_merged_gradients_become_buckets_of_stock_ddp() -> None:
 def test_what_stock_ddp_cannot_do_is_refused() -> None:
     model = layered_model(2)
     with pytest.raises(PlanError, match="stock DDP"):
-        fusion.bucket_caps_mb(fusion.partitioned(model, 1000, 1000), model)
+        fusion.bucket_caps_mb(partitioned(model, 1000, 1000), model)
     with pytest.raises(PlanError, match="stock DDP"):
-        fusion.bucket_caps_mb(fusion.wfbp(model)[::-1], model)
+        fusion.bucket_caps_mb(each_alone(model)[::-1], model)
     other = ParameterSpec(name="x", shape=(3,), dtype="float64", module="x")
     mixed = ModelSpec(parameters=(*model.parameters, other))
     with pytest.raises(PlanError, match="every dtype"):
-        fusion.bucket_caps_mb(fusion.wfbp(mixed), mixed)
+        fusion.bucket_caps_mb(each_alone(mixed), mixed)

@@ -2,8 +2,7 @@
 
 With forward ``f``, backward ``b``, everything else ``r`` and one-way volume time
 ``c = N · (P - 1) / P / goodput`` (Patarasuk and Yuan, 2009), an all-reduce under backward cannot beat
-``r + f + max(b, 2c)``; decoupled halves cannot beat ``r + max(f, c) + max(b, c)`` where gathers begin after backward
-and nothing is under way beside the rest of the step. ``dependency_bound`` has the bounds that hold for every schedule.
+``r + f + max(b, 2c)``. ``dependency_bound`` has the bounds that hold for every schedule.
 """
 
 from __future__ import annotations
@@ -30,11 +29,6 @@ class StepBound:
     def all_reduce_ms(self) -> float:
         """No overlap of an all-reduce with backward can be quicker."""
         return self.rest_ms + self.forward_ms + max(self.backward_ms, 2 * self.one_way_ms)
-
-    @property
-    def decoupled_ms(self) -> float:
-        """No decoupled schedule that gathers under forward only can be quicker."""
-        return self.rest_ms + max(self.forward_ms, self.one_way_ms) + max(self.backward_ms, self.one_way_ms)
 
 
 def step_bound(timelines: Mapping[int, Sequence[Timeline]], size_bytes: int, cluster: Cluster) -> StepBound:

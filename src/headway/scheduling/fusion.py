@@ -1,17 +1,17 @@
 """Tensor fusion: which gradients share a collective. Published policies, each a pure function that returns groups.
 
-All but ``registration`` go by the order in which gradients become ready. Each holds every element of the model once,
-mixes no dtypes in a group, and lists groups in the order in which they can be reduced.
+They go by the order in which gradients become ready. Each holds every element of the model once, mixes no dtypes in a
+group, and lists groups in the order in which they can be reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from headway.errors import PlanError
-from headway.model import ModelSpec, ParameterSpec
+from headway.model import ModelSpec
 from headway.scheduling.buckets import group_by_size, whole
-from headway.scheduling.partition import Groups, cut, fill, size_bytes
+from headway.scheduling.partition import Groups, size_bytes
 
 MIB = 2**20
 
@@ -19,31 +19,6 @@ MIB = 2**20
 def fixed(model: ModelSpec, cap_bytes: int) -> Groups:
     """Runs of about ``cap_bytes`` that never exceed it, but for a single larger parameter."""
     return [[whole(p) for p in run] for run in group_by_size(model.ready_parameters(), cap_bytes)]
-
-
-def ddp_like(model: ModelSpec, cap_bytes: int = 25 * MIB, first_cap_bytes: int = MIB) -> Groups:
-    """As stock DDP fuses: a group closes once it has reached its cap, and the first one of a dtype is small.
-
-    Stock DDP itself is decided by torch (``DistributedDataParallelStrategy``); this is its rule for other strategies.
-    """
-    open_groups: dict[str, Groups] = {}
-    closed: dict[str, int] = {}
-    groups: Groups = []
-    for parameter in model.ready_parameters():
-        current = open_groups.setdefault(parameter.dtype, [])
-        if not current:
-            current.append([])
-        current[-1].append(whole(parameter))
-        limit = cap_bytes if closed.get(parameter.dtype) else first_cap_bytes
-        if sum(size_bytes(part, model) for part in current[-1]) >= limit:
-            closed[parameter.dtype] = closed.get(parameter.dtype, 0) + 1
-            groups.append(current.pop())
-    return groups + [group for current in open_groups.values() for group in current]
-
-
-def wfbp(model: ModelSpec) -> Groups:
-    """Wait-free back-propagation (Zhang et al., USENIX ATC 2017): every gradient by itself, as soon as it is ready."""
-    return [[whole(parameter)] for parameter in model.ready_parameters()]
 
 
 def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_per_byte: float) -> Groups:
@@ -72,26 +47,6 @@ def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_p
     return groups
 
 
-def registration(model: ModelSpec, cap_bytes: int = 25 * MIB) -> Groups:
-    """DeAR as published (arXiv 2302.12445): whole modules in the reverse order of registration, up to a threshold."""
-    groups: Groups = []
-    filled = 0
-    for module in _modules(model):
-        size = sum(parameter.size_bytes for parameter in module)
-        same = groups and model.by_name[groups[-1][-1].parameter].dtype == module[0].dtype
-        if not same or filled + size > cap_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1] += [whole(parameter) for parameter in module]
-        filled += size
-    return groups
-
-
-def partitioned(model: ModelSpec, cap_bytes: int, limit_bytes: int) -> Groups:
-    """Groups of about ``cap_bytes`` in which no part is larger than ``limit_bytes``: larger tensors are cut equally."""
-    return fill(cut(model.ready_parameters(), limit_bytes), model, cap_bytes)
-
-
 def bucket_caps_mb(groups: Groups, model: ModelSpec) -> tuple[float, ...]:
     """The ``bucket_caps_mb`` of a DistributedDataParallelStrategy that makes exactly these groups of whole parameters.
 
@@ -112,11 +67,3 @@ def bucket_caps_mb(groups: Groups, model: ModelSpec) -> tuple[float, ...]:
             fix="Use bucket_cap_mb, or the decoupled strategy.",
         )
     return tuple(sum(size_bytes(part, model) for part in group) / MIB for group in groups)
-
-
-def _modules(model: ModelSpec) -> Sequence[Sequence[ParameterSpec]]:
-    """The parameters of each module, dtypes apart, in the reverse order of registration."""
-    modules: dict[tuple[str, str], list[ParameterSpec]] = {}
-    for parameter in reversed(model.parameters):
-        modules.setdefault((parameter.module, parameter.dtype), []).append(parameter)
-    return list(modules.values())

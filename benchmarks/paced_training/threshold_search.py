@@ -99,7 +99,7 @@ def _optimizer(bounds_mb: tuple[float, float], xi: float, seed: int) -> Any:
         raise UserError(
             "the Bayesian search needs the library bayesian-optimization",
             got=str(error),
-            fix="pip install 'headway[tuning]'",
+            fix="pip install bayesian-optimization",
         ) from error
     return BayesianOptimization(
         f=None,
