@@ -5,7 +5,7 @@ from tests.planning.jobs import layered_job
 from tests.synthetic import MS, SyntheticJob, synthetic_trace
 
 from headway.graph.recorded import timelines_of
-from headway.graph.step_profile import LayerTimes, profile_of, profile_of_layers
+from headway.graph.step_profile import profile_of
 from headway.graph.timeline import Item, Part, Point, Timeline
 
 
@@ -45,20 +45,6 @@ def test_of_accumulated_passes_the_first_forward_and_the_last_backward_count() -
 
 def test_a_step_that_says_little_is_a_profile_all_the_same() -> None:
     assert profile_of({0: [Timeline(0, 0, ())]}).computation_ns == 0
-
-
-def test_layers_make_a_profile_and_a_tied_parameter_is_ready_last() -> None:
-    layers = [
-        LayerTimes("embedding", ("embedding.weight",), 1, 2),
-        LayerTimes("block", ("block.weight", "block.bias"), 10, 20),
-        LayerTimes("head", ("head.bias", "embedding.weight"), 3, 6),
-    ]
-    profile = profile_of_layers(layers, rest_ns=5)
-    assert dict(profile.needs_ns) == {"embedding": 0, "block": 1, "head": 11}
-    assert list(profile.ready_ns.items()) == [
-        ("head.bias", 6), ("block.bias", 26), ("block.weight", 26), ("embedding.weight", 28)
-    ]  # fmt: skip
-    assert profile.computation_ns == 14 + 28 + 5
 
 
 def test_a_profile_is_that_of_its_own_timeline() -> None:

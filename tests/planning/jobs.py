@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.step_layout import lay_out_ranks
-from headway.graph.step_profile import LayerTimes, StepProfile, profile_of_layers
+from headway.graph.step_profile import LayerTimes, StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
@@ -72,6 +73,32 @@ def layered_job(
     gbps = one_way * 8 / (communication * 2 * forward_ms * MS)
     cluster = cluster_of(world_size, gbps, workers_a_host, latency_us, overhead_us)
     return PlannedJob(model, profile, cluster)
+
+
+def profile_of_layers(
+    layers: Sequence[LayerTimes],
+    *,
+    tail_ns: int = 0,
+    rest_ns: int = 0,
+    optimizer_ns: int = 0,
+) -> StepProfile:
+    """The profile of ``layers`` that run one after the other, in the order of forward.
+
+    Backward runs them in reverse and readies a layer's gradients at its end, the last parameter first. A parameter
+    that several layers name is ready when the last of them is done.
+    """
+    needs_ns: dict[str, int] = {}
+    ready_ns: dict[str, int] = {}
+    forward_ns = backward_ns = 0
+    for layer in layers:
+        needs_ns.setdefault(layer.module, forward_ns)
+        forward_ns += layer.forward_ns
+    for layer in reversed(layers):
+        backward_ns += layer.backward_ns
+        for parameter in reversed(layer.parameters):
+            ready_ns.pop(parameter, None)
+            ready_ns[parameter] = backward_ns
+    return StepProfile(forward_ns, backward_ns, needs_ns, ready_ns, 0, tail_ns, rest_ns, optimizer_ns)
 
 
 def cluster_of(

@@ -76,35 +76,6 @@ class LayerTimes:
     backward_ns: int
 
 
-def profile_of_layers(
-    layers: Sequence[LayerTimes],
-    *,
-    between_ns: int = 0,
-    tail_ns: int = 0,
-    rest_ns: int = 0,
-    optimizer_ns: int = 0,
-) -> StepProfile:
-    """The profile of ``layers`` that run one after the other, in the order of forward.
-
-    Backward runs them in reverse and readies a layer's gradients at its end, the last parameter first. A parameter
-    that several layers name is ready when the last of them is done.
-    """
-    needs_ns: dict[str, int] = {}
-    ready_ns: dict[str, int] = {}
-    forward_ns = backward_ns = 0
-    for layer in layers:
-        needs_ns.setdefault(layer.module, forward_ns)
-        forward_ns += layer.forward_ns
-    for layer in reversed(layers):
-        backward_ns += layer.backward_ns
-        for parameter in reversed(layer.parameters):
-            ready_ns.pop(parameter, None)
-            ready_ns[parameter] = backward_ns
-    return StepProfile(
-        forward_ns, backward_ns, needs_ns, ready_ns, between_ns, tail_ns, rest_ns, optimizer_ns
-    )
-
-
 def profile_of(timelines: Mapping[int, Sequence[Timeline]]) -> StepProfile:
     """The mean step of the slowest of the recorded ranks (``timelines[rank][position]``).
 
