@@ -7,15 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from headway import torch_private
 from headway.model import PassMemory
 from headway.operator_memory import inner_bytes
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(torch_private.DispatchMode):
     """Adds up the memory of tensors that are made while it is on, until nothing holds them any more.
 
     It sees what autograd keeps and what passes between operations, and of what an operation needs inside only what
@@ -45,8 +43,8 @@ class Allocations(TorchDispatchMode):
 
     def add(self, value: Any) -> None:
         """Count the tensors in ``value`` as well, for as long as there are any."""
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+        for tensor in torch_private.tensors_in(value):
+            if tensor.layout == torch.strided:
                 self._made(tensor)
 
     def stop(self) -> None:
@@ -57,7 +55,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._stopped and not any(each.alias_info for each in func._schema.returns):
+        if not self._stopped and not torch_private.returns_given_memory(func):
             try:
                 self._look(out, (args, kwargs))
                 inner = inner_bytes(func, args, out)
@@ -69,14 +67,14 @@ class Allocations(TorchDispatchMode):
 
     def _look(self, out: Any, arguments: Any) -> None:
         # Some operators say nothing of it and still return what they were given: collectives do.
-        given = {_memory_of(each) for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _memory_of(tensor) not in given:
+        given = {_memory_of(each) for each in torch_private.tensors_in(arguments)}
+        for tensor in torch_private.tensors_in(out):
+            if _memory_of(tensor) not in given:
                 self._made(tensor)
 
     def _made(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = torch_private.storage_key(storage)
         if key not in self._sizes_bytes:
             self._sizes_bytes[key] = size_bytes = storage.nbytes()
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
@@ -89,8 +87,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return torch_private.storage_key(tensor.untyped_storage())
 
 
 class PassMemoryWatch:

@@ -20,9 +20,16 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+DispatchMode = TorchDispatchMode
+"""The base of modes that see every operator's call, through ``__torch_dispatch__``."""
 
 _stores = cast(Any, dist)  # its stores are public, and missing from its annotations
 
@@ -177,6 +184,32 @@ def pretended_tensors() -> AbstractContextManager[Any]:
 def is_pretended(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is one of ``pretended_tensors``, without data."""
     return isinstance(tensor, FakeTensor)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that there are: the same for all tensors that share it."""
+    key: int = storage._cdata
+    return key
+
+
+def operator_name(operator: Any) -> str:
+    """The qualified name of the operator that a dispatch mode is told of, such as "aten::detach"."""
+    return str(operator._schema.name)
+
+
+def operator_packet(operator: Any) -> Any:
+    """The operator that a dispatch mode is told of, whichever overload it is."""
+    return operator._overloadpacket
+
+
+def returns_given_memory(operator: Any) -> bool:
+    """Whether an operator says that it returns memory it was given: a view, or what it wrote to."""
+    return any(each.alias_info for each in operator._schema.returns)
+
+
+def returns_view(operator: Any) -> bool:
+    """Whether an operator says that it returns memory it was given and did not write to."""
+    return any(each.alias_info and not each.alias_info.is_write for each in operator._schema.returns)
 
 
 def dispatch_modes() -> list[Any]:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from headway import torch_private
 from headway.models.table import Work
 from headway.prediction.function import Built
 
@@ -50,7 +50,7 @@ def _layers_entered(built: Built, enter: Callable[[str], None]) -> Iterator[None
             handle.remove()
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(torch_private.DispatchMode):
     """Tells the work of every operation that is not a view: its FLOPs, the bytes it reads and writes, one kernel."""
 
     def __init__(self, add: Callable[[Work], None]) -> None:
@@ -60,11 +60,9 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func._schema.name in _FREE or any(
-            r.alias_info and not r.alias_info.is_write for r in func._schema.returns
-        ):
+        if torch_private.operator_name(func) in _FREE or torch_private.returns_view(func):
             return out
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(torch_private.operator_packet(func))
         flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
         moved = sum(_size_bytes(value) for value in (args, tuple(kwargs.values()), out))
         self._add(Work(flops, float(moved), 1))
