@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Values, graphs and what computes on them: no processes, and no files of other tools.
 QUICK := tests/answers tests/collectives tests/graph tests/model_tables tests/network tests/optimization \
-	tests/planning tests/prediction tests/replayer tests/scheduling tests/simulation tests/strategies tests/trace \
+	tests/plan tests/planning tests/prediction tests/replayer tests/scheduling tests/simulation tests/strategies tests/trace \
 	$(wildcard tests/test_*.py)
 
 # Where it is set, each of some thousand processes would compile every module anew.
