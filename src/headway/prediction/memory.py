@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from headway import torch_private
+from headway.memory.pass_watch import PassMemoryWatch
 from headway.model import PassMemory
-from headway.pass_memory import PassMemoryWatch
 from headway.prediction.function import Built
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
+from headway.memory.pass_watch import PassMemoryWatch
 from headway.model import PassMemory
-from headway.pass_memory import PassMemoryWatch
 from headway.recording.modules import JobHook
 
 

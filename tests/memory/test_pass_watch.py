@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from headway.memory.pass_watch import Allocations, PassMemoryWatch
 from headway.model import PassMemory
-from headway.pass_memory import Allocations, PassMemoryWatch
 
 FLOAT = 4
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from headway import torch_private
+from headway.memory.operators import inner_bytes
 from headway.model import PassMemory
-from headway.operator_memory import inner_bytes
 
 
 class Allocations(torch_private.DispatchMode):
     """Adds up the memory of tensors that are made while it is on, until nothing holds them any more.
 
     It sees what autograd keeps and what passes between operations, and of what an operation needs inside only what
-    ``operator_memory`` knows of. Whatever is computed meanwhile is computed as without it. Where there are tensors
+    ``operators`` knows of. Whatever is computed meanwhile is computed as without it. Where there are tensors
     whose memory cannot be told, as of sparse ones, it gives up: nothing is ``understood`` then.
     """
 

@@ -1,0 +1,1 @@
+"""What passes hold in memory, found out by watching them."""
