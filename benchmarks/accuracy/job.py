@@ -68,7 +68,7 @@ def _training(
     wrapped = plugin_of(strategy).wrap(model, strategy)
     yield model, wrapped, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
     if isinstance(wrapped, DecoupledDataParallel) and wrapped.engine is not None:
-        wrapped.engine.settle_values()
+        wrapped.engine.settlement.settle_values()
         release(wrapped.engine)
 
 

@@ -71,5 +71,5 @@ def _train(subject: Subject, made: Made, plan: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     if isinstance(wrapped, DecoupledDataParallel) and wrapped.engine is not None:
-        wrapped.engine.settle_values()
+        wrapped.engine.settlement.settle_values()
         release(wrapped.engine)

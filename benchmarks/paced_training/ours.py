@@ -47,15 +47,15 @@ class Ours(Trainer):
     def finish(self) -> None:
         engine = self.decoupled.engine
         assert engine is not None
-        engine.settle_values()  # not flush(): nobody looks at gradients, which would have to be fetched
+        engine.settlement.settle_values()  # not flush(): nobody looks at gradients, which would have to be fetched
 
     def optimizer_bytes(self) -> int:
         engine = self.decoupled.engine
         assert engine is not None
         # A look into the optimizer's state would bring the other ranks' shares.
         return (
-            engine.form.state_bytes
-            if isinstance(engine.form, GatherParameters)
+            engine.settlement.form.state_bytes
+            if isinstance(engine.settlement.form, GatherParameters)
             else super().optimizer_bytes()
         )
 

@@ -155,7 +155,7 @@ def _train(
     result = seen(wrapped, script.optimizer)
     tuned = wrapped.tuning
     assert tuned is not None
-    assert wrapped._tuner is None
+    assert wrapped.tuner is None
     spec = model_spec(wrapped.module)
     candidates = [candidate.strategy.decide(Job.of(spec)) for candidate in tuned.candidates]
     return result | {
@@ -213,7 +213,7 @@ def left_alone(rank: int, world_size: int) -> dict[str, str]:
         inner = net()
         optimizer = OPTIMIZERS["sgd"](inner.parameters())
         wrapped: Any = parallelize(inner, optimizer)
-        assert wrapped._tuner is not None
+        assert wrapped.tuner is not None
         for step in range(steps):
             act(wrapped, optimizer, step)
         reasons[name] = "goes on" if wrapped.tuning is None else wrapped.tuning.ended_early

@@ -217,7 +217,7 @@ def a_join_that_is_switched_off(job: Job) -> None:
     if job.mode in (GRADIENTS, PARAMETERS):
         assert model.uneven is None
         assert model.schedule.gather == job.mode
-        assert model.engine.divisor == job.world_size
+        assert model.engine.reducer.divisor == job.world_size
 
 
 def _penalty(model: Any) -> torch.Tensor:

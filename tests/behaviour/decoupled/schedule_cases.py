@@ -226,7 +226,7 @@ def optimizers_that_step_alone_and_then_in_turn(job: Job) -> None:
             model, "engine", None
         )  # of the decoupled wrapper, which the reference knows nothing of
         if len(stepped) == 2 and engine is not None:
-            assert "gradients" in (engine.schedule.gather, engine.needs_gradients and "gradients")
+            assert "gradients" in (engine.schedule.gather, engine.settlement.needs_gradients and "gradients")
     job.see("states", [state_of(one), state_of(two)])
 
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,6 +30,10 @@ FAILED_JOIN_S = 5.0
 """How long the end of a thread is waited for after a failure, which has closed the connections that it waited on."""
 
 
+def _nothing(_channel: int) -> None:
+    pass
+
+
 class Job:
     """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``.
 
@@ -41,7 +45,7 @@ class Job:
         name: str,
         bucket: int,
         size_bytes: int,
-        work: Work,
+        work: Work = _nothing,
         after: Sequence[Job] = (),
         algorithm: str = RING,
         then: Callable[[HeadwayError | None], None] | None = None,
@@ -69,6 +73,16 @@ class Job:
     def is_over(self) -> bool:
         """Whether it is done, on the device too."""
         return self.done.is_set() and (self.event is None or bool(self.event.query()))
+
+    tag = 0  # of its messages, the same on all ranks
+
+    def bound(self, channel: int) -> Callable[[int], object]:
+        """What carries it out on ``channel``, to be called with its tag."""
+        return lambda _tag: self.work(channel)
+
+    def around(self) -> AbstractContextManager[None]:
+        """What is done before that and behind it, on the same thread."""
+        return nullcontext()
 
     def let_go(self) -> None:
         """Let go of what the job worked on: channels remember their last one."""
@@ -151,36 +165,39 @@ class Channels:
             thread.join(None if self.failure is None else max(0.0, deadline - time.monotonic()))
 
     def _serve(self, channel: int) -> None:
-        stream = self._streams.new()
-        with self._streams.on(stream):
-            self._run_jobs(channel, stream)
+        # A job's collective is called from here and from nowhere deeper: this is its way from the queue to the network.
+        queue, stream = self._queues[channel], self._streams.new()
+        with self._streams.on(stream), torch.no_grad():
+            while (job := queue.get()) is not None:
+                for earlier in job.after:
+                    earlier.done.wait()
+                start_ns = time.monotonic_ns()
+                messages: Sequence[Transfer] = ()
+                if self.failure is None:
+                    try:
+                        wait_on_host(job.ready)
+                        with _messages() as messages:
+                            collective = job.bound(channel)
+                            with job.around():
+                                collective(job.tag)
+                        wait_on_host(stream)
+                    except Exception as error:
+                        self.fail(job, error)
+                self._end(job, start_ns, messages)
 
-    def _run_jobs(self, channel: int, stream: Any) -> None:
-        while (job := self._queues[channel].get()) is not None:
-            for earlier in job.after:
-                earlier.done.wait()
-            start_ns = time.monotonic_ns()
-            messages: Sequence[Transfer] = ()
-            if self.failure is None:
-                try:
-                    wait_on_host(job.ready)
-                    with torch.no_grad():
-                        messages = _run(job, channel)
-                    wait_on_host(stream)
-                except Exception as error:
-                    self.fail(job, error)
-            job.error = self.failure
-            if job.error is None:
-                observer().collective(
-                    Collective(
-                        job.name, job.bucket, job.size_bytes, job.algorithm,
-                        job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence, self._strategy, messages,
-                    )
-                )  # fmt: skip
-            job.done.set()
-            if job.then is not None:
-                job.then(job.error)
-            job.let_go()
+    def _end(self, job: Job, start_ns: int, messages: Sequence[Transfer]) -> None:
+        job.error = self.failure
+        if job.error is None:
+            observer().collective(
+                Collective(
+                    job.name, job.bucket, job.size_bytes, job.algorithm,
+                    job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence, self._strategy, messages,
+                )
+            )  # fmt: skip
+        job.done.set()
+        if job.then is not None:
+            job.then(job.error)
+        job.let_go()
 
     def fail(self, job: Job, error: BaseException) -> None:
         """Let ``job`` and every later one fail because of ``error``, unless something failed before."""
@@ -237,15 +254,6 @@ def _is_communication(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError, HeadwayError))
 
 
-def _nothing(_channel: int) -> None:
-    pass
-
-
-def _run(job: Job, channel: int) -> Sequence[Transfer]:
-    """Run a job, and tell of its messages where they are wanted."""
-    if not observer().wants_transfers:
-        job.work(channel)
-        return ()
-    with transfers.collected() as found:
-        job.work(channel)
-    return found
+def _messages() -> AbstractContextManager[Sequence[Transfer]]:
+    """Collect the messages of what is run inside the block, where they are wanted."""
+    return transfers.collected() if observer().wants_transfers else nullcontext(())

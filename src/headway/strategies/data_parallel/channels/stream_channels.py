@@ -70,7 +70,9 @@ class StreamChannels:
             self._streams.follow(ready)
             for earlier in job.after:
                 self.wait(earlier)
-            job.work(channel)
+            collective = job.bound(channel)
+            with job.around():
+                collective(job.tag)
             job.event = self._streams.mark()
 
     def wait(self, job: Job) -> None:

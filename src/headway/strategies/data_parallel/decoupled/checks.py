@@ -13,16 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def check_module(module: nn.Module, mine: Collection[ParameterState] = ()) -> None:
+def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
     """Raise UnsupportedError, naming the module or parameter, unless ``module`` can be trained rightly.
 
-    Parameters of the slots ``mine`` may be deferred already.
+    Parameters of the identities ``mine`` may be deferred already.
     """
     for name, child in module.named_modules():
         where = name or type(child).__name__
@@ -55,9 +54,8 @@ def check_module(module: nn.Module, mine: Collection[ParameterState] = ()) -> No
                 got=f"{trainable[0][0]} on {device}, {name} on {parameter.device}",
                 fix="Put the model on one device in each process, or use stock DDP.",
             )
-    known = {id(slot.parameter) for slot in mine}
     for name, parameter in trainable:
-        if id(parameter) not in known:
+        if id(parameter) not in mine:
             _check_parameter(name, parameter)
     _check_memory(trainable)
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.bucket import BucketView
+from headway.strategies.data_parallel.decoupled.bucket import BucketView
 
 
 def copy_views(targets: Sequence[tuple[torch.Tensor, BucketView]]) -> None:
-    """Write what lies at each place over the elements of its target that it stands for, in the target's logical order.
+    """Write what lies in each view over the elements of its target that it stands for, in the target's logical order.
 
     Out of pinned memory this is done in the current stream's time: buffers must not change before.
     """
-    whole = [(target, place.shaped) for target, place in targets if place.shaped is not None]
+    whole = [(target, view.shaped) for target, view in targets if view.shaped is not None]
     if whole:
         torch._foreach_copy_([t for t, _ in whole], [s for _, s in whole], non_blocking=True)
-    for target, place in targets:
-        if place.shaped is None:
-            flat_copy(target, place.start, place.view)
+    for target, view in targets:
+        if view.shaped is None:
+            flat_copy(target, view.start, view.flat)
 
 
 def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:

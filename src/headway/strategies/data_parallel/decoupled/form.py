@@ -1,19 +1,35 @@
-"""What the engine leaves to a form: what is gathered, and who updates what."""
+"""What an engine leaves to a form: what is gathered, and who updates what."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from headway.strategies.data_parallel.decoupled.bucket import SettleGroup
+from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
+from headway.strategies.data_parallel.decoupled.layout import SettleGroup
+from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
+from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
 
-if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.messages import Reply
-    from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
+
+class Settling(Protocol):
+    """What a form asks of who settles, under the engine's lock and where it can go on."""
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether an optimizer was stepped that looks at whole gradients."""
+
+    def settle_value(self, group: SettleGroup) -> None:
+        """Finish the update that is due for ``group``."""
+
+    def settle_values(self) -> None:
+        """Finish every update that is due, in gather order."""
+
+    def read_gradient(self, state: ParameterState) -> None:
+        """Make ``.grad`` current: complete the reduction, unless the script has replaced the gradient."""
 
 
 class Form(Protocol):
@@ -32,36 +48,36 @@ class Form(Protocol):
     def begin_backward(self) -> None:
         """Gradients are being accumulated."""
 
-    def reduced(self, index: int) -> None:
-        """The reduce-scatter of bucket ``index`` has been queued."""
+    def behind_reduction(self, index: int) -> Sequence[Job]:
+        """What is to be queued right behind the reduce-scatter of bucket ``index``, which has been queued."""
 
     def keep(self, index: int) -> Callable[[], None] | None:
         """What is done, on the channel's thread, as soon as bucket ``index`` is reduced."""
 
-    def settle_value(self, unit: SettleGroup) -> None:
-        """Make the parameters of ``unit`` current."""
+    def settle_value(self, group: SettleGroup) -> None:
+        """Make the parameters of ``group`` current."""
 
-    def settle_gradient(self, unit: SettleGroup) -> None:
-        """Make ``.grad`` of the parameters of ``unit`` current."""
+    def settle_gradient(self, group: SettleGroup) -> None:
+        """Make ``.grad`` of the parameters of ``group`` current."""
 
     def stepped_by_another(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer has stepped since the latest backward, so that both would have to gather."""
 
     def before_step(
-        self, slots: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
+        self, states: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
     ) -> None:
-        """An optimizer of ``granularity`` steps ``slots``: settle what cannot wait."""
+        """An optimizer of ``granularity`` steps ``states``: settle what cannot wait."""
 
-    def takes(self, slot: ParameterState, granularity: UpdateGranularity) -> bool:
-        """Whether the form does the step of ``slot``; otherwise stock code does, here and now."""
+    def takes(self, state: ParameterState, granularity: UpdateGranularity) -> bool:
+        """Whether the form does the step of ``state``; otherwise stock code does, here and now."""
 
     def step(
         self,
         optimizer: Optimizer,
         hyper_parameters: Sequence[dict[str, Any]],
-        slots: Sequence[Sequence[ParameterState]],
+        states: Sequence[Sequence[ParameterState]],
     ) -> None:
-        """Defer the update of the slots it takes, one sequence a parameter group."""
+        """Defer the update of the states it takes, one sequence a parameter group."""
 
     def state_wanted(self, optimizer: Optimizer) -> None:
         """Put the whole state of every parameter into ``optimizer.state``."""

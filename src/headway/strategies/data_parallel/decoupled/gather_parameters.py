@@ -19,12 +19,14 @@ import torch
 from torch.optim import Optimizer
 
 from headway import torch_private
-from headway.collectives.algorithms import ALL_GATHER
+from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.channels.observer import observer
-from headway.strategies.data_parallel.decoupled.bucket import SettleGroup
+from headway.strategies.data_parallel.decoupled.asking import Asking
+from headway.strategies.data_parallel.decoupled.condition import Condition
 from headway.strategies.data_parallel.decoupled.copying import copy_views
-from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.form import Settling
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
+from headway.strategies.data_parallel.decoupled.layout import Layout, SettleGroup
 from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, looked_past, note_steps
 from headway.strategies.data_parallel.decoupled.shard import (
@@ -33,24 +35,42 @@ from headway.strategies.data_parallel.decoupled.shard import (
     ShardedState,
     State,
 )
-from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients, put_back
+from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
+from headway.strategies.data_parallel.decoupled.transport import BucketTransport
+from headway.strategies.data_parallel.decoupled.usage import Usage
 
 
 class GatherParameters:
     """Shards of every bucket, and what each optimizer keeps over them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._streams = engine.wiring.streams
-        self._shards = [Shard(bucket, engine.rank, self._streams) for bucket in engine.buckets]
+    def __init__(
+        self,
+        layout: Layout,
+        transport: BucketTransport,
+        usage: Usage,
+        asking: Asking,
+        settling: Settling,
+        condition: Condition,
+        owner: object,
+    ) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._usage = usage
+        self._settling = settling
+        self._condition = condition
+        self._owner = owner  # as observers know it
+        self._streams = transport.streams
+        self._shards = [Shard(layout, bucket, transport.rank, self._streams) for bucket in layout.buckets]
         self._pieces: dict[ParameterState, list[Piece]] = defaultdict(list)
         for shard in self._shards:
             for piece in shard.pieces:
-                self._pieces[piece.slot].append(piece)
-        self.sharded_gradients = ShardedGradients(engine, self._shards, self._pieces)
-        self._states = ShardedStates(engine, self._shards, self._pieces)
+                self._pieces[piece.owner].append(piece)
+        self.sharded_gradients = ShardedGradients(
+            layout, transport, usage, asking, condition, self._shards, self._pieces
+        )
+        self._states = ShardedStates(layout, transport, asking, self._shards, self._pieces)
         self._stepped_by: weakref.ref[Optimizer] | None = None  # the latest to step since the latest backward
 
     @property
@@ -62,25 +82,25 @@ class GatherParameters:
 
     def before_gradients(self) -> None:
         """Settle values that forward left untouched; put local gradients back where a look replaced them."""
-        self._bring_changed()
-        for slot in self._engine.slots:
-            if slot.unreduced is not None:
-                put_back(slot)
+        self._bring_rescaled()
+        for state in self._layout.states:
+            if state.replaced is not None:
+                state.put_back()
 
     def before_local_gradients(self) -> None:
         """Have them added to averages, which every rank holds, and not to what this rank alone contributed."""
-        self._bring_changed()
+        self._bring_rescaled()
         self.sharded_gradients.bring()
-        for slot in self._engine.slots:
-            if not slot.shows_average:
-                slot.unreduced = None  # what a script has made of an average is its own
+        for state in self._layout.states:
+            if not state.shows_average:
+                state.keep_shown()  # what a script has made of an average is its own
 
-    def _bring_changed(self) -> None:
-        self._engine.settle_values()
-        changed = [slot for slot in self._engine.slots if slot.changed and not slot.cleared]
-        for slot in changed:
-            slot.before_gradient_read()  # what is accumulated onto is clipped, on every rank
-            slot.unreduced = None
+    def _bring_rescaled(self) -> None:
+        self._settling.settle_values()
+        rescaled = [state for state in self._layout.states if state.rescaled and not state.phase.cleared]
+        for state in rescaled:
+            self._settling.read_gradient(state)  # what is accumulated onto is clipped, on every rank
+            state.keep_shown()
 
     def begin_backward(self) -> None:
         """Let go of gradients that were reduced and never stepped: each rank still has its own.
@@ -88,22 +108,22 @@ class GatherParameters:
         What is accumulated onto them averages to the same as if it were accumulated onto their average.
         """
         self._stepped_by = None
-        for bucket in self._engine.buckets:
-            if bucket.unit.in_flight and bucket.reduce is not None:
-                self._engine.wait(bucket.reduce)  # its buffer is about to be filled anew
-            bucket.unit.in_flight = False
-        for slot in self._engine.slots:
-            slot.forget()
-            if slot.pending:
-                slot.leave()
+        for bucket, group in zip(self._layout.buckets, self._layout.group_at, strict=True):
+            if group.in_flight and bucket.reduce is not None:
+                self._transport.wait(bucket.reduce)  # its buffer is about to be filled anew
+            group.in_flight = False
+        for state in self._layout.states:
+            state.forget_reduced()
         self._states.forget()
 
-    def reduced(self, index: int) -> None:
+    def behind_reduction(self, index: int) -> Sequence[Job]:
         """Nothing is gathered before a step."""
+        del index
+        return ()
 
     def keep(self, index: int) -> Callable[[], None]:
         """What is done with the shard of bucket ``index`` as soon as it is reduced."""
-        return partial(self._shards[index].keep_gradient, self._engine.buckets[index].reductions)
+        return partial(self._shards[index].keep_gradient, self._layout.buckets[index].reductions)
 
     # A step ---------------------------------------------------------------------------------------------
 
@@ -116,54 +136,54 @@ class GatherParameters:
         return self._stepped_by is not None and self._stepped_by() is not optimizer
 
     def before_step(
-        self, slots: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
+        self, states: Sequence[ParameterState], granularity: UpdateGranularity, *, scaled_by_amp: bool
     ) -> None:
         """Settle an earlier step; bring what an update that does not go by element, or not by shards, needs."""
         del scaled_by_amp  # the stand-in keeps what a scaler takes away
-        for slot in slots:
-            if slot.unit.stepped:
-                self._engine.settle_value(slot.unit)
+        for state in states:
+            group = self._layout.group_of[state]
+            if group.stepped:
+                self._settling.settle_value(group)
         if not self._shards_steps(granularity):
-            for slot in slots:
-                slot.before_gradient_read()
+            for state in states:
+                self._settling.read_gradient(state)
 
-    def takes(self, slot: ParameterState, granularity: UpdateGranularity) -> bool:
+    def takes(self, state: ParameterState, granularity: UpdateGranularity) -> bool:
         """Whether there is a gradient to update by, and each rank updates its share."""
-        return self._shards_steps(granularity) and (slot.pending or slot.grad is not None)
+        return self._shards_steps(granularity) and (state.phase.pending or state.grad is not None)
 
     def _shards_steps(self, granularity: UpdateGranularity) -> bool:
-        return granularity is UpdateGranularity.ELEMENTWISE and not self._engine.needs_gradients
+        return granularity is UpdateGranularity.ELEMENTWISE and not self._settling.needs_gradients
 
     def step(
         self,
         optimizer: Optimizer,
         hyper_parameters: Sequence[dict[str, Any]],
-        slots: Sequence[Sequence[ParameterState]],
+        states: Sequence[Sequence[ParameterState]],
     ) -> None:
-        """Queue the updates and gathers of every bucket that holds a part of ``slots``."""
-        engine = self._engine
+        """Queue the updates and gathers of every bucket that holds a part of ``states``."""
         self._stepped_by = weakref.ref(optimizer)
-        state = self._states.of(optimizer)
-        taken = {slot: index for index, group in enumerate(slots) for slot in group}
-        aliased = looked_past(taken, engine.wiring.device)
+        kept = self._states.of(optimizer)
+        taken = {state: index for index, members in enumerate(states) for state in members}
+        aliased = looked_past(taken, self._layout.device)
         gradients: dict[Piece, torch.Tensor] = {}  # those that are the script's own by now
-        for slot in taken:
-            self._states.absorb(optimizer, slot, state)
-            if not slot.pending:
-                for piece in self._pieces[slot]:
-                    gradients[piece] = _flat(slot.grad)[piece.start : piece.end].clone()
-            slot.step()
+        for state in taken:
+            self._states.absorb(optimizer, state, kept)
+            if not state.phase.pending:
+                for piece in self._pieces[state]:
+                    gradients[piece] = _flat(state.grad)[piece.start : piece.end].clone()
+            state.step()
         note_steps(taken)
-        defined = {slot for slot in taken if slot.defined}
-        units = {slot.unit for slot in taken}
-        for unit in units:
-            unit.stepped = True
-        for number in engine.schedule.gather_order:
-            bucket = engine.buckets[number]
-            if bucket.unit in units:
-                groups = partial(self._groups, self._shards[number], hyper_parameters, taken, defined)
+        defined = {state for state in taken if state.had_gradient}
+        groups = {self._layout.group_of[state] for state in taken}
+        for group in groups:
+            group.stepped = True
+        for number in self._layout.schedule.gather_order:
+            bucket, group = self._layout.buckets[number], self._layout.group_at[number]
+            if group in groups:
+                of_pieces = partial(self._groups, self._shards[number], hyper_parameters, taken, defined)
                 draft: defaultdict[Any, State] = defaultdict(dict)
-                stand_in = StandIn(optimizer, groups, draft)
+                stand_in = StandIn(optimizer, of_pieces, draft)
                 lent = [
                     *gradients.values(),
                     *torch_private.tensors_in(list(hyper_parameters)),
@@ -172,18 +192,18 @@ class GatherParameters:
                 step = self._streams.carry(
                     partial(torch_private.unhooked_step(type(optimizer)), stand_in), lent
                 )
-                state.asked[number] += 1
-                update = partial(self._update, self._shards[number], state, draft, step, gradients)
-                commit = partial(state.commit, number, draft)
+                kept.asked[number] += 1
+                update = partial(self._update, self._shards[number], kept, draft, step, gradients)
+                commit = partial(kept.commit, number, draft)
                 earlier = () if bucket.reduce is None else (bucket.reduce,)
-                bucket.gather = engine.collective(
-                    ALL_GATHER, bucket, before=update, after=(*earlier, *engine.usage.jobs), then=commit
-                )
-                bucket.unit.in_flight = True
-        engine.unsettle()
-        for slot in aliased:
-            engine.warn_of_aliases(slot.name)
-            engine.settle_value(slot.unit)
+                after = (*earlier, *self._usage.jobs)
+                bucket.gather = self._transport.gathering(bucket, update, after, commit)
+                self._transport.submit(bucket.gather)
+                group.in_flight = True
+        self._condition.defer_work()
+        for state in aliased:
+            self._condition.warn_of_aliases(state.name)
+            self._settling.settle_value(self._layout.group_of[state])
 
     def _groups(
         self,
@@ -195,14 +215,14 @@ class GatherParameters:
         """Parameter groups of this rank's pieces; a parameter that no rank used is left out, as without a gradient."""
         lists: list[list[torch.Tensor]] = [[] for _ in hyper_parameters]
         for piece in shard.pieces:
-            if piece.slot in taken and (piece.slot in defined or self._engine.usage.anywhere(piece.slot)):
-                lists[taken[piece.slot]].append(piece.parameter)
+            if piece.owner in taken and (piece.owner in defined or self._usage.anywhere(piece.owner)):
+                lists[taken[piece.owner]].append(piece.parameter)
         return [{**h, "params": p} for h, p in zip(hyper_parameters, lists, strict=True) if p]
 
     def _update(
         self,
         shard: Shard,
-        state: ShardedState,
+        kept: ShardedState,
         draft: dict[Any, State],
         step: Callable[[], object],
         gradients: Mapping[Piece, torch.Tensor],
@@ -212,41 +232,41 @@ class GatherParameters:
         with torch_private.without_user_modes():
             for piece in shard.pieces:
                 value = piece.parameter.detach()
-                value.copy_(_flat(piece.slot.parameter)[piece.start : piece.end])
+                value.copy_(_flat(piece.owner.parameter)[piece.start : piece.end])
                 # Not written over the reduced gradient, which a slower rank may still ask for.
                 piece.parameter.grad = gradients.get(piece, piece.gradient)
-                draft[piece.parameter] = state.copy_of(piece)
+                draft[piece.parameter] = kept.copy_of(piece)
             if shard.pieces:
                 step()
             shard.publish()
         if shard.on_host:  # elsewhere it has been launched and takes its time later
-            observer().update_beside(self._engine, shard.bucket.index, start_ns, time.monotonic_ns())
+            observer().update_beside(self._owner, shard.bucket.index, start_ns, time.monotonic_ns())
 
     # Settling ---------------------------------------------------------------------------------------------
 
-    def settle_value(self, unit: SettleGroup) -> None:
-        """Copy gathered parameters out of the buckets of ``unit``."""
-        stepped = [slot for slot in unit.slots if slot.stepped]
+    def settle_value(self, group: SettleGroup) -> None:
+        """Copy gathered parameters out of the buckets of ``group``."""
+        stepped = [state for state in group.states if state.phase.stepped]
         if not stepped:
             return
-        for bucket in unit.buckets:
+        for bucket in group.buckets:
             assert bucket.gather is not None
-            self._engine.wait(bucket.gather)
+            self._transport.wait(bucket.gather)
         start_ns = time.monotonic_ns()
-        with torch_private.without_user_modes(), unit.acquire():
-            copy_views([(slot.parameter, place) for slot in stepped for place in slot.places])
-            for slot in stepped:
-                slot.settled()
-        unit.stepped = False
-        unit.in_flight = any(slot.pending for slot in unit.slots)
-        observer().update(self._engine, unit.buckets[0].index, start_ns, time.monotonic_ns())
+        with torch_private.without_user_modes(), group.acquire():
+            copy_views([(state.parameter, view) for state in stepped for view in state.views])
+            for state in stepped:
+                state.settle()
+        group.stepped = False
+        group.in_flight = any(state.phase.pending for state in group.states)
+        observer().update(self._owner, group.buckets[0].index, start_ns, time.monotonic_ns())
 
-    def settle_gradient(self, unit: SettleGroup) -> None:
+    def settle_gradient(self, group: SettleGroup) -> None:
         """Write averages into ``.grad`` of every parameter.
 
         Who looks at one gradient mostly looks at all, and one question a rank is quicker than many.
         """
-        del unit
+        del group
         self.sharded_gradients.bring()
 
     # What others ask -----------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class _Abandoned:
 
     def leave(self, *, exiting: bool = False) -> None:
         """Tell the other ranks that this one will ask nothing more, unless an optimizer's state is still spread."""
-        if exiting or not self._engine.form.states_left:
+        if exiting or not self._engine.settlement.form.states_left:
             self._engine.peers.gone()
 
     def everyone_left(self, timeout_s: float = 0.0) -> bool:
@@ -152,7 +152,7 @@ def _at_exit() -> None:
     left = [engine for engine in _engines if not engine.failed]
     for engine in list(_engines):
         with suppress(Exception):
-            engine.settle_values()
+            engine.settlement.settle_values()
     for engine in _engines:
         engine.peers.gone()
     retirement.leave_all()

@@ -1,23 +1,35 @@
-"""What is under way for one parameter, and who else holds it or its gradient."""
+"""What is in flight for one parameter, and who else holds it or its gradient."""
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.bucket import BucketView
 from headway.strategies.data_parallel.decoupled.copying import same_bits
+from headway.strategies.data_parallel.decoupled.phase import TRANSITIONS, Event, Phase
 
-if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.bucket import BucketView, SettleGroup
-    from headway.strategies.data_parallel.decoupled.engine import Engine
+_CURRENT = Phase.CURRENT
+_REDUCE, _STEP, _BRING = TRANSITIONS[Event.REDUCE], TRANSITIONS[Event.STEP], TRANSITIONS[Event.BRING]
+_FIND_UNUSED, _REPLACE = TRANSITIONS[Event.FIND_UNUSED], TRANSITIONS[Event.REPLACE]
+_SETTLE, _RELEASE = TRANSITIONS[Event.SETTLE], TRANSITIONS[Event.RELEASE]
+
+_NOTICES: dict[Phase, type[nn.Parameter]] = {
+    phase: deferred.DeferredParameter
+    if phase.stepped
+    else deferred.DeferredGradient
+    if phase.pending
+    else nn.Parameter
+    for phase in Phase
+}
+"""What a parameter is while it is in a phase: it notices uses of what is not current."""
 
 
 class Replaced(NamedTuple):
@@ -28,45 +40,40 @@ class Replaced(NamedTuple):
 
 
 class ParameterState:
-    """One parameter: its places in buckets, and what is under way for it.
+    """One parameter: its views of buckets, its phase, and what is known of its gradient.
 
-    ``pending``         its gradient went into a reduction whose result is not in ``.grad``
-    ``stepped``         an optimizer stepped since, so that its value is one update behind
-    ``cleared``         since that step the user replaced ``.grad``, which is therefore no longer ours to write
+    Its attributes are changed by its own methods only. Those that are not told by the phase:
+
+    ``accumulating``        a gradient is about to be added to ``.grad``
+    ``accumulated_here``    ``.grad`` has been added to by a backward that was not reduced
+    ``taken``               the gradient when it was copied to its buckets, and ``taken_version`` its version then
+    ``grad_referenced``     somebody else holds that gradient and may read it without asking
+    ``reduced_not_stepped`` no optimizer has stepped since the gradient was handed to a reduction
+    ``rescaled``            the reduced gradient has been clipped or unscaled where it is sharded
+    ``had_gradient``        whether there was a gradient when an optimizer stepped
+    ``shown``               the average, where a look has put it into ``.grad``
+    ``replaced``            what that look replaced there
+    ``average_exposed``     such an average, which a script may have kept, was taken back out of ``.grad``
     """
 
-    def __init__(self, engine: Engine, name: str, parameter: nn.Parameter) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
         with torch_private.without_subclass_dispatch():  # the graph itself does not keep it, nor hooks on it
             self.accumulation = torch.autograd.graph.get_gradient_edge(parameter).node
-        self.places: list[BucketView] = []
-        self.unit: SettleGroup
-        self.pending = False
-        self.stepped = False
-        self.cleared = False
+        self.views: list[BucketView] = []
+        self.phase = _CURRENT
+        self.accumulating = False
+        self.accumulated_here = False
+        self.taken: torch.Tensor | None = None
+        self.taken_version = 0
         self.grad_referenced = False
-        self.changed = False  # the reduced gradient has been clipped or unscaled where it is sharded
-        self.whole: torch.Tensor | None = None  # the average, where a look has put it into .grad
-        self.reduced_not_stepped = (
-            False  # no optimizer has stepped since its gradient was handed to the reduction
-        )
-        self.defined = False  # whether there was a gradient when an optimizer stepped
-        self.local: torch.Tensor | None = None  # the gradient when it was taken, and its version then
-        self.version = 0
-        self.unreduced: Replaced | None = None  # what a look at the average replaced in .grad
-        self.unused_everywhere = False  # no rank used the parameter, so that there is no average to bring
-        self.unreduced_here = False  # .grad has been added to by a backward that was not reduced
-        self.accumulating = False  # a gradient is about to be added to .grad
-        self.average_exposed = False  # an average that a script may have kept was taken back out of .grad
-
-    @property
-    def engine(self) -> Engine:
-        """The engine this slot is part of."""
-        engine = self._engine()
-        assert engine is not None, "the engine of a parameter is gone while the parameter is deferred"
-        return engine
+        self.reduced_not_stepped = False
+        self.rescaled = False
+        self.had_gradient = False
+        self.shown: torch.Tensor | None = None
+        self.replaced: Replaced | None = None
+        self.average_exposed = False
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -77,50 +84,36 @@ class ParameterState:
     def grad(self, value: torch.Tensor | None) -> None:
         deferred.set_gradient(self.parameter, value)
 
-    def begin(self) -> None:
-        """The gradient has been handed to the reduction."""
-        self.changed = self.unused_everywhere = self.unreduced_here = self.average_exposed = False
-        self.reduced_not_stepped = True
-        self.pending = True
-        deferred.defer_gradient(self.parameter)
+    # A backward --------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """An optimizer has stepped; the value is behind from here on, and so is its version until ``note_steps``."""
-        self.stepped, self.reduced_not_stepped = True, False
-        self.defined = self.grad is not None
-        deferred.defer(self.parameter)
+    def announce(self) -> None:
+        """A gradient is about to be added to ``.grad``."""
+        self.accumulating = True
 
-    def settled(self) -> None:
-        """The value is current again."""
-        self.stepped = False
-        if self.cleared or not self.pending:
-            self.leave()
-        else:
-            deferred.defer_gradient(self.parameter)
+    def accumulate_here(self) -> None:
+        """A gradient has been added to ``.grad`` that stays on this rank."""
+        self.accumulating = False
+        self.accumulated_here = True
 
-    def leave(self) -> None:
-        """Nothing is under way any more."""
-        self.pending = self.stepped = self.cleared = self.grad_referenced = False
-        self.local = None
-        deferred.undefer(self.parameter)
+    def take(self, unshared_holders: tuple[int, int]) -> torch.Tensor:
+        """The gradient is complete and about to be copied to its buckets; returns it. The caller must not hold it yet.
 
-    def forget_look(self) -> None:
-        """The average that a look put into ``.grad`` is given up."""
-        self.whole = self.unreduced = None
-
-    def forget(self) -> None:
-        """A backward begins: what was reduced before is no more what ``.grad`` holds."""
-        self.whole, self.reduced_not_stepped = None, False
-
-    @property
-    def sharded(self) -> bool:
-        """Whether its gradient is the one that was reduced and is to be stepped by, the same on every rank.
-
-        Some ranks may have looked at it, and hold it whole.
+        ``unshared_holders`` is what ``gradient_holders`` counts where nobody else holds it.
         """
-        return self.reduced_not_stepped and (
-            self.pending or (self.whole is not None and self.grad is self.whole)
-        )
+        self.accumulating = False
+        self.grad_referenced = gradient_holders(self.parameter) != unshared_holders
+        self.taken = gradient = self.parameter.grad
+        assert gradient is not None
+        self.taken_version = gradient._version
+        return gradient
+
+    def take_unused(self) -> torch.Tensor | None:
+        """This rank did not use the parameter in a backward that is reduced; returns what ``.grad`` holds."""
+        self.grad_referenced = self.average_exposed  # else nobody has seen reduced what it holds
+        self.taken = gradient = self.grad
+        if gradient is not None:
+            self.taken_version = gradient._version
+        return gradient
 
     def is_as_taken(self, scale: float) -> bool:
         """Whether the gradient is what was copied to be reduced, times ``scale``.
@@ -129,65 +122,138 @@ class ParameterState:
         version alone says little.
         """
         local = self.grad
-        if local is not self.local:
+        if local is not self.taken:
             return False
-        if local is None or local._version == self.version:
+        if local is None or local._version == self.taken_version:
             return True
         flat = local.detach().reshape(-1)
-        parts = ((flat[p.start : p.end] * scale, p.view) for p in self.places)
+        parts = ((flat[v.start : v.end] * scale, v.flat) for v in self.views)
         return all(same_bits(part.to(filled.device), filled) for part, filled in parts)
+
+    def begin_reduction(self) -> None:
+        """The gradient has been handed to the reduction."""
+        self._enter(_REDUCE[self.phase])
+        self.rescaled = self.accumulated_here = self.average_exposed = False
+        self.reduced_not_stepped = True
+
+    def forget_reduced(self) -> None:
+        """A backward begins: each rank lets go of what was reduced before and never stepped."""
+        self.shown, self.reduced_not_stepped = None, False
+        if self.phase.pending:
+            self.release()
+
+    # A step ------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """An optimizer has stepped; the value is behind from here on, and so is its version until ``note_steps``."""
+        self.had_gradient = self.grad is not None
+        self.reduced_not_stepped = False
+        self._enter(_STEP[self.phase])
+
+    def settle(self) -> None:
+        """The value is current again."""
+        self._enter(_SETTLE[self.phase])
+
+    def release(self) -> None:
+        """Nothing is in flight any more."""
+        self._enter(_RELEASE[self.phase])
+
+    # Looks at the average ----------------------------------------------------------------------------
+
+    def find_unused(self) -> None:
+        """No rank used the parameter: there is no average to bring."""
+        self._enter(_FIND_UNUSED[self.phase])
+
+    def show_average(self, replaced: Replaced) -> None:
+        """The average has been written into ``.grad``, over ``replaced.local``."""
+        self._enter(_BRING[self.phase])
+        self.shown, self.replaced = self.grad, replaced
 
     @property
     def shows_average(self) -> bool:
         """Whether ``.grad`` is still what a look at the average put there."""
         gradient = self.grad
-        if gradient is None or gradient is not self.whole or self.unreduced is None:
+        if gradient is None or gradient is not self.shown or self.replaced is None:
             return False
-        return same_bits(gradient, self.unreduced.average)
+        return same_bits(gradient, self.replaced.average)
+
+    def put_back(self) -> None:
+        """Take a look back: ranks that looked and ranks that did not must hold the same kind of gradient."""
+        assert self.replaced is not None
+        untouched = self.shows_average
+        replaced, self.replaced = self.replaced, None
+        gradient = self.grad
+        if gradient is None or gradient is not self.shown:
+            return
+        if untouched:
+            if replaced.local is None:
+                self.grad = None
+            else:
+                gradient.detach().copy_(replaced.local)
+            self.begin_reduction()
+            self.average_exposed = replaced.local is not None
+        elif (
+            self.accumulated_here
+        ):  # a local backward was added to the average, here and perhaps nowhere else
+            gradient.detach().sub_(replaced.average)
+            if replaced.local is not None:
+                gradient.detach().add_(replaced.local)
+
+    def keep_shown(self) -> None:
+        """What a look has put into ``.grad`` stays there: it is the script's own by now."""
+        self.replaced = None
+
+    def forget_look(self) -> None:
+        """The average that a look put into ``.grad`` is given up."""
+        self.shown = self.replaced = None
+
+    def rescale(self) -> None:
+        """The reduced gradient has been clipped or unscaled, on every rank."""
+        self.rescaled = self.phase.pending
+        self.replaced = None  # what is accumulated from now on is so onto what was changed, on every rank
+
+    def leave_gradient(self) -> None:
+        """The script replaces ``.grad``: it is no longer ours to write."""
+        phase = _REPLACE[self.phase]
+        if phase is not self.phase:
+            self._enter(phase)
+
+    # What is asked of it -----------------------------------------------------------------------------
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its gradient is the one that was reduced and is to be stepped by, the same on every rank.
+
+        Some ranks may have looked at it, and hold it whole.
+        """
+        return self.reduced_not_stepped and (
+            self.phase.pending or (self.shown is not None and self.grad is self.shown)
+        )
 
     @property
     def is_local(self) -> bool:
         """Whether it is to be stepped by a gradient that other ranks have not contributed to."""
-        return self.unreduced_here and not self.pending and self.grad is not None
+        return self.accumulated_here and not self.phase.pending and self.grad is not None
 
-    @property
-    def to_bring(self) -> bool:
-        """Whether ``.grad`` lacks an average that a reduction left, or will leave, in the bucket."""
-        return self.pending and not self.cleared and not self.unused_everywhere
-
-    def before_value(self) -> None:
-        """Make the value current: apply the update that is due."""
-        if self.stepped:
-            self.engine.settle_value(self.unit)
-
-    def before_gradient_read(self) -> None:
-        """Make ``.grad`` current: complete the reduction, unless the user has replaced the gradient."""
-        if self.to_bring:
-            self.engine.refuse_inside_backward(self, "read")
-            self.engine.settle_gradient(self.unit)
-
-    def before_gradient_write(self) -> None:
-        """Leave ``.grad`` to the user from here on, without waiting for anything."""
-        if not self.pending:
-            return
-        self.engine.refuse_inside_backward(self, "replaced")
-        if self.stepped:
-            self.cleared = True
-        else:
-            self.leave()
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase is _CURRENT:
+            self.grad_referenced = False
+            self.taken = None
+        self.parameter.__class__ = _NOTICES[phase]
 
 
-def looked_past(slots: Iterable[ParameterState], device: torch.device) -> list[ParameterState]:
-    """Those of ``slots`` whose parameter another tensor aliases, so that its value could be read behind our back."""
+def looked_past(states: Iterable[ParameterState], device: torch.device) -> list[ParameterState]:
+    """Those whose parameter another tensor aliases, so that its value could be read behind our back."""
     alone = unshared(device)[1]
     with torch_private.without_subclass_dispatch():
-        return [slot for slot in slots if torch_private.storage_uses(slot.parameter) > alone]
+        return [state for state in states if torch_private.storage_uses(state.parameter) > alone]
 
 
-def note_steps(slots: Iterable[ParameterState]) -> None:
-    """Let autograd know that the values of ``slots`` are not what they were."""
+def note_steps(states: Iterable[ParameterState]) -> None:
+    """Let autograd know that the values of ``states`` are not what they were."""
     with torch_private.without_subclass_dispatch():
-        torch.autograd.graph.increment_version([slot.parameter for slot in slots])
+        torch.autograd.graph.increment_version([state.parameter for state in states])
 
 
 def gradient_holders(parameter: nn.Parameter) -> tuple[int, int]:
@@ -195,8 +261,8 @@ def gradient_holders(parameter: nn.Parameter) -> tuple[int, int]:
 
     Compare with ``unshared``, the counts where only the parameter does.
     """
-    gradient = cast(torch.Tensor, parameter.grad)
-    return sys.getrefcount(gradient), torch_private.storage_uses(gradient)
+    gradient = parameter.grad
+    return sys.getrefcount(gradient), torch_private.storage_uses(gradient)  # type: ignore[arg-type]
 
 
 @lru_cache

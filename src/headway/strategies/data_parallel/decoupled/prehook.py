@@ -11,7 +11,7 @@ from torch import nn
 from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.settlement import Settlement
 
 
 class MaterialiseHook:
@@ -23,35 +23,35 @@ class MaterialiseHook:
     made for ordinary ones.
     """
 
-    def __init__(self, engine: Engine | None, module: nn.Module | None) -> None:
-        self._engine = None if engine is None else weakref.ref(engine)
+    def __init__(self, settlement: Settlement | None, module: nn.Module | None) -> None:
+        self._settlement = None if settlement is None else weakref.ref(settlement)
         self._module = None if module is None else weakref.ref(module)
 
     def __call__(self, module: nn.Module, _inputs: Any) -> None:
         """Bring ``module``'s own parameters up to date."""
-        engine = None if self._engine is None else self._engine()
-        if engine is None or self._module is None or self._module() is not module:
+        settlement = None if self._settlement is None else self._settlement()
+        if settlement is None or self._module is None or self._module() is not module:
             return
-        engine.join_settling()
-        if engine.idle:
+        settlement.join_settling()
+        if settlement.idle:
             return
         if torch_private.is_compiled_copy(module):
-            if engine.running:
+            if settlement.condition.filling:
                 raise UnsupportedError(
                     "a compiled module runs inside backward", got=type(module).__name__,
                     expected="checkpoints inside of what is compiled", fix="Use stock DDP.",
                 )  # fmt: skip
-            engine.settle_all()
+            settlement.settle_all()
             return
         if not torch.is_grad_enabled() or torch_private.inside_transform():
-            engine.settle_values()
+            settlement.settle_values()
             return
         for parameter in module._parameters.values():
             if (
                 type(parameter) is deferred.DeferredParameter
-                and (slot := deferred.entry_of(parameter)) is not None
+                and (guard := deferred.entry_of(parameter)) is not None
             ):
-                slot.before_value()
+                guard.before_value()
 
     def __deepcopy__(self, _memo: Any) -> MaterialiseHook:
         """A hook for the copy: nothing is under way there."""

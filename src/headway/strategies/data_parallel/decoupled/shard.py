@@ -13,6 +13,7 @@ from torch import nn
 
 from headway.strategies.data_parallel.channels.streams import CompletionEvents, Streams
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+from headway.strategies.data_parallel.decoupled.layout import Layout
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 State = dict[str, Any]
@@ -20,26 +21,26 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements ``start`` to ``end`` of a slot's parameter, at ``offset`` of the bucket's buffer."""
+    """Elements ``start`` to ``end`` of a parameter, at ``offset`` of the bucket's buffer."""
 
-    slot: ParameterState
+    owner: ParameterState
     start: int
     end: int
     offset: int
 
 
-def spans_of(bucket: LiveBucket, rank: int) -> list[Span]:
+def spans_of(layout: Layout, bucket: LiveBucket, rank: int) -> list[Span]:
     """The pieces of parameters in ``rank``'s chunk of ``bucket``, in order."""
     low, high = bucket.bounds[rank]
     spans = []
-    for slot in bucket.slots:
-        for place in slot.places:
-            if place.bucket is bucket:
-                first = max(low, place.offset)
-                last = min(high, place.offset + place.end - place.start)
+    for state in layout.states_in[bucket.index]:
+        for view in state.views:
+            if view.bucket is bucket:
+                first = max(low, view.offset)
+                last = min(high, view.offset + view.end - view.start)
                 if first < last:
-                    shift = place.start - place.offset
-                    spans.append(Span(slot, first + shift, last + shift, first))
+                    shift = view.start - view.offset
+                    spans.append(Span(state, first + shift, last + shift, first))
     return spans
 
 
@@ -47,7 +48,7 @@ class Piece:
     """A span of this rank: a flat parameter of its own whose value and gradient lie in the shard's."""
 
     def __init__(self, span: Span, value: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.slot, self.start, self.end = span.slot, span.start, span.end
+        self.owner, self.start, self.end = span.owner, span.start, span.end
         self.parameter = nn.Parameter(value, requires_grad=True)
         self.gradient = gradient
 
@@ -59,7 +60,7 @@ class Shard:
     next reduction is done.
     """
 
-    def __init__(self, bucket: LiveBucket, rank: int, streams: Streams) -> None:
+    def __init__(self, layout: Layout, bucket: LiveBucket, rank: int, streams: Streams) -> None:
         self.bucket = bucket
         self.chunk = bucket.buffer[bucket.own]
         apart = self.chunk.device != bucket.device
@@ -73,7 +74,7 @@ class Shard:
         self.kept = CompletionEvents(streams)
         start = bucket.bounds[rank][0]
         self.pieces = []
-        for span in spans_of(bucket, rank):
+        for span in spans_of(layout, bucket, rank):
             where = slice(span.offset - start, span.offset - start + span.end - span.start)
             self.pieces.append(Piece(span, self.value[where], self.gradient[where]))
 
@@ -149,10 +150,10 @@ class ShardedState:
             self._committed[bucket].wait(count)
         return found
 
-    def absorb(self, slot: ParameterState, pieces: Sequence[Piece], whole: State) -> None:
+    def absorb(self, owner: ParameterState, pieces: Sequence[Piece], whole: State) -> None:
         """Take this rank's pieces out of the state of a whole parameter."""
-        self.looked_at.discard(slot)
-        shape = slot.parameter.shape
+        self.looked_at.discard(owner)
+        shape = owner.parameter.shape
         for piece in pieces:
             self.of[piece.parameter] = {
                 key: _cut(value, shape, piece.start, piece.end) for key, value in whole.items()

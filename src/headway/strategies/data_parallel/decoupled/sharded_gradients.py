@@ -16,53 +16,63 @@ import torch
 
 from headway import torch_private
 from headway.strategies.data_parallel.channels.observer import observer
-from headway.strategies.data_parallel.decoupled import clipping
+from headway.strategies.data_parallel.decoupled.asking import Asking
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+from headway.strategies.data_parallel.decoupled.condition import Condition
 from headway.strategies.data_parallel.decoupled.copying import flat_copy
-from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.layout import Layout
 from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
+from headway.strategies.data_parallel.decoupled.norms import coefficient, joined, norm_of
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, Replaced
 from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, reader
+from headway.strategies.data_parallel.decoupled.transport import BucketTransport
+from headway.strategies.data_parallel.decoupled.usage import Usage
 
 
 class ShardedGradients:
     """The reduced gradients of one engine.
 
-    Every rank calls ``clip`` and ``unscale`` at the same point, with the same slots; ``bring`` is each one's affair.
+    Every rank calls ``clip`` and ``unscale`` at the same point, with the same states; ``bring`` is each one's affair.
     """
 
     def __init__(
-        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[ParameterState, Sequence[Piece]]
+        self,
+        layout: Layout,
+        transport: BucketTransport,
+        usage: Usage,
+        asking: Asking,
+        condition: Condition,
+        shards: Sequence[Shard],
+        pieces: Mapping[ParameterState, Sequence[Piece]],
     ) -> None:
-        self._engine = engine
+        self._layout = layout
+        self._transport = transport
+        self._usage = usage
+        self._asking = asking
+        self._condition = condition
         self._shards = shards
         self._pieces = pieces
 
     def bring(self) -> None:
         """Get the other ranks' shards of every reduced gradient, and write averages into ``.grad``."""
-        engine = self._engine
-        slots = [slot for slot in engine.slots if slot.to_bring]
-        if not slots:
+        states = [state for state in self._layout.states if state.phase.to_bring]
+        if not states:
             return
-        self._await(slots)
-        buckets = _buckets_of(slots)
+        self._await(states)
+        buckets = _buckets_of(states)
         wanted = [[b.index, b.reductions, self._shards[b.index].changes] for b in buckets]
         request = {"want": "gradients", "buckets": wanted}
         start_ns = time.monotonic_ns()
-        answers = engine.ask_all(request, partial(_limits, buckets))
+        answers = self._asking.ask_all(request, partial(_limits, buckets))
         observer().wait("gradients", -1, start_ns, time.monotonic_ns())
         whole = self._assemble(buckets, answers)
         with torch_private.without_user_modes():
-            for slot in slots:
-                if slot.grad is None and not engine.usage.anywhere(slot):
-                    slot.unused_everywhere = True  # it stays as it is where nobody looks
-                    continue
-                _write_average(slot, whole)
-                slot.pending = False
-                slot.whole = slot.grad
-                if not slot.stepped:
-                    slot.leave()
-        engine.unsettle()
+            for state in states:
+                if state.grad is None and not self._usage.anywhere(state):
+                    state.find_unused()  # it stays as it is where nobody looks
+                else:
+                    state.show_average(_write_average(state, whole))
+        self._condition.defer_work()
 
     def _assemble(
         self, buckets: Sequence[LiveBucket], answers: Mapping[int, Answer]
@@ -88,80 +98,81 @@ class ShardedGradients:
         Clipping and unscaling need all ranks too.
         """
         shard = self._shards[index]
-        self._engine.until(lambda: shard.reductions >= reduction and shard.changes >= changes)
+        self._asking.until(lambda: shard.reductions >= reduction and shard.changes >= changes)
         shard.kept.wait(reduction)
         return shard.gradient.cpu()
 
     # Changes -----------------------------------------------------------------------------------------------
 
     def clip(
-        self, slots: Sequence[ParameterState], max_norm: float, norm_type: float, error: bool
+        self, states: Sequence[ParameterState], max_norm: float, norm_type: float, error: bool
     ) -> torch.Tensor:
-        """Clip the gradients of ``slots`` by their total norm, which is returned.
+        """Clip the gradients of ``states`` by their total norm, which is returned.
 
         Raises RuntimeError, as stock torch does, where ``error`` and the norm is not finite.
         """
-        self._await(slots)
-        norms = self._exchanged(clipping.norm_of([g for slot in slots for g in self._own(slot)], norm_type))
-        norm = torch.tensor(clipping.joined(norms, norm_type), dtype=slots[0].parameter.dtype)
-        factor = clipping.coefficient(norm, max_norm, norm_type, error)
-        for gradient in self._all(slots):
+        self._await(states)
+        norms = self._exchanged(norm_of([g for state in states for g in self._own(state)], norm_type))
+        norm = torch.tensor(joined(norms, norm_type), dtype=states[0].parameter.dtype)
+        factor = coefficient(norm, max_norm, norm_type, error)
+        for gradient in self._all(states):
             gradient.mul_(factor)
-        self._changed(slots)
+        self._changed(states)
         return norm
 
     def unscale(
-        self, slots: Sequence[ParameterState], inverse_scale: torch.Tensor, found_inf: torch.Tensor
+        self, states: Sequence[ParameterState], inverse_scale: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
-        """Multiply the gradients of ``slots``, and set ``found_inf`` to 1 where some element of any is not finite."""
-        self._await(slots)
-        finite = all(bool(torch.isfinite(gradient).all()) for slot in slots for gradient in self._own(slot))
+        """Multiply the gradients of ``states``, and set ``found_inf`` to 1 where some element of any is not finite."""
+        self._await(states)
+        finite = all(
+            bool(torch.isfinite(gradient).all()) for state in states for gradient in self._own(state)
+        )
         # Nothing is changed before every rank has come here: one that is behind may still ask for it as it is.
         found = self._exchanged(float(not finite)).any()
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for gradient in self._all(slots):
+        for gradient in self._all(states):
             by_dtype[gradient.dtype].append(gradient)
         for gradients in by_dtype.values():
             torch_private.unscale(gradients, found_inf, inverse_scale)
         found_inf.fill_(float(found))
-        self._changed(slots)
+        self._changed(states)
 
-    def _await(self, slots: Sequence[ParameterState]) -> None:
-        for bucket in _buckets_of(slots):
+    def _await(self, states: Sequence[ParameterState]) -> None:
+        for bucket in _buckets_of(states):
             assert bucket.reduce is not None
-            self._engine.wait(bucket.reduce)
+            self._transport.wait(bucket.reduce)
 
-    def _own(self, slot: ParameterState) -> list[torch.Tensor]:
+    def _own(self, state: ParameterState) -> list[torch.Tensor]:
         """This rank's pieces of a gradient, as the script would see them."""
-        pieces = self._pieces[slot]
-        if slot.pending:
+        pieces = self._pieces[state]
+        if state.phase.pending:
             return [piece.gradient for piece in pieces]
-        assert slot.grad is not None
-        flat = slot.grad.detach().reshape(-1)
+        assert state.grad is not None
+        flat = state.grad.detach().reshape(-1)
         return [flat[piece.start : piece.end] for piece in pieces]
 
-    def _all(self, slots: Sequence[ParameterState]) -> list[torch.Tensor]:
+    def _all(self, states: Sequence[ParameterState]) -> list[torch.Tensor]:
         """What this rank holds of the gradients: its pieces, which peers may ask for, and those it holds whole."""
-        pieces = [piece.gradient for slot in slots for piece in self._pieces[slot]]
-        return pieces + [slot.grad.detach() for slot in slots if not slot.pending and slot.grad is not None]
+        pieces = [piece.gradient for state in states for piece in self._pieces[state]]
+        return pieces + [
+            state.grad.detach() for state in states if not state.phase.pending and state.grad is not None
+        ]
 
     def _exchanged(self, number: float) -> torch.Tensor:
         """``number`` of each rank, of shape (world size,)."""
-        engine = self._engine
-        numbers = torch.zeros(engine.world_size, dtype=torch.float64, device="cpu")
-        numbers[engine.rank] = number
-        engine.wait(engine.submit(engine.all_reduce(numbers)))
+        transport = self._transport
+        numbers = torch.zeros(transport.world_size, dtype=torch.float64, device="cpu")
+        numbers[transport.rank] = number
+        transport.wait(transport.submit(transport.all_reduce(numbers)))
         return numbers
 
-    def _changed(self, slots: Sequence[ParameterState]) -> None:
-        for slot in slots:
-            slot.changed = slot.pending
-            slot.unreduced = (
-                None  # what is accumulated from now on is so onto what was changed, on every rank
-            )
-        for bucket in _buckets_of(slots):
+    def _changed(self, states: Sequence[ParameterState]) -> None:
+        for state in states:
+            state.rescale()
+        for bucket in _buckets_of(states):
             self._shards[bucket.index].changes += 1
-        self._engine.unsettle()  # the next backward must find it brought
+        self._condition.defer_work()  # the next backward must find it brought
 
 
 def _limits(buckets: Sequence[LiveBucket], rank: int) -> Limits:
@@ -170,40 +181,17 @@ def _limits(buckets: Sequence[LiveBucket], rank: int) -> Limits:
     return Limits(payload_bytes=sum((high - low) * size_bytes for (low, high), size_bytes in shares))
 
 
-def _buckets_of(slots: Sequence[ParameterState]) -> list[LiveBucket]:
-    return list(dict.fromkeys(place.bucket for slot in slots for place in slot.places))
+def _buckets_of(states: Sequence[ParameterState]) -> list[LiveBucket]:
+    return list(dict.fromkeys(view.bucket for state in states for view in state.views))
 
 
-def _write_average(slot: ParameterState, whole: Mapping[LiveBucket, torch.Tensor]) -> None:
-    gradient = slot.grad
+def _write_average(state: ParameterState, whole: Mapping[LiveBucket, torch.Tensor]) -> Replaced:
+    gradient = state.grad
     local = None
     if gradient is None:
-        gradient = slot.grad = torch.zeros_like(slot.parameter.detach())
+        gradient = state.grad = torch.zeros_like(state.parameter.detach())
     else:
         local = gradient.detach().clone()
-    for place in slot.places:
-        flat_copy(
-            gradient, place.start, whole[place.bucket][place.offset : place.offset + place.end - place.start]
-        )
-    slot.unreduced = Replaced(local, gradient.detach().clone())
-
-
-def put_back(slot: ParameterState) -> None:
-    """Take a look at an average back: ranks that looked and ranks that did not must hold the same kind of gradient."""
-    assert slot.unreduced is not None
-    shown = slot.shows_average
-    replaced, slot.unreduced = slot.unreduced, None
-    gradient = slot.grad
-    if gradient is None or gradient is not slot.whole:
-        return
-    if shown:
-        if replaced.local is None:
-            slot.grad = None
-        else:
-            gradient.detach().copy_(replaced.local)
-        slot.begin()
-        slot.average_exposed = replaced.local is not None
-    elif slot.unreduced_here:  # a local backward was added to the average, here and perhaps nowhere else
-        gradient.detach().sub_(replaced.average)
-        if replaced.local is not None:
-            gradient.detach().add_(replaced.local)
+    for view in state.views:
+        flat_copy(gradient, view.start, whole[view.bucket][view.offset : view.offset + view.end - view.start])
+    return Replaced(local, gradient.detach().clone())

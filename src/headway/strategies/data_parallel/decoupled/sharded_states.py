@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
-from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.asking import Asking
+from headway.strategies.data_parallel.decoupled.layout import Layout
 from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Limits, Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.decoupled.shard import (
@@ -24,6 +25,7 @@ from headway.strategies.data_parallel.decoupled.shard import (
     unpack,
 )
 from headway.strategies.data_parallel.decoupled.state import WatchedState
+from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 
 MAX_STATES = 8  # of one parameter; torch's optimizers that go by element have up to five
 DESCRIPTION_BYTES = 256  # of one of them in a header
@@ -34,9 +36,16 @@ class ShardedStates:
     """The states of all optimizers of one engine, in the order of their first step, which is the same on every rank."""
 
     def __init__(
-        self, engine: Engine, shards: Sequence[Shard], pieces: Mapping[ParameterState, Sequence[Piece]]
+        self,
+        layout: Layout,
+        transport: BucketTransport,
+        asking: Asking,
+        shards: Sequence[Shard],
+        pieces: Mapping[ParameterState, Sequence[Piece]],
     ) -> None:
-        self._engine = engine
+        self._layout = layout
+        self._transport = transport
+        self._asking = asking
         self._shards = shards
         self._pieces = pieces
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -55,15 +64,15 @@ class ShardedStates:
             if known() is optimizer:
                 return state
         self._optimizers.append(weakref.ref(optimizer))
-        self._states.append(ShardedState(self._engine.wiring.streams))
+        self._states.append(ShardedState(self._transport.streams))
         return self._states[-1]
 
-    def absorb(self, optimizer: Optimizer, slot: ParameterState, state: ShardedState) -> None:
+    def absorb(self, optimizer: Optimizer, owner: ParameterState, state: ShardedState) -> None:
         """Keep this rank's share of what the optimizer holds whole: at the start, after a look, a load or a change."""
         assert isinstance(optimizer.state, WatchedState)
-        whole = optimizer.state.take(slot.parameter)
-        if whole is not None or slot in state.looked_at:
-            state.absorb(slot, self._pieces[slot], whole or {})
+        whole = optimizer.state.take(owner.parameter)
+        if whole is not None or owner in state.looked_at:
+            state.absorb(owner, self._pieces[owner], whole or {})
 
     def forget(self) -> None:
         """Let go of earlier states that nobody can ask for any more. Called as a backward begins."""
@@ -80,7 +89,7 @@ class ShardedStates:
 
         A slower rank may be about to look at it still. It has not contributed to a reduction of a later backward then.
         """
-        bucket = self._engine.buckets[0]
+        bucket = self._layout.buckets[0]
         noticed = self._noticed_dead.setdefault(number, bucket.reductions)
         return bucket.reductions > noticed and bucket.reduce is not None and bucket.reduce.is_over
 
@@ -88,7 +97,7 @@ class ShardedStates:
         """Forget the shards: the script's new state is whole."""
         if any(known() is optimizer for known in self._optimizers):
             state = self.of(optimizer)
-            state.looked_at.update(self._engine.slots)  # what is kept for them gives way at their next step
+            state.looked_at.update(self._layout.states)  # what is kept for them gives way at their next step
 
     def wanted(self, optimizer: Optimizer) -> None:
         """Put the whole state of every parameter into ``optimizer.state``, from the ranks that hold it."""
@@ -98,22 +107,24 @@ class ShardedStates:
         state = self.of(optimizer)
         number = [known() for known in self._optimizers].index(optimizer)
         request = {"want": "state", "optimizer": number, "asked": list(state.asked.items())}
-        found = {self._engine.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]}
-        for rank, answer in self._engine.ask_all(request, self._limits).items():
-            found[rank] = unpack(answer.header["states"], answer.payload, self._engine.wiring.device)
+        found = {
+            self._transport.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]
+        }
+        for rank, answer in self._asking.ask_all(request, self._limits).items():
+            found[rank] = unpack(answer.header["states"], answer.payload, self._layout.device)
         wholes = self._whole(found)
-        slots = {id(slot.parameter): slot for slot in self._engine.slots}
-        for slot in (slots.get(id(p)) for group in optimizer.param_groups for p in group["params"]):
-            if slot in wholes and slot not in state.looked_at:
-                optimizer.state.put(slot.parameter, wholes[slot])
-                state.looked_at.add(slot)
+        owners = {id(owner.parameter): owner for owner in self._layout.states}
+        for owner in (owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]):
+            if owner in wholes and owner not in state.looked_at:
+                optimizer.state.put(owner.parameter, wholes[owner])
+                state.looked_at.add(owner)
 
     def _limits(self, rank: int) -> Limits:
         """How much an answer of ``rank`` with its share of a state can be, whatever the optimizer."""
         header_bytes = payload_bytes = 0
-        for bucket in self._engine.buckets:
+        for bucket in self._layout.buckets:
             widest_bytes = max(NUMBER_BYTES, bucket.buffer.element_size())
-            for span in spans_of(bucket, rank):
+            for span in spans_of(self._layout, bucket, rank):
                 header_bytes += MAX_STATES * DESCRIPTION_BYTES
                 payload_bytes += MAX_STATES * widest_bytes * (span.end - span.start)
         return Limits(HEADER_BYTES + header_bytes, payload_bytes)
@@ -121,10 +132,10 @@ class ShardedStates:
     def _whole(self, found: Mapping[int, Sequence[State]]) -> dict[ParameterState, State]:
         wholes: dict[ParameterState, State] = {}
         for rank, states in found.items():
-            spans = [span for bucket in self._engine.buckets for span in spans_of(bucket, rank)]
+            spans = [span for bucket in self._layout.buckets for span in spans_of(self._layout, bucket, rank)]
             for span, state in zip(spans, states, strict=True):
                 for key, value in state.items():
-                    _put_together(wholes.setdefault(span.slot, {}), key, value, span)
+                    _put_together(wholes.setdefault(span.owner, {}), key, value, span)
         return wholes
 
     def lose(self) -> None:
@@ -163,14 +174,14 @@ class ShardedStates:
     def answer(self, request: Mapping[str, Any]) -> Reply:
         """This rank's share of the state that a peer asks for, after as many updates as the peer has asked for."""
         number, asked = int(request["optimizer"]), request["asked"]
-        self._engine.until(lambda: len(self._states) > number)
+        self._asking.until(lambda: len(self._states) > number)
         state = self._states[number]
         if state.gone:
             raise UnsupportedError(
                 "an optimizer's state was looked at on one rank after others had dropped the optimizer and trained on",
                 fix="Look at the state on every rank, or keep the optimizer on every rank.",
             )
-        self._engine.until(lambda: all(state.applied[index] >= count for index, count in asked))
+        self._asking.until(lambda: all(state.applied[index] >= count for index, count in asked))
         found = state.after(dict(asked))
         if found is None:
             raise UnsupportedError(
@@ -182,7 +193,7 @@ class ShardedStates:
 
 
 def _put_together(whole: State, key: str, value: Any, span: Span) -> None:
-    parameter = span.slot.parameter
+    parameter = span.owner.parameter
     if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == span.end - span.start:
         if key not in whole:
             whole[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)

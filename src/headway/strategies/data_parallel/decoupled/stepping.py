@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
+from headway.strategies.data_parallel.decoupled.settlement import ParameterGuard, Settlement
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 from headway.strategies.data_parallel.decoupled.state import WatchedState
 
@@ -40,8 +40,8 @@ def watch_optimizers() -> None:
 def bind(optimizer: Optimizer) -> None:
     """Make ``optimizer`` ready for deferred steps."""
     if not isinstance(optimizer.state, WatchedState):
-        for engine in _engines(optimizer):
-            engine.form.state_replaced(optimizer)
+        for settlement in _settlements(optimizer):
+            settlement.form.state_replaced(optimizer)
         optimizer.state = WatchedState(optimizer, bring_up_to_date)
     if optimizer in _bound:
         return
@@ -50,59 +50,58 @@ def bind(optimizer: Optimizer) -> None:
     _override_zero_grad(optimizer)
 
 
-def states_of(optimizer: Optimizer) -> list[ParameterState]:
-    """The slots of those of the optimizer's parameters that belong to decoupled models."""
+def _guards(optimizer: Optimizer) -> list[ParameterGuard]:
+    """Of those of the optimizer's parameters that belong to decoupled models."""
     found = (deferred.entry_of(p) for group in optimizer.param_groups for p in group["params"])
-    return [slot for slot in found if slot is not None]
+    return [guard for guard in found if guard is not None]
 
 
 def bring_up_to_date(optimizer: Optimizer) -> None:
     """Apply every step of ``optimizer`` that is still due, and let it hold its whole state."""
-    for slot in states_of(optimizer):
-        slot.before_value()
-    for engine in _engines(optimizer):
-        engine.check_usable()
-        engine.form.state_wanted(optimizer)
+    for guard in _guards(optimizer):
+        guard.before_value()
+    for settlement in _settlements(optimizer):
+        settlement.condition.check_usable()
+        settlement.form.state_wanted(optimizer)
 
 
 def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
     """Clear gradients as ``zero_grad`` does, without waiting for those that are under way."""
     for parameter in parameters:
-        slot = deferred.entry_of(parameter)
-        if slot is None:
+        guard: ParameterGuard | None = deferred.entry_of(parameter)
+        if guard is None:
             continue
+        state = guard.state
         if set_to_none:
-            slot.forget_look()
-        if not slot.pending:
+            state.forget_look()
+        if not state.phase.pending:
             continue
-        slot.before_gradient_write()
+        guard.before_gradient_write()
         if set_to_none:
-            slot.grad = None
-        elif slot.grad is not None:
+            state.grad = None
+        elif state.grad is not None:
             with torch.no_grad():
-                slot.grad.zero_()
-        elif slot.engine.usage.anywhere(
-            slot
-        ):  # other ranks used it, so that stock DDP would have made a gradient
-            slot.grad = torch.zeros_like(slot.parameter.detach())
+                state.grad.zero_()
+        elif guard.settlement.usage.anywhere(state):  # so that stock DDP would have made a gradient
+            state.grad = torch.zeros_like(state.parameter.detach())
 
 
-def _engines(optimizer: Optimizer) -> list[Engine]:
-    return list(dict.fromkeys(slot.engine for slot in states_of(optimizer)))
+def _settlements(optimizer: Optimizer) -> list[Settlement]:
+    return list(dict.fromkeys(guard.settlement for guard in _guards(optimizer)))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    engines = _engines(optimizer)
-    if not engines:
+    settlements = _settlements(optimizer)
+    if not settlements:
         return None
     bind(optimizer)
     if isinstance(optimizer.state, WatchedState):
         optimizer.state.recover()
     granularity = granularity_of(optimizer)
-    for engine in engines:
-        engine.check_usable()
-        if granularity is not UpdateGranularity.ELEMENTWISE or engine.form.stepped_by_another(optimizer):
-            engine.gather_gradients_from_now_on()
+    for settlement in settlements:
+        settlement.condition.check_usable()
+        if granularity is not UpdateGranularity.ELEMENTWISE or settlement.form.stepped_by_another(optimizer):
+            settlement.gather_gradients_from_now_on()
     if granularity is UpdateGranularity.GLOBAL:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
     return (StandIn(optimizer, partial(_defer, optimizer)), *args[1:]), kwargs
@@ -117,13 +116,13 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     taken: dict[Form, list[list[ParameterState]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            slot: ParameterState | None = deferred.entry_of(parameter)
-            if slot is None or not slot.engine.form.takes(slot, granularity):
+            guard: ParameterGuard | None = deferred.entry_of(parameter)
+            if guard is None or not (form := guard.settlement.form).takes(guard.state, granularity):
                 now[index]["params"].append(parameter)
             else:
-                taken.setdefault(slot.engine.form, [[] for _ in now])[index].append(slot)
-    for form, slots in taken.items():
-        form.step(optimizer, hyper_parameters, slots)
+                taken.setdefault(form, [[] for _ in now])[index].append(guard.state)
+    for form, states in taken.items():
+        form.step(optimizer, hyper_parameters, states)
     if taken and isinstance(optimizer.state, WatchedState):
         optimizer.state.behind = True
     return now
@@ -132,16 +131,16 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _prepare(optimizer: Optimizer, granularity: UpdateGranularity) -> None:
     """Settle what cannot wait, now that a closure has run."""
     scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    states_by_engine: dict[Engine, list[ParameterState]] = {}
-    for slot in states_of(optimizer):
-        states_by_engine.setdefault(slot.engine, []).append(slot)
-    for engine, slots in states_by_engine.items():
-        engine.check_usable()
-        if any(slot.is_local for slot in slots):
-            engine.gather_gradients_from_now_on()
-        if engine.needs_gradients:
-            engine.form.state_wanted(optimizer)  # of the updates that are not deferred
-        engine.form.before_step(slots, granularity, scaled_by_amp=scaled_by_amp)
+    states_by_settlement: dict[Settlement, list[ParameterState]] = {}
+    for guard in _guards(optimizer):
+        states_by_settlement.setdefault(guard.settlement, []).append(guard.state)
+    for settlement, states in states_by_settlement.items():
+        settlement.condition.check_usable()
+        if any(state.is_local for state in states):
+            settlement.gather_gradients_from_now_on()
+        if settlement.needs_gradients:
+            settlement.form.state_wanted(optimizer)  # of the updates that are not deferred
+        settlement.form.before_step(states, granularity, scaled_by_amp=scaled_by_amp)
 
 
 def _snapshot(group: dict[str, Any]) -> dict[str, Any]:

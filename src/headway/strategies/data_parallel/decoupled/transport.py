@@ -1,19 +1,30 @@
-"""How buckets' collectives are carried out: in memory, prepared once for every channel, or by a device."""
+"""Transport: buckets' collectives, from a job in a channel's queue to what carries it out.
+
+In memory that is a chunk program, prepared once for every channel; on a device it is the process group's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from headway.collectives import native
-from headway.collectives.algorithms import ALL_GATHER, NATIVE, REDUCE_SCATTER, Run
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING, Run, prepare
 from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
+from headway.errors import HeadwayError
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.channels.communication import Channels, Culprit, Job, own_work
+from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
+from headway.strategies.data_parallel.channels.streams import Streams
+from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+from headway.strategies.data_parallel.decoupled.condition import Condition
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 TAGS = 2**30  # messages are told apart among so many collectives
 
@@ -21,23 +32,31 @@ TAGS = 2**30  # messages are told apart among so many collectives
 class Collectives(Protocol):
     """Reduce-scatters and all-gathers of buckets."""
 
-    def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``, its ``number``-th of that kind."""
+    def bound(self, kind: str, bucket: LiveBucket, channel: int) -> Callable[[int], object]:
+        """What runs a collective of ``bucket`` on ``channel``; called with its tag."""
+
+    def tag(self, kind: str, bucket: LiveBucket, number: int) -> int:
+        """What the messages of the ``number``-th collective of that kind of ``bucket`` carry."""
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What carries out a collective of ``bucket``."""
 
 
 class BackendCollectives:
-    """The process groups' own collectives, on the current stream; returns when they have been given to the device."""
+    """The process groups' own collectives, on the current stream; they return when given to the device."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._groups = groups
 
-    def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``; NCCL counts for itself."""
-        del number
-        native.COLLECTIVES[kind](bucket.buffer, self._groups[channel], bucket.buffer)
+    def bound(self, kind: str, bucket: LiveBucket, channel: int) -> Callable[[int], object]:
+        """What runs a collective of ``bucket`` on ``channel``; NCCL counts for itself."""
+        collective, group = native.COLLECTIVES[kind], self._groups[channel]
+        return lambda _tag: collective(bucket.buffer, group, bucket.buffer)
+
+    def tag(self, kind: str, bucket: LiveBucket, number: int) -> int:
+        """None."""
+        del kind, bucket, number
+        return 0
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """The backend's own, whatever a schedule says."""
@@ -71,20 +90,157 @@ class ChunkProgramCollectives:
         ]
         self._prepared: dict[tuple[str, LiveBucket, int], Run] = {}
 
-    def run(self, kind: str, bucket: LiveBucket, channel: int, number: int) -> None:
-        """Run a collective of ``bucket`` on ``channel``; returns when this rank has done its part.
-
-        Messages say which collective of which bucket they are of: ranks that disagree on that time out.
-        """
+    def bound(self, kind: str, bucket: LiveBucket, channel: int) -> Callable[[int], object]:
+        """What runs a collective of ``bucket`` on ``channel``, and returns when this rank has done its part."""
         key = (kind, bucket, channel)
         if key not in self._prepared:
             scratch = self._scratch[channel][bucket.buffer.dtype]
             self._prepared[key] = self._prepare(self._selected[kind, bucket], bucket.buffer, scratch, channel)
-        self._prepared[key](self._tag(kind, bucket, number))
+        return self._prepared[key]
 
-    def _tag(self, kind: str, bucket: LiveBucket, number: int) -> int:
+    def tag(self, kind: str, bucket: LiveBucket, number: int) -> int:
+        """Messages say which collective of which bucket they are of: ranks that disagree on that time out."""
         return 2 + ((number * len(self._selected) // 2 + bucket.index) * 2 + (kind == ALL_GATHER)) % TAGS
 
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What the schedule selects."""
         return self._selected[kind, bucket].algorithm
+
+
+class BucketJob(Job):
+    """A collective of a bucket, between ``before`` and ``behind`` on the same thread or stream."""
+
+    def __init__(
+        self,
+        kind: str,
+        bucket: LiveBucket,
+        collectives: Collectives,
+        before: Callable[[], None] | None,
+        after: Sequence[Job],
+        behind: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(
+            kind, bucket.index, bucket.size_bytes, after=after, algorithm=collectives.algorithm(kind, bucket)
+        )
+        number = bucket.gathers if kind == ALL_GATHER else bucket.reductions
+        self.tag = collectives.tag(kind, bucket, number)
+        self._collectives: Collectives | None = collectives
+        self._on: LiveBucket | None = bucket
+        self._before, self._behind = before, behind
+        self._fence = bucket.fence.acquire_on_host()
+
+    def bound(self, channel: int) -> Callable[[int], object]:
+        """The collective itself."""
+        assert self._collectives is not None
+        assert self._on is not None
+        return self._collectives.bound(self.name, self._on, channel)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The use of the buffer, with what is done before the collective and behind it."""
+        with self._fence:
+            if self._before is not None:
+                with own_work():
+                    self._before()
+            yield
+            if self._behind is not None:
+                with own_work():
+                    self._behind()
+
+    def let_go(self) -> None:
+        """Let go of the bucket too."""
+        super().let_go()
+        self._collectives = self._on = self._before = self._behind = None
+
+
+class BucketTransport:
+    """The channels of one engine, and the jobs that they carry.
+
+    ``submit`` queues a job behind what is queued, and returns it: every rank must do so at the same point.
+    """
+
+    def __init__(self, wiring: Wiring, groups: OwnGroups, culprit: Culprit, condition: Condition) -> None:
+        self.streams = wiring.streams
+        self.rank, self.world_size = dist.get_rank(groups.host[0]), dist.get_world_size(groups.host[0])
+        self.channels = len(groups.native or groups.host)  # how many collectives may be in flight at a time
+        self.used = 0  # and how many are, by the schedule in force
+        self._wiring = wiring
+        self._groups = groups
+        self._condition = condition
+        self._channels: Channels | StreamChannels
+        if wiring.native:
+            host = Channels(groups, culprit, Streams(torch.device("cpu")), DecoupledStrategy.name)
+            self._channels = StreamChannels(groups.native, host, wiring.streams)
+        else:
+            self._channels = Channels(groups, culprit, wiring.streams, DecoupledStrategy.name)
+        self.submit: Callable[[Job], Job] = self._channels.submit
+        self._collectives: Collectives
+
+    def use(self, buckets: Sequence[LiveBucket], schedule: BucketSchedule) -> None:
+        """Carry ``buckets`` from now on; every rank says so at the same point, with nothing queued."""
+        self._channels.use(schedule.channels)
+        self.used = schedule.channels
+        self._collectives = (
+            BackendCollectives(self._groups.native)
+            if self._wiring.native
+            else ChunkProgramCollectives(buckets, self.prepare, schedule, self.world_size)
+        )
+
+    def reduction(self, bucket: LiveBucket, behind: Callable[[], None] | None = None) -> Job:
+        """The reduce-scatter of ``bucket`` by its number; ``behind`` is done on its thread or stream."""
+        return BucketJob(REDUCE_SCATTER, bucket, self._collectives, None, (), behind)
+
+    def gathering(
+        self,
+        bucket: LiveBucket,
+        before: Callable[[], None] | None = None,
+        after: Sequence[Job] = (),
+        behind: Callable[[], None] | None = None,
+    ) -> Job:
+        """The next all-gather of ``bucket``, which begins after the jobs ``after``."""
+        bucket.gathers += 1
+        return BucketJob(ALL_GATHER, bucket, self._collectives, before, after, behind)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Job:
+        """A job that sums a small tensor over ranks, in place."""
+        numel = tensor.numel()
+        scratch = tensor.new_empty(scratch_numel(numel, self.world_size))
+
+        def work(channel: int) -> None:
+            self.prepare(Selection(RING, ALL_REDUCE), tensor, scratch, channel)()
+
+        return Job("all_reduce", -1, numel * tensor.element_size(), work)
+
+    def prepare(self, selection: Selection, flat: torch.Tensor, scratch: torch.Tensor, channel: int) -> Run:
+        """A collective of a tensor on the CPU, to be run on ``channel``."""
+        groups = self._groups
+        second = groups.second[channel] if groups.second else None
+        algorithm, kind, pieces = selection
+        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second)
+
+    def wait(self, job: Job) -> None:
+        """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""
+        try:
+            self._channels.wait(job)
+        except HeadwayError as error:
+            self._condition.failure = error
+            raise
+
+    def meet(self) -> None:
+        """Wait for every rank to come to this point."""
+        token = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
+        self.wait(self.submit(self.all_reduce(token)))
+
+    @property
+    def progress(self) -> tuple[int, str]:
+        """How many collectives this rank has asked for, and the last of them."""
+        last = self._channels.last
+        return self._channels.submitted, "" if last is None else str(last)
+
+    def stop(self) -> None:
+        """End the channels after what is queued."""
+        self._channels.stop()
+
+    def disconnect(self) -> None:
+        """Let go of what is bound to connections, once stopped."""
+        del self._channels, self._collectives, self.submit

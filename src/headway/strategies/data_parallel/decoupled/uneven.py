@@ -7,17 +7,16 @@ collective with zeros, but its script steps no optimizer, so it cannot update a 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled import replicas
-
-if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.data_parallel.decoupled.engine import Engine
 
 
 class Uneven:
@@ -56,10 +55,36 @@ class Uneven:
         return int(rank)
 
 
+class Joining(Protocol):
+    """A wrapped model that can be joined."""
+
+    module: nn.Module
+    process_group: dist.ProcessGroup
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    uneven: Uneven | None
+
+    @property
+    def engine(self) -> Engine | None:
+        """What runs the model."""
+
+    def share_buffers(self, *, still_training: bool = True) -> None:
+        """Give every rank the buffers of a rank that still trains."""
+
+    def reschedule(self, schedule: BucketSchedule) -> None:
+        """Put another schedule in force."""
+
+    def join_begins(self) -> None:
+        """Every rank enters a ``join()``."""
+
+    def join_ends(self) -> None:
+        """Go on as before it."""
+
+
 class DecoupledJoinHook(JoinHook):
     """Shadows the collectives of the ranks that still train."""
 
-    def __init__(self, wrapped: DecoupledDataParallel, uneven: Uneven) -> None:
+    def __init__(self, wrapped: Joining, uneven: Uneven) -> None:
         self._wrapped = wrapped
         self._uneven = uneven
         wrapped.uneven = uneven
@@ -80,7 +105,7 @@ class DecoupledJoinHook(JoinHook):
         """Give everybody the model of a rank that trained to the end, and its schedule back."""
         wrapped = self._wrapped
         if wrapped.engine is not None:
-            wrapped.engine.settle_all()
+            wrapped.engine.settlement.settle_all()
         source = self._uneven.source(still_training=is_last_joiner)
         group, device = wrapped.process_group, self._uneven.device
         replicas.broadcast(wrapped.module.parameters(), group, device, source)

@@ -54,7 +54,7 @@ class DecoupledDataParallel(RefusingDataParallel):
     """
 
     tuning: Tuned | None = None
-    _tuner: Tuner | None = None
+    tuner: Tuner | None = None
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class DecoupledDataParallel(RefusingDataParallel):
             trainable, self.schedule, self._wiring, groups, Peers(groups.host[0]),
             find_unused=self.find_unused_parameters,
         )  # fmt: skip
-        self._trainable = frozenset(id(parameter) for parameter in trainable.values())
+        self.trainable = frozenset(id(parameter) for parameter in trainable.values())
         lifecycle.adopt(engine, self.process_group)
         self._compiled = _compiled_inside(self.module)
         for owner in torch_private.eager_modules(self.module):
-            handle = owner.register_forward_pre_hook(MaterialiseHook(engine, owner), prepend=True)
+            handle = owner.register_forward_pre_hook(MaterialiseHook(engine.settlement, owner), prepend=True)
             engine.own_handles.append(handle)
         self.__dict__["_engine"] = engine
         weakref.finalize(self, lifecycle.abandon, engine).atexit = False
@@ -166,7 +166,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         Never needed for right results; useful before a timed section or a fork.
         """
         if self.engine is not None:
-            self.engine.settle_all()
+            self.engine.settlement.settle_all()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters by their total norm, as ``torch.nn.utils.clip_grad_norm_``; returns it.
@@ -198,16 +198,16 @@ class DecoupledDataParallel(RefusingDataParallel):
             trainable = trainable_now(self.module, self._compiled)
             # A critic that is frozen while others learn is as it was when it thaws.
             reducing = bool(trainable)
-            if trainable and trainable != self._trainable:
+            if trainable and trainable != self.trainable:
                 self._follow_trainable(engine)
             engine.synchronise = self.require_backward_grad_sync
-        if self._tuner is not None:
-            self._tuner.before_forward(learning=reducing)
+        if self.tuner is not None:
+            self.tuner.before_forward(learning=reducing)
         if self._join_config.enable:
             Join.notify_join_context(self)
         self.share_buffers()
         if self._join_config.enable and self.uneven is not None and engine is not None:
-            engine.divisor = self.uneven.divisor(reduces=learning and self.require_backward_grad_sync)
+            engine.reducer.divisor = self.uneven.divisor(reduces=learning and self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = torch_private.moved_as_ddp_does(inputs, kwargs, self.device)
         if self._compiled:
@@ -222,7 +222,7 @@ class DecoupledDataParallel(RefusingDataParallel):
 
     def _follow_trainable(self, engine: Engine) -> None:
         """Parameters were frozen, unfrozen or replaced, on every rank alike: put buckets of those in force."""
-        check_module(self.module, mine=engine.slots)
+        check_module(self.module, mine={id(state.parameter) for state in engine.layout.states})
         device = next(iter(trainable_parameters(self.module).values())).device
         if device != self.device:
             raise UnsupportedError("the model was moved after it was wrapped", got=device, expected=str(self.device),
@@ -232,7 +232,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         spec = model_spec(self.module)
         replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
         engine.reschedule(trainable, self.schedule)
-        self._trainable = frozenset(id(parameter) for parameter in trainable.values())
+        self.trainable = frozenset(id(parameter) for parameter in trainable.values())
 
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force: on every rank, at the same point of the script, between two steps.
@@ -241,10 +241,10 @@ class DecoupledDataParallel(RefusingDataParallel):
         """
         if self.engine is None:
             raise UnsupportedError("a copy of a decoupled model has no schedule")
-        if schedule.channels > self.engine.channels:
+        if schedule.channels > self.engine.transport.channels:
             raise UnsupportedError(
                 "a schedule asks for more channels than the model was wrapped with", got=schedule.channels,
-                expected=f"at most {self.engine.channels}",
+                expected=f"at most {self.engine.transport.channels}",
             )  # fmt: skip
         replicas.check_agreement(model_spec(self.module), schedule, self.process_group, self.join_device)
         self.engine.reschedule(trainable_parameters(self.module), schedule)
@@ -281,7 +281,7 @@ class DecoupledDataParallel(RefusingDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        left_behind = ("_engine", "process_group", "_trainable", "_compiled", "_wiring", "_tuner", "uneven")
+        left_behind = ("_engine", "process_group", "trainable", "_compiled", "_wiring", "tuner", "uneven")
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -321,14 +321,14 @@ class DecoupledDataParallel(RefusingDataParallel):
 
     def join_begins(self) -> None:
         """Every rank enters a ``join()``, those without inputs too."""
-        if self._tuner is not None:
-            self._tuner.join_begins()
+        if self.tuner is not None:
+            self.tuner.join_begins()
 
     def join_ends(self) -> None:
         """Go on as before a ``join()``, if there is one."""
         if self.uneven is not None and self.engine is not None:
             before, self.uneven = self.uneven.schedule, None
-            self.engine.divisor = float(self.engine.world_size)
+            self.engine.reducer.divisor = float(self.engine.transport.world_size)
             self.reschedule(before)
 
     @property

@@ -15,7 +15,7 @@ from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import ideal_seconds
 from headway.strategies.data_parallel.channels.communication import Job
-from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 
 REPEATS = 3
@@ -33,7 +33,7 @@ RINGS = tuple(Selection(RING, kind) for kind in HALVES)
 
 
 def measure(
-    engine: Engine,
+    transport: BucketTransport,
     agreement: Agreement,
     size_bytes: int,
     *,
@@ -45,9 +45,9 @@ def measure(
     Every rank calls it at the same point, with nothing under way, and gets the same. Each rank counts as a host of its
     own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
     """
-    world_size = engine.world_size
-    timed = partial(_collectives_s, engine, agreement, busy=busy >= BUSY)
-    saturated = partial(_saturated_s, engine, agreement, busy=busy >= BUSY)
+    world_size = transport.world_size
+    timed = partial(_collectives_s, transport, agreement, busy=busy >= BUSY)
+    saturated = partial(_saturated_s, transport, agreement, busy=busy >= BUSY)
     least = 4 * world_size
     reduce_s = timed((Selection(RING, ALL_REDUCE),), least, TOKENS)
     # Where rings on other channels keep cores from each other, that is what each of them costs.
@@ -100,7 +100,7 @@ def _host(rank: int, gbps: float) -> Host:
 
 
 def _collectives_s(
-    engine: Engine,
+    transport: BucketTransport,
     agreement: Agreement,
     selections: Sequence[Selection],
     size_bytes: int,
@@ -111,15 +111,17 @@ def _collectives_s(
     """Seconds of one of each of ``selections``, of ``count`` without a pause: the median of the slowest rank's."""
     took_s: list[float] = []
     for _ in range(REPEATS):
-        run = partial(_run, engine, selections, size_bytes, count, took_s.append)
-        job = engine.submit(Job("all_reduce", -1, size_bytes, run))
+        run = partial(_run, transport, selections, size_bytes, count, took_s.append)
+        job = transport.submit(Job("all_reduce", -1, size_bytes, run))
         if busy:
             _compute_until(job)
-        engine.wait(job)
+        transport.wait(job)
     return statistics.median(agreement.slowest(took_s)) / count
 
 
-def _saturated_s(engine: Engine, agreement: Agreement, size_bytes: int, count: int, *, busy: bool) -> float:
+def _saturated_s(
+    transport: BucketTransport, agreement: Agreement, size_bytes: int, count: int, *, busy: bool
+) -> float:
     """Seconds that a ring half costs where every channel has one under way, as in training: what its bytes take.
 
     One channel alone leaves the links idle while it waits for messages, which shaped links make up for later and real
@@ -128,31 +130,29 @@ def _saturated_s(engine: Engine, agreement: Agreement, size_bytes: int, count: i
     took_s: list[float] = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        run = partial(_run, engine, RINGS, size_bytes, count, lambda _: None)
-        jobs = [
-            engine.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(engine.schedule.channels)
-        ]
+        run = partial(_run, transport, RINGS, size_bytes, count, lambda _: None)
+        jobs = [transport.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(transport.used)]
         if busy:
             _compute_until(jobs[-1])
         for job in jobs:
-            engine.wait(job)
+            transport.wait(job)
         took_s.append(time.perf_counter() - begun)
     rings = len(jobs) * len(RINGS) * (count + 1)  # with the one that ranks begin together behind
     return statistics.median(agreement.slowest(took_s)) / rings
 
 
 def _run(
-    engine: Engine,
+    transport: BucketTransport,
     selections: Sequence[Selection],
     size_bytes: int,
     count: int,
     tell: Callable[[float], None],
     channel: int,
 ) -> None:
-    world_size = engine.world_size
+    world_size = transport.world_size
     flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
     scratch = torch.empty(scratch_numel(flat.numel(), world_size))
-    actions = [engine.prepare(selection, flat, scratch, channel) for selection in selections]
+    actions = [transport.prepare(selection, flat, scratch, channel) for selection in selections]
     for action in actions:  # ranks begin together behind it, and shaped links have spent what they had saved
         action()
     begun = time.perf_counter()

@@ -12,7 +12,11 @@ import statistics
 import weakref
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from headway.graph.update_cost import update_cost
 from headway.job import Job
@@ -36,9 +40,6 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 from headway.strategies.data_parallel.decoupled.tuning.watch import StepWatch
 from headway.strategies.data_parallel.module_spec import model_spec
 
-if TYPE_CHECKING:
-    from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
-
 WARM_STEPS = 3
 WATCHED_STEPS = 4
 MEASURED_STEPS = 3
@@ -57,13 +58,41 @@ class Interval(NamedTuple):
 Study = Generator[None, Interval, None]
 
 
+class Tunable(Protocol):
+    """A wrapped model whose schedule can be changed while it trains."""
+
+    module: nn.Module
+    process_group: dist.ProcessGroup
+    device: torch.device
+    schedule: BucketSchedule
+    trainable: frozenset[int]
+    """The identities of the parameters that are trained."""
+    uneven: Any
+    """The ``join()`` that lasts, if one does."""
+    tuner: Tuner | None
+    """Told of forwards and of ``join()`` for as long as there is one."""
+    tuning: Tuned | None
+    """What came of it."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """What runs the model."""
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where its process group takes small tensors."""
+
+    def reschedule(self, schedule: BucketSchedule) -> None:
+        """Put another schedule in force."""
+
+
 class Tuner:
     """Tunes one wrapped model as ``proposer`` says, and leaves ``wrapped.tuning`` behind.
 
     A proposal is measured over ``measured_steps``, behind one step in which it settles.
     """
 
-    def __init__(self, wrapped: DecoupledDataParallel, proposer: Proposer, measured_steps: int) -> None:
+    def __init__(self, wrapped: Tunable, proposer: Proposer, measured_steps: int) -> None:
         self._wrapped = weakref.ref(wrapped)
         self._proposer = proposer
         self._measured_steps = measured_steps
@@ -74,9 +103,9 @@ class Tuner:
         self._clock = Clock(wrapped.device)
         self._begin(wrapped)
 
-    def _begin(self, wrapped: DecoupledDataParallel) -> None:
+    def _begin(self, wrapped: Tunable) -> None:
         self._schedule = wrapped.schedule
-        self._trainable = wrapped._trainable
+        self._trainable = wrapped.trainable
         self._told: dict[Candidate, list[float]] = {}
         self._learned: Learned | None = None
         self._reductions: int | None = None
@@ -99,7 +128,7 @@ class Tuner:
             wrapped.uneven is not None
         ):  # join() has put a schedule of its own in force for as long as it lasts
             self.join_begins()
-        elif wrapped._trainable is not self._trainable:
+        elif wrapped.trainable is not self._trainable:
             self._begin_anew(wrapped)
         elif wrapped.schedule is not self._schedule:
             self._finish("the script put another schedule in force", keep=True)
@@ -107,17 +136,17 @@ class Tuner:
             if engine.synchronise:
                 self._count(engine)
             if self._watch is not None:
-                self._watch.expect_forward(engine.buckets[0].reductions)
+                self._watch.expect_forward(engine.layout.buckets[0].reductions)
 
     def _count(self, engine: Engine) -> None:
-        reductions = engine.buckets[0].reductions
+        reductions = engine.layout.buckets[0].reductions
         now_ns = self._clock.now_ns()
         if self._reductions is None:
             self._reductions, self._begun_ns, self._disturbed = reductions, now_ns, True
         elif reductions != self._reductions:  # of several forwards before a backward the first one counts
             self._steps += 1
             self._resume(Interval((now_ns - self._begun_ns) / 1e6, self._disturbed))
-            self._reductions, self._disturbed = engine.buckets[0].reductions, False
+            self._reductions, self._disturbed = engine.layout.buckets[0].reductions, False
             self._begun_ns = self._clock.now_ns()
 
     def join_begins(self) -> None:
@@ -163,7 +192,7 @@ class Tuner:
             self._proposer.tell(candidate, measured_ms)
 
     def _refuse_alone(self) -> None:
-        if self._parts()[1].world_size == 1:
+        if self._parts()[1].transport.world_size == 1:
             raise TuningEndedError("a single worker communicates with nobody")
 
     def _watch_steps(self) -> StepWatch:
@@ -177,27 +206,36 @@ class Tuner:
         wrapped, engine = self._parts()
         agreement, spec = _agreement(wrapped), model_spec(wrapped.module)
         self._stop_watching()
-        engine.settle_all()
+        engine.settlement.settle_all()
         sharded = engine.schedule.gather == "parameters"
-        sizes_bytes = {u.buckets[0].index: sum(b.size_bytes for b in u.buckets) for u in engine.units}
+        sizes_bytes = {g.buckets[0].index: sum(b.size_bytes for b in g.buckets) for g in engine.layout.groups}
         if sharded:
-            sizes_bytes = {bucket.index: bucket.size_bytes for bucket in engine.buckets}
-        update = update_cost(watch.updates, sizes_bytes, engine.world_size if sharded else 1)
+            sizes_bytes = {bucket.index: bucket.size_bytes for bucket in engine.layout.buckets}
+        update = update_cost(watch.updates, sizes_bytes, engine.transport.world_size if sharded else 1)
         steps = slowest_steps(agreement.from_each(numbers_of(watch.periods, update, spec)), spec)
         if steps is None:
             raise TuningEndedError("a rank saw no step of one forward and one backward")
         cluster = links.measure(
-            engine, agreement, spec.size_bytes, busy=steps.busy, update_overhead_ns=steps.update_overhead_ns
+            engine.transport,
+            agreement,
+            spec.size_bytes,
+            busy=steps.busy,
+            update_overhead_ns=steps.update_overhead_ns,
         )
         return Learned(steps.profile, cluster)
 
     def _setting(self) -> Setting:
         wrapped, engine = self._parts()
         in_force, forms = wrapped.schedule, _forms(wrapped.schedule)
-        if engine.needs_gradients:
+        if engine.settlement.needs_gradients:
             in_force, forms = replace(in_force, gather="gradients"), ("gradients",)
         return Setting(
-            model_spec(wrapped.module), in_force, forms, engine.channels, _agreement(wrapped), self._learned
+            model_spec(wrapped.module),
+            in_force,
+            forms,
+            engine.transport.channels,
+            _agreement(wrapped),
+            self._learned,
         )
 
     def _put_in_force(self, schedule: BucketSchedule) -> None:
@@ -208,7 +246,7 @@ class Tuner:
 
     # Ending ------------------------------------------------------------------------------------------
 
-    def _begin_anew(self, wrapped: DecoupledDataParallel) -> None:
+    def _begin_anew(self, wrapped: Tunable) -> None:
         """Other parameters are trained: what was learned and tried is of no use."""
         self._stop_watching()
         self._initial = restricted(self._initial, model_spec(wrapped.module))
@@ -239,7 +277,7 @@ class Tuner:
             learned=self._learned,
             ended_early=reason,
         )
-        wrapped._tuner = None
+        wrapped.tuner = None
         if _agreement(wrapped).rank == 0:
             _log.info("%s", wrapped.tuning.describe())
 
@@ -248,14 +286,14 @@ class Tuner:
             self._watch.detach()
             self._watch = None
 
-    def _parts(self) -> tuple[DecoupledDataParallel, Engine]:
+    def _parts(self) -> tuple[Tunable, Engine]:
         wrapped = self._wrapped()
         assert wrapped is not None
         assert wrapped.engine is not None
         return wrapped, wrapped.engine
 
 
-def _agreement(wrapped: DecoupledDataParallel) -> Agreement:
+def _agreement(wrapped: Tunable) -> Agreement:
     return Agreement(wrapped.process_group, wrapped.join_device)
 
 
@@ -268,15 +306,13 @@ def _typical_ms(intervals: list[Interval]) -> float:
     return statistics.median(calm or [interval.ms for interval in intervals])
 
 
-def tune(
-    wrapped: DecoupledDataParallel, proposer: Proposer | None = None, measured_steps: int = MEASURED_STEPS
-) -> None:
+def tune(wrapped: Tunable, proposer: Proposer | None = None, measured_steps: int = MEASURED_STEPS) -> None:
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
     Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
     measured over ``measured_steps``: with three of them all is done in at most 40 steps.
     """
-    wrapped._tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps)
+    wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps)
 
 
 __all__ = ["Interval", "Tuner", "tune"]

@@ -49,7 +49,7 @@ class StepWatch:
         self.periods: list[Period] = []
         self.updates: dict[int, list[int]] = defaultdict(list)  # bucket: what each of its updates took, in ns
         self._engine = weakref.ref(engine)
-        self._names = {id(slot.parameter): slot.name for slot in engine.slots}
+        self._names = {id(state.parameter): state.name for state in engine.layout.states}
         self._updates_wait = engine.schedule.gather == "gradients"
         self._open: Period | None = None
         self._reductions: int | None = None
@@ -66,9 +66,9 @@ class StepWatch:
         # The root's own comes in front of its need.
         handles.append(module.register_forward_pre_hook(Notice(self, "forward_begins"), prepend=True))
         handles.append(module.register_forward_hook(Notice(self, "forward_ended")))
-        for slot in engine.slots:
-            act = Notice(self, "ready", slot.name)
-            handles.append(slot.parameter.register_post_accumulate_grad_hook(act))
+        for state in engine.layout.states:
+            act = Notice(self, "ready", state.name)
+            handles.append(state.parameter.register_post_accumulate_grad_hook(act))
         handles.append(register_optimizer_step_pre_hook(Notice(self, "step_begins")))
         handles.append(register_optimizer_step_post_hook(Notice(self, "step_ended")))
         engine.own_handles.extend(handles)

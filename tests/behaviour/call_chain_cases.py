@@ -1,0 +1,86 @@
+"""Run in two ranks: the calls between a gradient's hook and its collective, and those of a gradient altogether."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import headway
+from headway.collectives import executor
+from headway.scheduling.buckets import GatherMode
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.runtime import wrap
+
+ROOT = str(Path(headway.__file__).parent)
+LAYERS, WIDTH = 12, 8
+LAYER_BYTES = 4 * (WIDTH + 1) * WIDTH
+
+Chain = list[tuple[str, str]]  # file, function
+
+
+class Calls:
+    """What is called on the thread that trains, and on those of channels that were started meanwhile."""
+
+    def __init__(self) -> None:
+        self.watching = False
+        self.count = 0
+        self.to_queue: list[Chain] = []  # from outside of Headway to a channel's queue
+        self.to_collective: list[Chain] = []  # from a thread's beginning to the compiled loop
+
+    def on_main(self, frame: FrameType, event: str, argument: Any) -> None:
+        """A profile function."""
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            self.count += 1
+        elif event == "c_call" and getattr(argument, "__name__", "") == "put":
+            self.to_queue.append(chain_to(frame))
+
+    def on_thread(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """A profile function."""
+        if self.watching and event == "call" and frame.f_code.co_filename.endswith("/collectives/live.py"):
+            self.to_collective.append(chain_to(frame))
+
+
+def chain_to(frame: FrameType | None) -> Chain:
+    """Headway's calls that are open, the first one first: up to where another's code called it."""
+    found: Chain = []
+    while frame is not None and frame.f_code.co_filename.startswith(ROOT):
+        found.append((frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_qualname))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def watch(_rank: int, _world_size: int) -> dict[str, Any]:
+    """What is seen in a backward, by what is gathered."""
+    found = {}
+    modes: tuple[GatherMode, ...] = ("gradients", "parameters")
+    for mode in modes:
+        calls = Calls()
+        threading.setprofile(calls.on_thread)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        wrapped = wrap(model, DecoupledStrategy(bucket_cap_bytes=4 * LAYER_BYTES, gather=mode))
+        threading.setprofile(None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = wrapped(torch.ones(2, WIDTH)).sum()
+            if step == 2:  # programs have been prepared
+                calls.watching = True
+                sys.setprofile(calls.on_main)
+            loss.backward()
+            sys.setprofile(None)
+            wrapped.flush()
+            optimizer.step()
+        calls.watching = False
+        wrapped.flush()
+        found[mode] = {
+            "to_queue": calls.to_queue, "to_collective": calls.to_collective,
+            "compiled": isinstance(executor.compiled(), torch.jit.ScriptFunction),
+            "calls_a_parameter": calls.count / (2 * LAYERS),
+        }  # fmt: skip
+    return found
