@@ -57,7 +57,7 @@ def chain_to(frame: FrameType | None) -> Chain:
 
 def watch(_rank: int, _world_size: int) -> dict[str, Any]:
     """What is seen in a backward, by what is gathered."""
-    found = {}
+    found: dict[str, Any] = {}
     modes: tuple[GatherMode, ...] = ("gradients", "parameters")
     for mode in modes:
         calls = Calls()

@@ -69,7 +69,7 @@ class BucketSchedule:
     ``gather_order`` holds bucket indices in the order in which the next forward needs them; it is empty for
     strategies whose collective leaves every rank with the whole result. ``gather`` says what is gathered: gradients,
     right behind the reduce-scatters, or parameters, after the step of an optimizer whose state is sharded.
-    ``channels`` collectives may be under way at a time. With gradients, gather number ``i`` may stand right behind
+    ``channels`` collectives may be in flight at a time. With gradients, gather number ``i`` may stand right behind
     reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one. ``algorithms`` carry out
     the halves.
     """

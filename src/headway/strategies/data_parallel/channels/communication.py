@@ -153,7 +153,7 @@ class Channels:
     def stop(self) -> None:
         """End the threads after what is queued; wait for that unless called on one of them.
 
-        After a failure nothing is under way for long, and the wait is bounded. It must not be left out: a thread that
+        After a failure nothing is in flight for long, and the wait is bounded. It must not be left out: a thread that
         comes back from a collective while the interpreter ends takes the process down with it.
         """
         for queue in self._queues:
@@ -232,7 +232,7 @@ class Channels:
         """Raise UnsupportedError in a process that was forked from the one that trains."""
         if os.getpid() != self._process:
             raise UnsupportedError(
-                "a forked process uses a model whose update is still under way",
+                "a forked process uses a model whose update is still in flight",
                 fix="Call flush() on the wrapped model before forking.",
             )
 

@@ -1,9 +1,9 @@
 """Parameters whose value or gradient is still on its way, and which notice being used.
 
-While something is under way the class of a parameter is changed in place, as torch itself does when it materialises
+While something is in flight the class of a parameter is changed in place, as torch itself does when it materialises
 an ``UninitializedParameter``. Every use from Python of a ``DeferredParameter`` passes ``__torch_function__``, which
-first brings the parameter up to date. Where merely the gradient is under way the parameter is a ``DeferredGradient``,
-whose ``.grad`` is brought up to date and whose value is used at torch's own speed. When nothing is under way it is an
+first brings the parameter up to date. Where merely the gradient is in flight the parameter is a ``DeferredGradient``,
+whose ``.grad`` is brought up to date and whose value is used at torch's own speed. When nothing is in flight it is an
 ordinary ``nn.Parameter`` again.
 """
 
@@ -20,7 +20,7 @@ from headway import torch_private
 
 
 class Pending(Protocol):
-    """What is under way for one parameter."""
+    """What is in flight for one parameter."""
 
     def before_value(self) -> None:
         """Make the parameter's value current."""
@@ -58,7 +58,7 @@ ABOUT_NEITHER = frozenset(
 
 
 class DeferredParameter(torch_private.StandsInForParameter):
-    """An ``nn.Parameter`` while its update is under way, and perhaps its reduced gradient. Never constructed.
+    """An ``nn.Parameter`` while its update is in flight, and perhaps its reduced gradient. Never constructed.
 
     Methods name ``nn.Parameter`` rather than ``super()``: by then the parameter may be an ordinary one again.
     """
@@ -98,7 +98,7 @@ class DeferredParameter(torch_private.StandsInForParameter):
 
 
 class DeferredGradient(torch_private.StandsInForParameter):
-    """An ``nn.Parameter`` while its reduced gradient is under way and its value is current. Never constructed.
+    """An ``nn.Parameter`` while its reduced gradient is in flight and its value is current. Never constructed.
 
     ``nn.Parameter`` takes no part in ``__torch_function__``, so only ``.grad`` costs anything.
     """
@@ -141,7 +141,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set ``.grad``, whatever is under way."""
+    """Set ``.grad``, whatever is in flight."""
     if type(parameter) is not DeferredParameter:
         _GRADIENT_WRITE(parameter, value)
         return

@@ -1,7 +1,7 @@
 """Which backwards are reduced: those that a synchronised forward of the wrapped model has led to expect.
 
-As under stock DDP a forward says so, not the backward: the next one is reduced, whatever it goes through. So is a later
-one that reaches what such a forward returned. Any other, of the bare module on one rank perhaps, stays local.
+As in stock DDP, a synchronised forward arms the reduction; the next backward is reduced whatever it traverses. So is a
+later one that reaches what such a forward returned. Any other, of the bare module on one rank perhaps, stays local.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Form (a): gradients are gathered, and every rank runs the whole optimizer, a bucket at a time, when forward needs it.
+"""Gradients are gathered, and every rank runs the whole optimizer, a bucket at a time, when forward needs it.
 
 The gathers stand behind the reduce-scatters of the same backward. So a step, a read or a further backward only ever
 waits for what is queued, and a read on one rank alone can neither mix up collectives nor wait for something that other
@@ -35,7 +35,7 @@ from headway.strategies.data_parallel.decoupled.usage import Usage
 
 
 class GatherGradients:
-    """What is under way: gathers, and updates that wait for them."""
+    """What is in flight: gathers, and updates that wait for them."""
 
     sharded_gradients: ShardedGradients | None = None
 
@@ -162,11 +162,11 @@ class GatherGradients:
     # Settling ----------------------------------------------------------------------------------------
 
     def settle_gradient(self, group: SettleGroup) -> None:
-        """Finish what is under way: gradients and updates come together."""
+        """Finish what is in flight: gradients and updates come together."""
         self.settle_value(group)
 
     def settle_value(self, group: SettleGroup) -> None:
-        """Finish what is under way for ``group``: averages into ``.grad``, due updates into parameters."""
+        """Finish what is in flight for ``group``: averages into ``.grad``, due updates into parameters."""
         if not group.in_flight:
             return
         for bucket in group.buckets:

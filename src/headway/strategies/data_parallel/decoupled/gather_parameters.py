@@ -1,4 +1,4 @@
-"""Form (b): each rank updates its shard of the parameters, and the parameters are gathered under the next forward.
+"""Parameters are gathered: each rank updates its shard of the parameters, and all get it under the next forward.
 
 Nothing is gathered before a step. A step queues, for each bucket, this rank's share of the update, as soon as the
 bucket is reduced, and the all-gather of the parameters. So an optimizer's work and state fall to one over the world

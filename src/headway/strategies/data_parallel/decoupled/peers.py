@@ -214,7 +214,7 @@ class Peers:
 
     def _reply(self, request: Mapping[str, Any]) -> Reply:
         if self._respondent is None:
-            return {"refused": "nothing is under way there"}, []
+            return {"refused": "nothing is in flight there"}, []
         if request["want"] == "progress":
             submitted, last = self._respondent.progress
             return {"submitted": submitted, "last": last}, []

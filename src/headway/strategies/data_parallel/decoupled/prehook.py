@@ -54,7 +54,7 @@ class MaterialiseHook:
                 guard.before_value()
 
     def __deepcopy__(self, _memo: Any) -> MaterialiseHook:
-        """A hook for the copy: nothing is under way there."""
+        """A hook for the copy: nothing is in flight there."""
         return MaterialiseHook(None, None)
 
     def __reduce__(self) -> Any:

@@ -66,7 +66,7 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
 
 
 def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
-    """Clear gradients as ``zero_grad`` does, without waiting for those that are under way."""
+    """Clear gradients as ``zero_grad`` does, without waiting for those that are in flight."""
     for parameter in parameters:
         guard: ParameterGuard | None = deferred.entry_of(parameter)
         if guard is None:

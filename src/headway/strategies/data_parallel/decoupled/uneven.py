@@ -41,7 +41,7 @@ class Uneven:
         return float(dist.get_world_size(self.group)) if self.divide_by_initial or not count else float(count)
 
     def how_many(self, here: bool) -> int:
-        """On how many ranks something is so."""
+        """The number of ranks on which ``here`` is true."""
         count = torch.tensor([int(here)], device=self.device)
         dist.all_reduce(count, group=self.group)
         return int(count)

@@ -161,7 +161,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         return self.__dict__.get("_engine")
 
     def flush(self) -> None:
-        """Finish everything under way: averages are in ``.grad`` and due updates in parameters on return.
+        """Finish everything in flight: averages are in ``.grad`` and due updates in parameters on return.
 
         Never needed for right results; useful before a timed section or a fork.
         """
@@ -176,7 +176,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, without waiting for those under way."""
+        """Clear gradients, without waiting for those in flight."""
         clear_gradients(self.module.parameters(), set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 

@@ -15,7 +15,7 @@ class Clock:
         self._device = device
 
     def now_ns(self) -> int:
-        """Nanoseconds; on a device this waits for everything under way."""
+        """Nanoseconds; on a device this waits for everything in flight."""
         if not self.host:
             torch.cuda.synchronize(self._device)
         return time.monotonic_ns()

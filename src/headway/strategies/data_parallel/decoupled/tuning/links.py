@@ -1,4 +1,4 @@
-"""What this model's collectives cost, measured in place: on its own channels, with nothing else under way."""
+"""What this model's collectives cost, measured in place: on its own channels, with nothing else in flight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure(
 ) -> Cluster:
     """The cluster as a model of ``size_bytes`` sees it: latency, goodput, what rings cost and what might be quicker.
 
-    Every rank calls it at the same point, with nothing under way, and gets the same. Each rank counts as a host of its
+    Every rank calls it at the same point, with nothing in flight, and gets the same. Each rank counts as a host of its
     own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
     """
     world_size = transport.world_size
@@ -122,7 +122,7 @@ def _collectives_s(
 def _saturated_s(
     transport: BucketTransport, agreement: Agreement, size_bytes: int, count: int, *, busy: bool
 ) -> float:
-    """Seconds that a ring half costs where every channel has one under way, as in training: what its bytes take.
+    """Seconds that a ring half costs where every channel has one in flight, as in training: what its bytes take.
 
     One channel alone leaves the links idle while it waits for messages, which shaped links make up for later and real
     ones do not; either way it says little of what several get through.

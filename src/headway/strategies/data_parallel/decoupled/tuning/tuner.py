@@ -202,7 +202,7 @@ class Tuner:
         return watch
 
     def _learn(self, watch: StepWatch) -> Learned:
-        """What was watched on the slowest rank, and what rings cost with nothing else under way."""
+        """What was watched on the slowest rank, and what rings cost with nothing else in flight."""
         wrapped, engine = self._parts()
         agreement, spec = _agreement(wrapped), model_spec(wrapped.module)
         self._stop_watching()
