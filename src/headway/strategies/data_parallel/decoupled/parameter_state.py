@@ -215,8 +215,10 @@ class ParameterState:
     def leave_gradient(self) -> None:
         """The script replaces ``.grad``: it is no longer ours to write."""
         phase = _REPLACE[self.phase]
-        if phase is not self.phase:
+        if phase is _CURRENT:
             self._enter(phase)
+        else:  # what is noticed stays the same
+            self.phase = phase
 
     # What is asked of it -----------------------------------------------------------------------------
 
