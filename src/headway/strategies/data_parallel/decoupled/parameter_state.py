@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from headway import torch_private
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import BucketView
 from headway.strategies.data_parallel.decoupled.copying import same_bits
+from headway.strategies.data_parallel.decoupled.holders import gradient_holders, unshared
 from headway.strategies.data_parallel.decoupled.phase import TRANSITIONS, Event, Phase
 
 _CURRENT = Phase.CURRENT
@@ -256,26 +255,3 @@ def note_steps(states: Iterable[ParameterState]) -> None:
     """Let autograd know that the values of ``states`` are not what they were."""
     with torch_private.without_subclass_dispatch():
         torch.autograd.graph.increment_version([state.parameter for state in states])
-
-
-def gradient_holders(parameter: nn.Parameter) -> tuple[int, int]:
-    """Count who holds ``parameter.grad``: references to the tensor, and uses of its storage.
-
-    Compare with ``unshared``, the counts where only the parameter does.
-    """
-    gradient = parameter.grad
-    return sys.getrefcount(gradient), torch_private.storage_uses(gradient)  # type: ignore[arg-type]
-
-
-@lru_cache
-def unshared(device: torch.device) -> tuple[tuple[int, int], int]:
-    """What ``gradient_holders`` counts, and the uses of a parameter's storage, where nobody shares anything.
-
-    The interpreter and torch add their own.
-    """
-    counts: list[Any] = []
-    parameter = nn.Parameter(torch.ones(2, device=device))
-    parameter.register_post_accumulate_grad_hook(lambda p: counts.append(gradient_holders(cast(Any, p))))
-    with torch_private.without_user_modes(), torch.enable_grad():
-        (parameter * 2).sum().backward()
-    return counts[0], torch_private.storage_uses(parameter)

@@ -21,8 +21,9 @@ from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.condition import Condition
 from headway.strategies.data_parallel.decoupled.expected import Expected
+from headway.strategies.data_parallel.decoupled.holders import unshared
 from headway.strategies.data_parallel.decoupled.layout import Layout
-from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, unshared
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.decoupled.settlement import Settlement
 from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.usage import Usage
