@@ -37,8 +37,11 @@ def _nothing(_channel: int) -> None:
 class Job:
     """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``.
 
-    ``then`` is told of its end, and of its failure where it failed, on the thread that ran it.
+    ``then`` is told of its end, and of its failure where it failed, on the thread that ran it. Its messages carry
+    ``tag``, the same on all ranks.
     """
+
+    tag = 0
 
     def __init__(
         self,
@@ -73,8 +76,6 @@ class Job:
     def is_over(self) -> bool:
         """Whether it is done, on the device too."""
         return self.done.is_set() and (self.event is None or bool(self.event.query()))
-
-    tag = 0  # of its messages, the same on all ranks
 
     def bound(self, channel: int) -> Callable[[int], object]:
         """What carries it out on ``channel``, to be called with its tag."""
