@@ -176,13 +176,13 @@ def without_user_modes() -> Iterator[None]:
         yield
 
 
-def pretended_tensors() -> AbstractContextManager[Any]:
+def fake_tensors() -> AbstractContextManager[Any]:
     """Inside it tensors have shapes, devices and lives as ever, and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_pretended(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one of ``pretended_tensors``, without data."""
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one of ``fake_tensors``, without data."""
     return isinstance(tensor, FakeTensor)
 
 

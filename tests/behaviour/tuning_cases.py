@@ -111,7 +111,7 @@ def alone(optimizer: str, steps: int, world_size: int, **options: Any) -> dict[s
 
 
 class Scripted:
-    """Proposes forms, channels and cuts that the planner would hardly choose, and pretends that the third is best."""
+    """Proposes forms, channels and cuts that the planner would hardly choose, and says that the third is best."""
 
     learns = False
 

@@ -120,7 +120,7 @@ def test_only_what_onednn_convolves_on_this_machine_counts(monkeypatch: pytest.M
     assert inner_bytes(CONVOLUTION, (last, weight, *OPTIONS), last) == 0
     double = given.double()
     assert inner_bytes(CONVOLUTION, (double, weight.double(), *OPTIONS), double) == 0
-    with torch_private.pretended_tensors():
+    with torch_private.fake_tensors():
         fake = tensors()
         assert inner_bytes(CONVOLUTION, (*fake[:2], *OPTIONS), fake[2]) == 0
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

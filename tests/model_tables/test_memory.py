@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.models.bert import bert_base
 from headway.models.resnet import resnet50
-from headway.prediction.memory import pass_memory_of, pretended
+from headway.prediction.memory import on_fake_tensors, pass_memory_of
 
 
 def norm(channels: int, *, activation: bool = True) -> nn.Sequential:
@@ -53,7 +53,7 @@ def residual_net() -> nn.Module:
 
 def test_a_convolutional_table_keeps_what_torch_keeps() -> None:
     samples = 8
-    built = pretended("net", lambda: (residual_net(), torch.zeros(samples, 3, 224, 224)))
+    built = on_fake_tensors("net", lambda: (residual_net(), torch.zeros(samples, 3, 224, 224)))
     found = pass_memory_of(built)
     table = resnet50(samples).spec.pass_memory
     assert found is not None
@@ -94,7 +94,7 @@ def test_a_transformer_table_keeps_what_torch_keeps() -> None:
     def make() -> tuple[nn.Module, torch.Tensor]:
         return nn.Sequential(*(EncoderLayer() for _ in range(depth))), torch.zeros(samples, length, 768)
 
-    found = pass_memory_of(pretended("net", make))
+    found = pass_memory_of(on_fake_tensors("net", make))
     assert found is not None
     layers = [x for x in bert_base(samples, length).layers if x.name.startswith("bert.encoder.layer.")]
     kept = sum(layer.work.kept_bytes for layer in layers) / 12 * depth

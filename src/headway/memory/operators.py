@@ -20,9 +20,9 @@ _INPUT_NUMEL = 20_480  # from which it convolves a single sample
 
 
 def inner_bytes(operator: Any, arguments: Any, out: Any) -> int:
-    """What ``operator``, which was called with ``arguments`` and returned ``out``, held besides these; 0 where unknown.
+    """What ``operator``, called with ``arguments`` and returning ``out``, held in addition to these; 0 where unknown.
 
-    Tensors that only pretend stand for those of any device, and hold nothing.
+    Fake tensors stand for those of any device, and hold nothing.
     """
     if operator is FORWARD:
         given, weight, _bias, *options = arguments
@@ -40,7 +40,7 @@ def inner_bytes(operator: Any, arguments: Any, out: Any) -> int:
 
 def _is_on_cpu(given: torch.Tensor) -> bool:
     plain = given.device.type == "cpu" and given.dtype == torch.float32
-    return plain and not torch_private.is_pretended(given)
+    return plain and not torch_private.is_fake(given)
 
 
 def _is_by_onednn(

@@ -1,7 +1,7 @@
-"""What a pass of a module holds in memory: watched while it computes, or while it only pretends to.
+"""What a pass of a module holds in memory: watched while it computes, on real tensors or on fake ones.
 
-Pretended tensors have shapes and no data, and unlike those of the meta device take the kernels of the one that they
-pretend to be on. So attention keeps what its fused kernel keeps.
+Fake tensors have shapes and no data, and unlike those of the meta device take the kernels of the device they claim to
+be on. So attention keeps what its fused kernel keeps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from headway.model import PassMemory
 from headway.prediction.function import Built
 
 
-def pretended(text: str, make: Callable[[], Any]) -> Built:
+def on_fake_tensors(text: str, make: Callable[[], Any]) -> Built:
     """What ``make`` builds, of tensors without data. Raises UserError as ``Built`` does."""
-    return Built(text, make, torch_private.pretended_tensors())
+    return Built(text, make, torch_private.fake_tensors())
 
 
 def pass_memory_of(built: Built) -> PassMemory | None:

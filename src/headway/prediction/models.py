@@ -77,7 +77,7 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
 
     from headway.prediction.costing import LayerWork
     from headway.prediction.function import Built, function_named
-    from headway.prediction.memory import pass_memory_of, pretended
+    from headway.prediction.memory import on_fake_tensors, pass_memory_of
     from headway.prediction.timing import bytes_per_s_of, timed_layers
     from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -106,6 +106,6 @@ def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Wo
     learned = {
         "forward_order": tuple(layer.module for layer in layers),
         "ready_order": tuple(item.name for item in workload.timeline().items if item.kind == Point.READY),
-        "pass_memory": pass_memory_of(built if device_name == HERE else pretended(text, make)),
+        "pass_memory": pass_memory_of(built if device_name == HERE else on_fake_tensors(text, make)),
     }
     return replace(workload, spec=spec.model_copy(update=learned)).trained_by(optimizer, bytes_per_s)
