@@ -46,3 +46,14 @@ def test_sets_are_in_order_with_gaps(a: list[list[int]]) -> None:
     borders = as_set(a).ravel()
     assert (np.diff(borders) > 0).all()
     assert intervals.inside(as_set(a), np.arange(END)).tolist() == [t in moments(a) for t in range(END)]
+
+
+times = st.integers(0, 100)
+
+
+@given(rows=st.lists(st.tuples(times, times), max_size=12), start=times, end=times)
+def test_the_share_is_what_counting_gives(rows: list[tuple[int, int]], start: int, end: int) -> None:
+    covered = {moment for a, b in rows for moment in range(a, b)}
+    inside = sum(1 for moment in range(start, end) if moment in covered)
+    expected = inside / (end - start) if end > start else 0.0
+    assert abs(intervals.Intervals(rows).share_of(start, end) - expected) < 1e-9

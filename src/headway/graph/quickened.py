@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from headway.simulation.intervals import Intervals
+from headway.intervals import Intervals
 from headway.trace.events import Events, Kind
 
 

@@ -10,8 +10,8 @@ from headway.errors import TraceError
 from headway.graph.quickened import Quickened
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.intervals import Intervals
 from headway.model import ModelSpec
-from headway.simulation.intervals import Intervals
 from headway.trace.events import SHARDED, Event, Events, Kind
 from headway.trace.format import Trace
 

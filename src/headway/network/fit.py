@@ -14,7 +14,7 @@ from headway.cluster import DEFERRED_UPDATE, STEP_CALL, UPDATE_BESIDE, Algorithm
 from headway.collectives.algorithms import ALGORITHMS, KINDS, NATIVE, NCCL, cost_name, sent_bytes
 from headway.errors import TraceError
 from headway.graph.update_cost import is_beside, update_cost_beside
-from headway.simulation.intervals import Intervals
+from headway.intervals import Intervals
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from headway.graph.build import GraphBuilder
+from headway.intervals import Intervals
 from headway.simulation.engine import PlayedTimes, play
-from headway.simulation.intervals import Intervals
 from headway.simulation.operations import OperationGraph
 
 ROUNDS = 4

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.cluster import PassSlowdown
+from headway.intervals import Intervals
 from headway.job import Job
-from headway.simulation.intervals import Intervals
 from headway.strategies.data_parallel.channels import observer
 from headway.strategies.data_parallel.decoupled import lifecycle
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
