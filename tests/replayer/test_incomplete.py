@@ -67,6 +67,20 @@ def test_no_plan_is_laid_over_waits_that_replay_does_not_lay_out() -> None:
         check_takes_plans(replace(trace, events=events))
 
 
+def test_a_blocking_call_that_returns_late_is_no_wait_of_the_jobs_own() -> None:
+    trace = synthetic_trace(job(blocking_loss=True))
+    known = {
+        rank: [row for row in own.of_kind(Kind.WAIT) if row.name != WORK]
+        for rank, own in trace.events.items()
+    }
+    late = {
+        rank: [row._replace(name=WORK, duration_ns=row.duration_ns + 50_000_000) for row in rows]
+        for rank, rows in known.items()
+    }
+    events = {rank: Events.from_rows([*own, *late[rank]]) for rank, own in trace.events.items()}
+    check_takes_plans(replace(trace, events=events))
+
+
 @pytest.mark.parametrize("gbps", [0.3, 20.0])
 def test_recorded_buckets_answer_as_parameters_do(gbps: float) -> None:
     one = job(gbps=gbps, jitter=0.05)
