@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.model import ModelSpec
-from headway.trace.events import Events, Ints, Kind, Stream
+from headway.trace.events import Events, Kind, Stream
 from headway.trace.folder import load_trace, write_trace
 from headway.trace.format import Manifest, RankInfo
 

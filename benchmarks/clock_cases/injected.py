@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.clocks.aligning import aligned_ns
-from headway.trace.events import Events, Ints, Kind
+from headway.trace.events import Events, Kind
 from headway.trace.format import ClockFit
 
 OFFSET_MS = 50.0

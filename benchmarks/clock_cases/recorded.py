@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.lab.launch import best_mode
-from headway.trace.events import Events, Ints
+from headway.trace.events import Events
 from headway.trace.folder import load_trace
 from headway.trace.format import ClockFit
 

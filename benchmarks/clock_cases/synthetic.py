@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats
 from headway.trace.events import Events, Kind, Stream
 
-Floats = npt.NDArray[np.float64]
 _BEGIN_NS = 5_000_000_000  # times are counted from when machines started
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from headway.arrays import Ints
+
 Spans = npt.NDArray[np.int64]
 """Shape (n, 2): starts and ends, in order, not empty, and with a gap between neighbours."""
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats, Ints
 from headway.clocks import fit_clocks, meetings_of
 from headway.clocks.aligning import aligned_ns
-from headway.trace.events import Events, Ints, Kind, Stream
+from headway.trace.events import Events, Kind, Stream
 from headway.trace.format import ClockFit
 
-Floats = npt.NDArray[np.float64]
 US, MS, SECOND = 1_000, 1_000_000, 1_000_000_000
 BEGIN_NS = 100 * SECOND
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from headway.trace.events import Events, Ints
+from headway.arrays import Ints
+from headway.trace.events import Events
 from headway.trace.format import ClockFit
 
 

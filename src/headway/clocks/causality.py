@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Flags, Floats, Indices
 from headway.clocks.rows import STRETCHES, Rows
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
-Flags = npt.NDArray[np.bool_]
 
 MANY = 8  # meetings of which the tightest is not believed: it may be a flaw
 

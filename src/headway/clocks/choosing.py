@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Indices, Ints
 from headway.clocks.matching import MESSAGE, mixed
-from headway.trace.events import Ints
 
 if TYPE_CHECKING:
     from headway.clocks.meetings import Meetings
@@ -18,8 +18,6 @@ MAX_MEETINGS = 1_000
 MAX_ROWS = 30_000
 MAX_CLOCKS = 32  # in one meeting; of more, some in each, all in turn
 QUICK = 0.1  # of meetings of one time, what share is quicker than the one that is taken
-
-Indices = npt.NDArray[np.intp]
 
 
 def chosen(meetings: Meetings) -> Meetings:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.clocks.aligning import aligned_ns
 from headway.clocks.matching import MESSAGE
 from headway.clocks.meetings import Meetings
-from headway.trace.events import Ints
 from headway.trace.format import ClockFit
 
 _FARTHEST_NS = 2**62  # apart: beyond that times are no times, but no reason to fail

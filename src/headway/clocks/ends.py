@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats
 from headway.clocks.rows import Rows
 from headway.clocks.weighing import medians
 
 FINEST_US = 1.0  # nothing is recorded finer than this
 SHARE = 0.1  # of the time that a meeting took, by how much its ends may be apart unseen
-
-Floats = npt.NDArray[np.float64]
 
 
 def off_by_us(rows: Rows, values: Floats) -> Floats:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Floats
 from headway.clocks.causality import tightest, waited
 from headway.clocks.ends import apart_us, spreads_us, trusted_us
 from headway.clocks.matching import MESSAGE
@@ -23,8 +24,6 @@ from headway.clocks.weighing import medians
 
 FLAW = 8.0  # how many times the usual an end is off to be left out
 DOUBTED = 0.2  # what share of a clock's rows may be left out without a doubt
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

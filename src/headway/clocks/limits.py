@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
+from headway.arrays import Floats, Indices
 
 DRIFT_PPM = 100.0  # by how much two clocks drift apart at most where nothing is known of it
 

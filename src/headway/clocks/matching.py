@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Events, Ints, Kind, Texts
+from headway.arrays import Flags, Ints, Texts
+from headway.trace.events import Events, Kind
 
 Keys = npt.NDArray[np.uint64]
-Flags = npt.NDArray[np.bool_]
 Forms = npt.NDArray[np.int8]
 
 TOGETHER, LOOSE, MESSAGE = 0, 1, 2

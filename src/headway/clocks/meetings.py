@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Flags, Indices, Ints
 from headway.clocks.choosing import chosen
-from headway.clocks.matching import Codes, Flags, Forms, Parts, mixed, parts_of
-from headway.trace.events import Events, Ints
-
-Indices = npt.NDArray[np.intp]
+from headway.clocks.matching import Codes, Forms, Parts, mixed, parts_of
+from headway.trace.events import Events
 
 
 @dataclass(frozen=True, slots=True, eq=False)

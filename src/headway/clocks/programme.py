@@ -11,16 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats, Indices
 from headway.errors import UserError
 
 FARTHEST = 1e9  # off nought: what is farther off is far enough off
 LEAST_COST, COST_UNIT = 1e-7, 1e4
 LIMIT_S = 15.0  # for numbers that no recording has, solvers may run in circles
 
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 Factors = tuple[Indices, Floats]
 """One unknown of each term, and its factor."""
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Flags, Floats, Indices
 from headway.clocks.circle import Circle
 from headway.clocks.matching import TOGETHER
 from headway.clocks.meetings import Meetings
 
 STRETCHES = 8  # of the time, each with bounds of its own, between which drifts show
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

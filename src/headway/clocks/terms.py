@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats, Indices
 from headway.clocks.causality import Bounds, opposite
 from headway.clocks.ends import FINEST_US
 from headway.clocks.matching import LOOSE, MESSAGE
@@ -29,9 +29,6 @@ MESSAGE_US = 10_000.0  # a message counts as little as an end that may be off by
 BOUND = 3.0
 PRIOR = 0.75
 CENTRE = 2.0  # where bounds are no farther apart than so many spreads of ends, their middle outweighs ends
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats, Indices
 from headway.clocks.causality import tightest, waited
 from headway.clocks.ends import off_by_us, trusted_us
 from headway.clocks.estimate import Estimate
@@ -25,9 +25,6 @@ LATENCY_US = 200.0  # what waking up may take after a message has come
 SPREADS = 2.0  # how many times their spread ends may be off all alike, which nothing would show
 FEW = 5  # ends or bounds that contradict nothing yet
 MUCH = 0.25  # the share of bounds that are not broken by chance
-
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
 
 
 def uncertainties_us(estimate: Estimate, priors: Sequence[Prior], ends: tuple[float, float]) -> Floats:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.intp]
+from headway.arrays import Floats, Indices
 
 
 def medians(values: Floats, groups: Indices, weights: Floats, count: int, *, share: float = 0.5) -> Floats:

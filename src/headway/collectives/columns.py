@@ -8,10 +8,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.collectives.program import ChunkProgram, ProgramOf
 from headway.simulation.operations import NONE, Edges, edges_of
 
-Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
 
 

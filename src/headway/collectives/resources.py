@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.cluster import AlgorithmCost, Cluster, Traffic
 from headway.collectives.columns import ProgramColumns, columns_of, message_bytes
 from headway.collectives.program import ProgramOf
 from headway.simulation.building import OperationGraphBuilder, RouteTable
-from headway.simulation.operations import LATEST_NS, NO_RESOURCE, WHOLE, Ints, Numbers, Resources
+from headway.simulation.operations import LATEST_NS, NO_RESOURCE, WHOLE, Numbers, Resources
 
 MOST_LAID_OUT_BYTES = 2**28
 ROUTE_BYTES = 400  # of two routes in their table

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Floats
 from headway.diagnosis.breakdown import NS_A_MS, Breakdown
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.devices import idle_finding
@@ -24,8 +24,6 @@ from headway.diagnosis.stragglers import CAUSES, Blame, Straggler
 from headway.diagnosis.timeline import REST, RankTime
 from headway.diagnosis.verdict import Waits, usual_findings
 from headway.trace.format import Trace
-
-Floats = npt.NDArray[np.float64]
 
 
 def find_causes(

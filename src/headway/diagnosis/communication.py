@@ -8,12 +8,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Flags, Ints, Texts
 from headway.trace.events import Event, Events, Kind, texts
 from headway.trace.format import Trace
-
-Flags = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-Texts = npt.NDArray[np.object_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

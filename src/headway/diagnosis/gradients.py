@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway import intervals
+from headway.arrays import Ints
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.links import sent_volumes
 from headway.diagnosis.timeline import RankTime
@@ -98,7 +99,7 @@ def _volume_ns(times: dict[int, RankTime], rows: Communications, carrying: np.nd
     return min(float(busy_ns), float(sent[carrying].sum()) / bytes_a_ns)
 
 
-def _computed_share(time: RankTime, events: Events, moments: intervals.Ints) -> np.ndarray:
+def _computed_share(time: RankTime, events: Events, moments: Ints) -> np.ndarray:
     """How much of its backward pass this rank had computed at each moment; NaN outside of every pass."""
     passes = events.of_kind(Kind.BACKWARD_PASS)
     shares = np.full(len(moments), np.nan)

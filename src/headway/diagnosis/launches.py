@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Floats, Ints
 from headway.diagnosis.breakdown import NS_A_MS
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.findings import Finding, milliseconds, of_each_step
 from headway.diagnosis.timeline import RankTime
-from headway.intervals import Ints
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 from headway.units import format_bytes
@@ -21,8 +21,6 @@ STANDS_OUT = 0.05  # of the step
 MOST_GRADIENTS = 0.5  # of the model's bytes: from here on, what is reduced after backward are the gradients
 _REDUCING = ("all_reduce", "reduce_scatter")
 _NEVER = np.iinfo(np.int64).min
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Floats
 from headway.cluster import Cluster
 from headway.diagnosis.communication import Communications, inner_messages
 from headway.diagnosis.timeline import RankTime
@@ -17,9 +17,6 @@ from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
 BITS_A_NS_IN_GBPS = 8.0  # bytes a nanosecond, in Gbit/s
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Flags, Floats
 from headway.diagnosis.breakdown import NS_A_MS
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.findings import Finding, of_each_step, percent
@@ -21,9 +22,6 @@ ALWAYS, MOSTLY, SOMETIMES = 0.9, 0.25, 0.08  # of the steps
 STANDS_OUT = 0.05  # of the step
 ALIKE = 0.5  # of a link's cost: from there on a neighbour's may be the same waits
 LEAST_BYTES = 65_536  # that a connection has to carry in a step for its rate to mean something
-
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

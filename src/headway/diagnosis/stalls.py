@@ -23,8 +23,6 @@ SLIGHT = 0.25  # of the median stall: shorter ones are a machine's hiccups betwe
 _PARTS = ("forward", "backward", "input", "optimizer", REST)
 _INPUT_ADVICE = "look at what refills that rank's data loader"
 
-Floats = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Stalls:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from headway import intervals
+from headway.arrays import Ints
 from headway.diagnosis.breakdown import NS_A_MS
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.timeline import REST, RankTime
-from headway.intervals import Ints
 from headway.trace.events import Kind
 
 FLOOR_SHARE = 0.02  # of the step

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Ints
 from headway.diagnosis.communication import Communications
-from headway.intervals import Ints, Spans
+from headway.intervals import Spans
 from headway.trace.events import Events, Kind, Stream
 
 COMPUTE_KINDS = (

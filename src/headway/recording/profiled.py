@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from headway.arrays import Ints
 from headway.errors import UnsupportedError
-from headway.trace.events import Events, Ints, Kind, Stream
+from headway.trace.events import Events, Kind, Stream
 
 Detail = Literal["modules", "operators", "kernels"]
 _EXCHANGES = 16

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.diagnosis import Diagnosis
 from headway.report import words
 from headway.trace.events import Events, Kind
@@ -20,8 +21,6 @@ MAX_OPERATOR_RANKS = 8
 MESSAGES = (Kind.SEND, Kind.RECEIVE)
 MODULES = (Kind.FORWARD, Kind.BACKWARD)
 _UNDRAWN = (Kind.GRADIENT_READY, Kind.STEP, Kind.LINK, Kind.DELIVERY_RATE)
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

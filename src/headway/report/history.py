@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Floats
 from headway.diagnosis.breakdown import NS_A_MS, PARTS
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.timeline import RankTime, rank_time
@@ -17,8 +18,6 @@ MAX_OUTLIERS = 12
 MANY_STEPS = 4  # with fewer there is nothing that a step could stand out from
 STANDS_OUT = 0.10  # of the median step
 SPREADS = 4.0  # times the usual spread of steps
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

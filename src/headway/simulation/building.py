@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.simulation.operations import (
     DECIDED,
     DECISION,
@@ -23,7 +24,6 @@ from headway.simulation.operations import (
     WHOLE,
     Block,
     Edges,
-    Ints,
     Numbers,
     OperationGraph,
     Resources,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.simulation import kernel
 from headway.simulation.compiled import simulate_for
-from headway.simulation.operations import END, LATEST_NS, START, Ints, OperationGraph
+from headway.simulation.operations import END, LATEST_NS, START, OperationGraph
 
 
 @dataclass(frozen=True, slots=True, eq=False)

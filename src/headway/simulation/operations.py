@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from headway.arrays import Ints
+
 Numbers = npt.NDArray[np.int32]
 NO_RESOURCE = -1
 MOST_OPERATIONS = 2**31 - 1

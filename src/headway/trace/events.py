@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Texts = npt.NDArray[np.object_]
+from headway.arrays import Ints, Texts
 
 
 def texts(values: Sequence[Any]) -> Texts:

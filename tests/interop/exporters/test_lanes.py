@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.arrays import Ints
 from headway.interop.exporters import lanes as under_test
 from headway.interop.exporters.lanes import MAX_DEPTH, disjoint_lanes, nesting_lanes
-from headway.intervals import Ints
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=60)
 

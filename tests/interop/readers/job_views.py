@@ -7,7 +7,8 @@ from itertools import combinations
 
 import numpy as np
 
-from headway.trace.events import Events, Ints, Kind, Stream
+from headway.arrays import Ints
+from headway.trace.events import Events, Kind, Stream
 
 LARGE = 1 << 40
 

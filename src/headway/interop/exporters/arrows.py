@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.diagnosis.communication import Communications, match
 from headway.interop.exporters.rank_tracks import MATCHED, ends_ns
-from headway.intervals import Ints
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 

@@ -12,7 +12,7 @@ from array import array
 
 import numpy as np
 
-from headway.intervals import Ints
+from headway.arrays import Ints
 
 MAX_DEPTH = 256  # viewers refuse deeper nesting
 MAX_NESTING_LANES = (

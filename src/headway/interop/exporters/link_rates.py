@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.links import BITS_A_NS_IN_GBPS, ring_targets, sent_volumes
-from headway.intervals import Ints
 from headway.trace.format import Trace
 
 Rates = tuple[Ints, npt.NDArray[np.float64]]

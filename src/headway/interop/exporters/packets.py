@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.errors import UserError
-from headway.intervals import Ints
 
 AT_ONCE = 20_000  # packets that are put together at once
 _VARINT, _BYTES = 0, 2  # protobuf's wire types

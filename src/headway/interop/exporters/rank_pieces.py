@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.interop.exporters.arrows import Arrows
 from headway.interop.exporters.packets import Column, merged
 from headway.interop.exporters.rank_tracks import RankTracks, clean
-from headway.intervals import Ints
 from headway.trace.events import Events, Kind
 
 NUMBERS = {  # of an annotation, and the column that it says where that is not below zero

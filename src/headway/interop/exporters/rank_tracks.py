@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.interop.exporters.lanes import disjoint_lanes, nesting_lanes
-from headway.intervals import Ints
 from headway.trace.events import Events, Kind, Stream
 
 MATCHED = (Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE)  # what can be matched across ranks

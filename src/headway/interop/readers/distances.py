@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headway.interop.readers.ended import Ended, Indices, nearest, of_one_kind
-from headway.trace.events import Ints
+from headway.arrays import Indices, Ints
+from headway.interop.readers.ended import Ended, nearest, of_one_kind
 
 TOGETHER_NS = 2_000_000  # how far ends may be apart, drift of clocks over a recording included
 FINEST_NS = 20_000  # what lies more closely together cannot be told apart

@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from headway.trace.events import Ints
-
-Flags = npt.NDArray[np.bool_]
-Indices = npt.NDArray[np.intp]
+from headway.arrays import Flags, Indices, Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headway.arrays import Ints, Texts
 from headway.interop.readers.torch_json import (
     COLLECTIVES,
     MESSAGES,
@@ -20,7 +21,7 @@ from headway.interop.readers.torch_json import (
     ranks_of,
     whole,
 )
-from headway.trace.events import Ints, Texts, texts
+from headway.trace.events import texts
 from headway.trace.format import MAX_WORLD_SIZE
 
 _ANNOTATION = re.compile(r"^(?:gloo|nccl|mpi|ucc|xccl):_?(\w+)")

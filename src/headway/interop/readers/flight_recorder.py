@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints, Texts
 from headway.errors import TraceError
 from headway.interop.readers.foreign import MAX_EVENTS, Companion, Document, Reading, damaged
 from headway.interop.readers.ranks import rank_in_name
@@ -31,7 +32,7 @@ from headway.interop.readers.torch_json import (
     salvaged,
     whole,
 )
-from headway.trace.events import Ints, Texts, texts
+from headway.trace.events import texts
 
 LACKS = "A flight recorder says what was asked for, not what ran when: put the Kineto trace of the same rank beside it."
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.interop.readers.ended import Ended
 from headway.interop.readers.pairing import paired, same_order
-from headway.trace.events import Events, Ints, Kind
+from headway.trace.events import Events, Kind
 
 _OWN_SIZES = ("all_to_all", "all_gather", "send_receive", "broadcast")  # ranks may well state different sizes
 

@@ -11,9 +11,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from headway.arrays import Flags, Ints
 from headway.interop.readers.distances import FINEST_NS, TOGETHER_NS, distance_of_clocks_ns
-from headway.interop.readers.ended import Ended, Flags, nearest
-from headway.trace.events import Ints
+from headway.interop.readers.ended import Ended, nearest
 
 LEAST_PAIRS, LEAST_SHARE = 3, 0.3  # of ends that have to agree
 _TAIL = 6.0  # how many times the usual ends may be apart

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from headway.trace.events import Ints
+from headway.arrays import Ints
 from headway.trace.format import MAX_WORLD_SIZE
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, MemoryError)

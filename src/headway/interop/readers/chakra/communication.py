@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints, Texts
 from headway.interop.readers.chakra.document import Nodes
 from headway.interop.readers.chakra.host_calls import ANNOTATED
 from headway.interop.readers.chakra.phases import unprefixed
 from headway.interop.readers.chakra.schema import COLLECTIVES, NodeType
 from headway.interop.readers.executed import Executed
 from headway.interop.readers.torch_json import ints, plain_name
-from headway.trace.events import Ints, Kind, Texts, texts
+from headway.trace.events import Kind, texts
 
 _KINDS = {NodeType.SEND: Kind.SEND, NodeType.RECEIVE: Kind.RECEIVE, NodeType.COLLECTIVE: Kind.COLLECTIVE}
 _SHARES = ("all_gather", "gather")  # of these a node's comm_size is what each rank gives

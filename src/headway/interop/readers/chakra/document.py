@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Flags, Ints, Texts
 from headway.errors import TraceError
 from headway.interop.readers.chakra.frames import frames
 from headway.interop.readers.chakra.schema import metadata_class, node_class
 from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
 from headway.interop.readers.torch_json import ints, whole
-from headway.trace.events import Ints, Texts, texts
+from headway.trace.events import texts
 
 LONGEST_US = 2**61 // 1000  # so that an end can be counted in nanoseconds, too
 INPUTS_OF = ("c10d::", "gloo:", "## process_group:init ##")  # nodes whose inputs are kept
 
-_Flags = npt.NDArray[np.bool_]
 _WHOLE = (
     "stream", "tid", "rf_id", "comm_type", "comm_size", "tensor_size", "comm_src", "comm_dst",
     "headway_sequence", "headway_bucket", "headway_size", "headway_asked",
@@ -37,7 +37,7 @@ class Nodes:
     type: Ints
     start_ns: Ints  # 0 where it is not stated
     duration_ns: Ints
-    on_host: _Flags  # computed by the host although there may be a device
+    on_host: Flags  # computed by the host although there may be a device
     whole: dict[str, Ints]  # attributes that are integers
     text: dict[str, Texts]  # attributes that are text
     inputs: dict[int, str]  # the inputs of the nodes of INPUTS_OF

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.trace.events import Ints
+from headway.arrays import Ints
 
 LONGEST_NS = 2**62
 

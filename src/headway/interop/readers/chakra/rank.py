@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Indices, Texts
 from headway.interop.readers.chakra import phases, steps
 from headway.interop.readers.chakra.communication import Communication
 from headway.interop.readers.chakra.document import Nodes
@@ -17,9 +17,8 @@ from headway.interop.readers.chakra.steps import Steps
 from headway.interop.readers.chakra.timing import Timing
 from headway.interop.readers.torch_json import ints
 from headway.intervals import Spans
-from headway.trace.events import Events, Kind, Stream, Texts, texts
+from headway.trace.events import Events, Kind, Stream, texts
 
-_Indices = npt.NDArray[np.intp]
 _COMPUTES = (
     NodeType.COMP,
     NodeType.MEM_LOAD,
@@ -42,7 +41,7 @@ class RankNodes:
     nodes: Nodes
     communication: Communication
     timing: Timing
-    computing: _Indices
+    computing: Indices
     device: bool
 
     @classmethod
@@ -146,7 +145,7 @@ class RankNodes:
             step=found.number[found.of(idle[:, 0])], start_ns=idle[:, 0], duration_ns=idle[:, 1] - idle[:, 0],
         )  # fmt: skip
 
-    def _awaited(self, idle: Spans, index: _Indices) -> Texts:
+    def _awaited(self, idle: Spans, index: Indices) -> Texts:
         """The name of the last communication to end by the end of each wait."""
         if not len(index):
             return texts([])

@@ -10,8 +10,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints, Texts
 from headway.interop.readers.torch_json import ints, whole
-from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
+from headway.trace.events import Events, Kind, Stream, texts
 
 _MARK = re.compile(r"^ProfilerStep\s?#\s?(\d{1,15})$")
 LEAST_PERIOD = 2  # computations that make a step, where nothing marks steps

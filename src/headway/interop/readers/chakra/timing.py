@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.interop.readers.chakra.communication import Communication
 from headway.interop.readers.chakra.document import LONGEST_US, Nodes
 from headway.interop.readers.chakra.layout import EndlessError, Layout, lay_out
 from headway.interop.readers.chakra.schema import NodeType
 from headway.interop.readers.foreign import Document, damaged
-from headway.trace.events import Ints
 
 _COMPUTES = (NodeType.COMP, NodeType.SEND, NodeType.RECEIVE, NodeType.COLLECTIVE)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints, Texts
 from headway.interop.readers.horovod.steps import number_steps
 from headway.interop.readers.horovod.timeline import NAMES, Timeline
-from headway.trace.events import Ints, Texts, texts
+from headway.trace.events import texts
 
 _GRADIENTS = ("all_reduce", "reduce_scatter")
 

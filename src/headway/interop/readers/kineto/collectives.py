@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Indices, Ints, Texts
 from headway.interop.readers.kineto.companions import Known, Row
 from headway.interop.readers.kineto.document import KinetoDocument
 from headway.interop.readers.kineto.entries import Arguments
 from headway.interop.readers.kineto.steps import Steps
 from headway.interop.readers.torch_json import item_bytes, plain_name
-from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
+from headway.trace.events import Events, Kind, Stream, texts
 
-Indices = npt.NDArray[np.intp]
 _KERNEL = re.compile(r"\b(nccl|rccl|msccl)", re.IGNORECASE)
 _RECORD = "record_param_comms"
 _ANNOTATION = re.compile(r"^(nccl|gloo|mpi|ucc|xccl):_?(\w+)$")

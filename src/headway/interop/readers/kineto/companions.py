@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.interop.readers.executed import Executed
 from headway.interop.readers.flight_recorder import Recorded
 from headway.interop.readers.foreign import Companion
-from headway.trace.events import Ints
 
 SLACK_NS = 200_000  # the flight recorder's moment may lie this far outside of the call as the profiler saw it
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Indices, Ints, Texts
 from headway.interop.readers.kineto import phases
 from headway.interop.readers.kineto.collectives import (
     Collectives,
@@ -21,9 +22,7 @@ from headway.interop.readers.kineto.companions import Known
 from headway.interop.readers.kineto.document import DEVICE, LAUNCHES, KinetoDocument
 from headway.interop.readers.kineto.idle import idle_reasons, long_enough
 from headway.interop.readers.kineto.steps import Steps
-from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
-
-Indices = npt.NDArray[np.intp]
+from headway.trace.events import Events, Kind, Stream, texts
 
 
 def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints, Texts
 from headway.errors import TraceError
 from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
 from headway.interop.readers.kineto.entries import (
@@ -25,7 +26,7 @@ from headway.interop.readers.kineto.entries import (
     decode,
     salvage,
 )
-from headway.trace.events import Ints, Texts, texts
+from headway.trace.events import texts
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime", "privateuse1_driver")

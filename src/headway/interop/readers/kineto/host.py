@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Indices
 from headway.interop.readers.kineto import phases
 from headway.interop.readers.kineto.collectives import bucket_numbers, collective_events, host_collectives
 from headway.interop.readers.kineto.companions import Known
 from headway.interop.readers.kineto.document import KinetoDocument
 from headway.interop.readers.kineto.steps import Steps
 from headway.trace.events import Events, Kind, Stream
-
-Indices = npt.NDArray[np.intp]
 
 
 def host_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:

@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Texts
 from headway.interop.readers.kineto.document import LAUNCHES, KinetoDocument
-from headway.trace.events import Idle, Texts
+from headway.trace.events import Idle
 
 LEAST_NS = 5_000  # what lies between kernels that were queued is no idleness
 _BLOCKING = ("Synchronize", "StreamWaitValue")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Indices, Texts
 from headway.interop.readers.kineto.document import OPERATIONS, KinetoDocument
-from headway.trace.events import Kind, Texts
+from headway.trace.events import Kind
 
-Indices = npt.NDArray[np.intp]
 BACKWARD = "autograd::engine::evaluate_function"
 OPTIMIZER = "Optimizer.step"
 INPUT = "enumerate(DataLoader)"

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.interop.readers.kineto.document import KinetoDocument
-from headway.trace.events import Events, Ints, Kind, Stream
+from headway.trace.events import Events, Kind, Stream
 
 _STEP = re.compile(r"^ProfilerStep\s?#\s?(\d{1,15})$")
 _MARKS = ("user_annotation", "cpu_op", "Operator")

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.trace.events import Texts
+from headway.arrays import Texts
 
 Work = Literal[
     "push", "pull", "push_pull", "collective", "forward", "backward", "bulk", "update", "sum", "keeping"

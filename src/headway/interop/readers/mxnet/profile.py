@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints, Texts
 from headway.interop.readers.chrome import Entry, arguments, nanoseconds, read_listing
 from headway.interop.readers.foreign import Document, damaged
-from headway.trace.events import Ints, Texts, texts
+from headway.trace.events import texts
 
 DEVICE = re.compile(r"(?:cpu|gpu|cpu pinned|cpu shared)/\d*")
 CALLS = "MXNET_C_API"

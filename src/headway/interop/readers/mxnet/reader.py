@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
+from headway.arrays import Ints
 from headway.interop.readers.foreign import Companion, Document, ForeignRank, Reading, damaged
 from headway.interop.readers.mxnet.operators import COLLECTIVES, COMMUNICATION, is_any, work_of
 from headway.interop.readers.mxnet.profile import Profile, Spans, read_profile
 from headway.interop.readers.mxnet.steps import Steps, find_steps
 from headway.interop.readers.ranks import rank_in_name
 from headway.intervals import Spans as Cover
-from headway.trace.events import Events, Ints, Kind, Stream, texts
+from headway.trace.events import Events, Kind, Stream, texts
 
 _PROCESS = re.compile(rb'"name"\s*:\s*"(?:cpu/\d+|cpu pinned/\d*|cpu shared/\d*|MXNET_C_API|Device Storage)"')
 _FOREIGN = (b"baseTimeNanoseconds", b"schemaVersion", b"highres-ticks")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headway.arrays import Ints
 from headway.interop.readers.mxnet.operators import Work, is_any
 from headway.interop.readers.mxnet.profile import Profile, Spans
-from headway.trace.events import Ints
 
 _STEP = re.compile(r"(?<![a-z])(?:step|iteration|iter|batch)(?![a-z])", re.IGNORECASE)
 _BACKWARD_CALLS = ("MXAutogradBackwardEx", "MXExecutorBackwardEx")

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.interop.readers.xplane.profile import Mask, Profile
+from headway.arrays import Flags, Ints
+from headway.interop.readers.xplane.profile import Profile
 from headway.interop.readers.xplane.steps import Marks, Steps
-from headway.trace.events import Ints
 
 
 class _Said(NamedTuple):
@@ -31,7 +31,7 @@ class Asked:
             self._known("run_id", profile.value("num_partitions")[1], last_open=False),
         ]
 
-    def _known(self, key: str, askers: Mask, *, last_open: bool) -> _Said:
+    def _known(self, key: str, askers: Flags, *, last_open: bool) -> _Said:
         values, known = self._profile.value(key)
         asking = np.flatnonzero(askers & known)
         number, first = np.unique(values[asking], return_index=True)

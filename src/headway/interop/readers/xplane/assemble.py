@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from headway import intervals
-from headway.interop.readers.xplane.profile import Mask
+from headway.arrays import Flags, Ints, Texts
 from headway.interop.readers.xplane.steps import Steps
 from headway.intervals import Spans
-from headway.trace.events import Events, Ints, Kind, Stream, Texts, texts
+from headway.trace.events import Events, Kind, Stream, texts
 
 STEPS_APART = 1 << 20  # collectives of one group in one step, at most
 LONGEST_NAME = 80
@@ -44,7 +44,7 @@ class Collectives:
     def __len__(self) -> int:
         return len(self.start_ns)
 
-    def where(self, mask: Mask | Ints) -> Collectives:
+    def where(self, mask: Flags | Ints) -> Collectives:
         """The rows that ``mask`` (or an array of places) picks."""
         return Collectives(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.errors import TraceError
 from headway.interop.readers.xplane.instructions import NOTHING, executed
 from headway.interop.readers.xplane.profile import DEVICE, Profile
 from headway.interop.readers.xplane.steps import LARGEST_NUMBER, Steps, following
-from headway.trace.events import Ints
 
 MAX_DEVICES = 4096  # of one process
 _OWN_STEPS = "Steps"

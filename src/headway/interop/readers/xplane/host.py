@@ -7,12 +7,12 @@ from collections import Counter
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.interop.readers.foreign import ForeignRank
 from headway.interop.readers.xplane.assemble import assemble
 from headway.interop.readers.xplane.operations import Operations
 from headway.interop.readers.xplane.profile import Profile
 from headway.interop.readers.xplane.steps import Steps, find_marks
-from headway.trace.events import Ints
 from headway.trace.format import MAX_WORLD_SIZE
 
 _WORKER = re.compile(r"/job:(?:worker|chief|localhost)/(?:replica:\d+/)?task:(\d{1,6})/")

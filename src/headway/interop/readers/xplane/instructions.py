@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.arrays import Flags, Ints, Texts
 from headway.interop.readers.xplane.groups import kind_of
 from headway.interop.readers.xplane.names import kernel_of, phase_of, scope_of
-from headway.interop.readers.xplane.profile import Mask, Profile
+from headway.interop.readers.xplane.profile import Profile
 from headway.interop.readers.xplane.programs import Instruction
-from headway.trace.events import Ints, Kind, Texts, texts
+from headway.trace.events import Kind, texts
 
 _CONTAINER = re.compile(r"^(?:while|conditional|call|async-call)(?:[.\d]*)$")
 _COPY = re.compile(r"^(?:Mem(?:cpy|set)|Copy(?:Device|Host)|__amd_rocclr_(?:copy|fill))", re.IGNORECASE)
@@ -38,11 +39,11 @@ class Executed:
     what: Ints  # places in ``kinds``
     kinds: list[What]
 
-    def where(self, mask: Mask) -> Executed:
+    def where(self, mask: Flags) -> Executed:
         """The events that ``mask`` picks."""
         return Executed(self.event[mask], self.what[mask], self.kinds)
 
-    def role(self, role: int) -> Mask:
+    def role(self, role: int) -> Flags:
         """Which events have this role."""
         fits = np.array([what.role == role for what in self.kinds], dtype=bool)
         return fits[self.what] if len(fits) else np.zeros(len(self.what), dtype=bool)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.interop.readers.xplane.profile import Profile
-from headway.trace.events import Ints
 
 _DEEPEST = 64  # spans around a moment that are looked at
 

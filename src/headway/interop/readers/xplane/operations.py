@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from headway import intervals
+from headway.arrays import Ints
 from headway.interop.readers.xplane.assemble import LONGEST_NAME, STEPS_APART, Collectives, Work
 from headway.interop.readers.xplane.names import CALLS, INPUT, collective_of, phase_of, scope_of, split
 from headway.interop.readers.xplane.nesting import enclosing
 from headway.interop.readers.xplane.profile import Profile
 from headway.interop.readers.xplane.steps import Marks
 from headway.intervals import Spans
-from headway.trace.events import Ints, Kind, texts
+from headway.trace.events import Kind, texts
 
 LARGEST_INSTANCE = 2**60
 _NEVER = 2**62

@@ -9,14 +9,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Flags, Ints
 from headway.errors import TraceError
 from headway.interop.readers.foreign import MAX_EVENTS, Document, damaged
 from headway.interop.readers.xplane.programs import LONGEST_PATH, Programs
-from headway.trace.events import Ints
 
-Mask = npt.NDArray[np.bool_]
 LONGEST_TEXT = LONGEST_PATH  # characters of a name that are kept
 FARTHEST_NS = 2**61
 LONGEST_NS = 30 * 86_400 * 1_000_000_000  # of one event, and of a recording
@@ -84,7 +82,7 @@ class Profile:
         ends: Ints = self.start_ns + self.duration_ns
         return ends
 
-    def value(self, key: str) -> tuple[Ints, Mask]:
+    def value(self, key: str) -> tuple[Ints, Flags]:
         """What is said under ``key`` of each event (a text's place in ``strings``), and of which it is said."""
         if key not in self._values:
             values = np.zeros(len(self), dtype=np.int64)
@@ -96,15 +94,15 @@ class Profile:
         return self._values[key]
 
     @cached_property
-    def _values(self) -> dict[str, tuple[Ints, Mask]]:
+    def _values(self) -> dict[str, tuple[Ints, Flags]]:
         return {}
 
-    def named(self, *prefixes: str) -> Mask:
+    def named(self, *prefixes: str) -> Flags:
         """Which events have a name that begins with one of ``prefixes``."""
         fits = np.array([text.startswith(prefixes) for text in self.strings], dtype=bool)
         return fits[self.name] if len(fits) else np.zeros(len(self), dtype=bool)
 
-    def on(self, lines: Sequence[int]) -> Mask:
+    def on(self, lines: Sequence[int]) -> Flags:
         """Which events lie on ``lines``."""
         return np.isin(self.line, np.array(lines, dtype=np.int64))
 

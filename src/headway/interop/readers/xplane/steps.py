@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.interop.readers.xplane.profile import Mask, Profile
-from headway.trace.events import Ints
+from headway.arrays import Flags, Ints
+from headway.interop.readers.xplane.profile import Profile
 
 LARGEST_NUMBER = 2**40
 _NUMBERED = re.compile(r" \d+$")  # TensorBoard calls steps by their numbers as well
@@ -89,7 +89,7 @@ def _marks(profile: Profile, kept: Ints, number: Ints, stated: bool, notes: tupl
     return Marks(steps, int(profile.line[kept[0]]), stated, notes)
 
 
-def _most(profile: Profile, mask: Mask, *, by_time: bool) -> Ints:
+def _most(profile: Profile, mask: Flags, *, by_time: bool) -> Ints:
     """Those of one name, which is the one of the most events or of the most time, in order of their start."""
     found = np.flatnonzero(mask)
     if not len(found):
@@ -106,7 +106,7 @@ def _most(profile: Profile, mask: Mask, *, by_time: bool) -> Ints:
     return ordered
 
 
-def _apart(profile: Profile, ordered: Ints) -> Mask:
+def _apart(profile: Profile, ordered: Ints) -> Flags:
     """Which of some spans begin no earlier than those before them end, nested ones left out."""
     reach = np.maximum.accumulate(profile.end_ns[ordered])
     starts = profile.start_ns[ordered]

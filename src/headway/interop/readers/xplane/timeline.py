@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from headway.arrays import Ints
 from headway.interop.readers.xplane.asked import Asked
 from headway.interop.readers.xplane.assemble import LONGEST_NAME, Collectives, Work, assemble
 from headway.interop.readers.xplane.devices import Device
@@ -23,7 +24,7 @@ from headway.interop.readers.xplane.profile import Profile
 from headway.interop.readers.xplane.programs import group_name, whole_bytes
 from headway.interop.readers.xplane.steps import Steps, following
 from headway.intervals import Spans
-from headway.trace.events import Events, Ints, texts
+from headway.trace.events import Events, texts
 
 NO_SIZES = "The profile does not tell how much collectives carry, nor which devices each of them joins."
 

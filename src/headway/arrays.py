@@ -1,0 +1,12 @@
+"""Types of numpy arrays, by what they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.intp]
+Flags = npt.NDArray[np.bool_]
+Texts = npt.NDArray[np.object_]
