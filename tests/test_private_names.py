@@ -11,9 +11,7 @@ import headway
 ROOT = Path(headway.__file__).parent
 ADAPTER = Path("torch_private.py")
 DECOUPLED = Path("strategies/data_parallel/decoupled")
-LEFT = {
-    DECOUPLED / name for name in ("checks.py", "copying.py", "parameter_state.py", "prehook.py", "reducer.py")
-}
+LEFT = {DECOUPLED / name for name in ("checks.py", "copying.py", "parameter_state.py", "prehook.py")}
 """Files that still use such names. It only ever gets shorter."""
 OF_MODULES = {"_parameters", "_buffers", "_modules"}  # also names of our own
 OF_PYTHON = {"_replace", "_fields", "_field_defaults", "_exit", "_getframe", "_Decompress"}

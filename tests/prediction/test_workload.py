@@ -6,7 +6,7 @@ from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Part, Point
 from headway.model import ModelSpec, ParameterSpec
 from headway.models.catalogue import MODELS
-from headway.models.devices import DEVICES
+from headway.models.roofline import DEVICES
 from headway.prediction.optimizers import OPTIMIZERS
 from headway.prediction.workload import Workload, workload_of_table
 

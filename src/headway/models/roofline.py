@@ -1,4 +1,4 @@
-"""Modelled layer times: a roofline of an RTX 2080 Ti, for want of a recording on one.
+"""Modelled layer times: a roofline of a device, for want of a recording on one.
 
     forward = flops / rate + moved bytes / bandwidth + kernels * floor        backward = 2 * forward
 
@@ -10,6 +10,7 @@ two products of a layer's size, one for its input and one for its weights, where
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from headway.models.table import LayerTable, Work
 
@@ -45,6 +46,19 @@ def modelled(name: str, flops_per_s: float, bytes_per_s: float) -> Device:
 
 
 RTX_2080_TI = modelled("RTX 2080 Ti", 13.45e12, 616e9)
+DEVICES = MappingProxyType(
+    {
+        "rtx-2080-ti": RTX_2080_TI,
+        "v100": modelled("V100 SXM2", 15.7e12, 900e9),
+        "a100": modelled("A100 SXM 40 GB", 19.5e12, 1555e9),
+        "h100": modelled("H100 SXM", 66.9e12, 3350e9),
+    }
+)
+"""Devices by the name the command line uses.
+
+Rates are those of NVIDIA's data sheets (single precision without tensor cores; memory). The shares of them that are
+reached are those of the RTX 2080 Ti, where they were held against published training rates; for the others nobody has.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from headway.errors import UserError
 from headway.graph.step_profile import LayerTimes
 from headway.graph.timeline import Point
 from headway.models.catalogue import MODELS
-from headway.models.devices import DEVICES
-from headway.models.roofline import MODELLED_ERROR
+from headway.models.roofline import DEVICES, MODELLED_ERROR
 from headway.prediction.optimizers import OPTIMIZERS, Optimizer
 from headway.prediction.table_file import load_table
 from headway.prediction.workload import Workload, workload_of_table

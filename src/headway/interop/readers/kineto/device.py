@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway import intervals
-from headway.arrays import Indices, Ints, Texts
+from headway.arrays import Flags, Indices, Ints, Texts
 from headway.interop.readers.kineto import phases
 from headway.interop.readers.kineto.collectives import (
     Collectives,
@@ -20,9 +20,12 @@ from headway.interop.readers.kineto.collectives import (
 )
 from headway.interop.readers.kineto.companions import Known
 from headway.interop.readers.kineto.document import DEVICE, LAUNCHES, KinetoDocument
-from headway.interop.readers.kineto.idle import idle_reasons, long_enough
 from headway.interop.readers.kineto.steps import Steps
-from headway.trace.events import Events, Kind, Stream, texts
+from headway.trace.events import Events, Idle, Kind, Stream, texts
+
+_LEAST_IDLE_NS = 5_000  # what lies between kernels that were queued is no idleness
+_BLOCKING = ("Synchronize", "StreamWaitValue")
+_COPIES = ("cudaMemcpy", "hipMemcpy")  # without Async they return when the copy is done
 
 
 def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[Events, list[str]]:
@@ -57,7 +60,7 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     parts.append(_spans(Kind.INPUT, reading, steps.number[stretch_of], start_ns, end_ns))
     whole = intervals.union(start_ns, end_ns)
     gaps = intervals.subtract(whole, intervals.join(busy, exposed, reading))
-    parts.append(_idle(document, gaps[long_enough(gaps)], steps.number[stretch_of], start_ns))
+    parts.append(_idle(document, gaps[_long_enough(gaps)], steps.number[stretch_of], start_ns))
     return Events.concatenated(parts), found.notes()
 
 
@@ -91,7 +94,7 @@ def _idle(document: KinetoDocument, gaps: intervals.Spans, number: Ints, start_n
     """Events for the stretches in which the device has nothing to do."""
     step = number[np.searchsorted(start_ns, gaps[:, 0], side="right") - 1] if len(number) else gaps[:, 0]
     return Events.from_columns(
-        kind=Kind.IDLE, stream=Stream.COMPUTE, name=idle_reasons(document, gaps), step=step,
+        kind=Kind.IDLE, stream=Stream.COMPUTE, name=_idle_reasons(document, gaps), step=step,
         start_ns=gaps[:, 0], duration_ns=gaps[:, 1] - gaps[:, 0],
     )  # fmt: skip
 
@@ -171,3 +174,26 @@ def _spans(kind: str, spans: intervals.Spans, number: Ints, start_ns: Ints, end_
         start_ns=cut[:, 0],
         duration_ns=cut[:, 1] - cut[:, 0],
     )
+
+
+def _idle_reasons(document: KinetoDocument, gaps: intervals.Spans) -> Texts:
+    """For each gap of the device: synchronising where the host was waiting for the device as it began, else launching.
+
+    A host that has waited launches the next kernel only then, and the device stands still meanwhile.
+    """
+    calls = document.of_category(*LAUNCHES)
+    blocking = calls[document.called(calls, _blocks)]
+    waiting = intervals.union(document.start_ns[blocking], document.end_ns[blocking])
+    reasons = np.full(len(gaps), Idle.LAUNCHING, dtype=object)
+    reasons[intervals.inside(waiting, gaps[:, 0])] = Idle.SYNCHRONISING
+    return reasons
+
+
+def _long_enough(gaps: intervals.Spans) -> Flags:
+    """Which gaps are idleness."""
+    long: Flags = gaps[:, 1] - gaps[:, 0] >= _LEAST_IDLE_NS
+    return long
+
+
+def _blocks(name: str) -> bool:
+    return any(part in name for part in _BLOCKING) or name in _COPIES
