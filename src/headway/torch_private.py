@@ -78,10 +78,14 @@ def _override_unwarned() -> Iterator[None]:
         yield
 
 
-def process_group_name(boxed: Any) -> str:
-    """The name of a process group as operators are handed it."""
-    name: str = dist.ProcessGroup.unbox(boxed).group_name
-    return name
+def process_group(boxed: Any) -> dist.ProcessGroup:
+    """A process group as operators are handed it."""
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def source_of(work: dist.Work) -> int:
+    """Which member of its group sent what the finished ``work`` received from anybody."""
+    return int(work._source_rank())
 
 
 def when_work_completes(boxed: Any, callback: Callable[[], None]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
 from headway.arrays import Flags, Ints, Texts
-from headway.trace.events import Event, Events, Kind, texts
+from headway.trace.events import Event, Kind, texts
 from headway.trace.format import Trace
+from headway.trace.messages import inner_messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,21 +99,6 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
         last_rank=np.where(sends, rank, rank[last][instance]),
         inner=np.array(parts, dtype=bool),
     )
-
-
-def inner_messages(events: Events) -> Flags:
-    """Which of one rank's events are messages of a collective that it recorded: of its group, name and sequence."""
-    inner = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE]) & (events.sequence >= 0)
-    if inner.any():
-        collectives = set(_keys(events, np.flatnonzero(events.kind == Kind.COLLECTIVE)))
-        found = np.flatnonzero(inner)
-        inner[found] = [key in collectives for key in _keys(events, found)]
-    return inner
-
-
-def _keys(events: Events, rows: npt.NDArray[np.intp]) -> Iterator[tuple[str, str, int]]:
-    columns = events.group[rows], events.name[rows], events.sequence[rows]
-    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:

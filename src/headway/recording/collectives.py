@@ -18,6 +18,7 @@ import torch
 
 from headway import torch_private
 from headway.collectives.algorithms import ALL_REDUCE
+from headway.recording.groups import GroupWatch
 from headway.recording.now import Now
 from headway.strategies.data_parallel.channels.observer import THREAD_NAME
 
@@ -72,9 +73,10 @@ OPERATIONS = {
 class CollectiveTap:
     """Observes the collectives of this process while attached."""
 
-    def __init__(self, now: Now) -> None:
+    def __init__(self, now: Now, groups: GroupWatch) -> None:
         self.observed: list[ObservedCollective] = []
         self._now = now
+        self._groups = groups
         self._sequences: dict[str, int] = defaultdict(int)
         self._main_thread = threading.get_ident()
         self._overlay: torch_private.KernelOverlay | None = None
@@ -120,7 +122,7 @@ class CollectiveTap:
         def observe(original: Callable[..., Any], *args: Any) -> Any:
             if threading.current_thread().name == THREAD_NAME:
                 return original(*args)  # a strategy's runtime reports its own
-            group = torch_private.process_group_name(args[operation.group])
+            group = self._groups.name_of(torch_private.process_group(args[operation.group]))
             sequence = self._sequences[group]
             self._sequences[group] = sequence + 1
             step, phase = self._now.step, self._now.phase

@@ -36,8 +36,10 @@ from headway.recording.derive import (
     wait_rows,
 )
 from headway.recording.description import model_described, refusals, strategy_in_force
+from headway.recording.groups import GroupWatch
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch
+from headway.recording.messages import MessageWatch, message_rows
 from headway.recording.modules import ModuleWatch
 from headway.recording.now import Now
 from headway.recording.pauses import PauseWatch
@@ -94,7 +96,9 @@ class Recorder:
         self._reads = ReadWatch(self._now, self._rows.append)
         self._watch = ModuleWatch(self._now, self._reads)
         self._memory = MemoryWatch()
-        self._tap = CollectiveTap(self._now)
+        self._groups = GroupWatch()
+        self._tap = CollectiveTap(self._now, self._groups)
+        self._messages = MessageWatch(self._now, self._groups)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
         self._profiled: ProfiledSteps | None = None
@@ -143,6 +147,7 @@ class Recorder:
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         self._tap.attach()
         self._pauses.attach()
+        self._messages.attach()
         self._reads.attach()
         self._watch_input()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
@@ -321,6 +326,7 @@ class Recorder:
         self._handles.clear()
         self._watch.detach()
         self._memory.end()
+        self._messages.detach()
         self._pauses.detach()
         self._reads.detach()
         self._tap.detach()
@@ -385,6 +391,7 @@ class Recorder:
         self._rows.clear()
         self._watch.forget()
         self._tap.observed.clear()
+        self._messages.observed.clear()
         self._connections.close()
         self._clocks.close()
 
@@ -397,6 +404,7 @@ class Recorder:
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
+        events += message_rows(self._messages.observed)
         peers = {}
         if self._may_use_store():
             peers = connection_peers(self._number, self._connections, rank, world_size, patience_s)
@@ -420,6 +428,7 @@ class Recorder:
             notes=self._notes(events),
             other_models=tuple(self._others),
             fully_sharded=self._sharded,
+            groups=self._groups.members,
             refusals=refusals(
                 self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
             ),

@@ -8,10 +8,12 @@ from headway.errors import TraceError
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
+from headway.replayer.incomplete import MOST_WAITS, waits_of_its_own
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
+from headway.trace.messages import inner_messages, is_message
 
 
 def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
@@ -19,10 +21,12 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
 
     Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
     step's collectives in the step after, so there the whole recording must agree, give or take one step. Raises
-    TraceError where they differ. A single rank has nobody to communicate with and is not checked.
+    TraceError where they differ, or where ranks wait for messages of the script's own. A single rank has nobody to
+    communicate with and is not checked.
     """
     if trace.world_size == 1:
         return
+    _check_messages(trace)
     first = min(job.steps.timelines)
     timelines = job.steps.timelines[first]
     plugin = plugin_of(strategy)
@@ -44,6 +48,19 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
             got=f"{got[0]:g} collectives of {got[1]:.0f} bytes a step",
             expected=f"{expected[0]:g} of {expected[1]:.0f} bytes for {strategy.describe()}",
             fix="Record one model, without a communication hook.",
+        )
+
+
+def _check_messages(trace: Trace) -> None:
+    """Raise TraceError where ranks wait for messages that are of no collective: replay would leave them out."""
+    if not any((is_message(events) & ~inner_messages(events)).any() for events in trace.events.values()):
+        return
+    if (share := waits_of_its_own(trace)) > MOST_WAITS:
+        raise TraceError(
+            "replay does not lay out messages that a script sends from rank to rank",
+            got=f"waits for works of its own for {share:.0%} of the step",
+            expected=f"at most {MOST_WAITS:.0%}",
+            fix="Diagnose the trace; record a job whose ranks wait for collectives only to replay it.",
         )
 
 

@@ -45,7 +45,7 @@ def check_takes_plans(trace: Trace) -> None:
             got=f"besides the recorded one {', '.join(info.other_models)}",
             fix="Record a job that trains one of them.",
         )
-    if (share := _waits_of_its_own(trace)) > MOST_WAITS:
+    if (share := waits_of_its_own(trace)) > MOST_WAITS:
         raise TraceError(
             "no plan is made for a job that waits for asynchronous communication of its own, which replay does not lay "
             "out",
@@ -65,7 +65,7 @@ def check_takes_plans(trace: Trace) -> None:
             )
 
 
-def _waits_of_its_own(trace: Trace) -> float:
+def waits_of_its_own(trace: Trace) -> float:
     """The share of the recorded steps in which the script, or its optimizer, waits for works by itself.
 
     A wait for a work that begins within a wait that is laid out belongs to that: the call of a blocking collective,

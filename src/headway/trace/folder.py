@@ -129,7 +129,10 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
     manifest = Manifest(
         world_size=infos[0].world_size,
         steps=tuple(sorted(steps or ())),
-        ranks=tuple(sorted(infos, key=lambda info: info.rank)),
+        ranks=tuple(
+            info.model_copy(update={"groups": {}}) for info in sorted(infos, key=lambda info: info.rank)
+        ),
+        groups={name: ranks for info in infos for name, ranks in info.groups.items()},
         notes=(*absent, *dict.fromkeys(note for info in infos for note in info.notes)),
     )
     _write_descriptions(folder, manifest, model)

@@ -41,8 +41,9 @@ class RankInfo(BaseModel):
 
     ``version`` is the framework's; ``source`` is the document that an imported rank was read from. ``notes`` say what
     recording could not see there; ``other_models`` were wrapped besides the one that is recorded; where the job uses
-    ``fully_shard``, it is ``fully_sharded``. ``refusals`` says, by the names of strategies, why the recorded
-    model cannot be trained under them.
+    ``fully_shard``, it is ``fully_sharded``. ``groups`` are the ranks of the process groups that it used, where those
+    lack some rank of the job; in a manifest they stand for all ranks together. ``refusals`` says, by the names of
+    strategies, why the recorded model cannot be trained under them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +62,7 @@ class RankInfo(BaseModel):
     notes: tuple[str, ...] = ()
     other_models: tuple[str, ...] = ()
     fully_sharded: bool = False
+    groups: dict[str, tuple[int, ...]] = {}
     refusals: dict[str, str] = {}
 
     @model_validator(mode="before")

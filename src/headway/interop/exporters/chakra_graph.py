@@ -6,9 +6,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from headway.diagnosis.communication import inner_messages
 from headway.diagnosis.timeline import REST, Segment, segments
 from headway.trace.events import Event, Events, Kind
+from headway.trace.messages import inner_messages
 
 TOLERANCE_NS = 200_000  # who waits may be seen to go on a little before what he waits for is seen to end
 _PLAIN = {Kind.FORWARD_PASS: Kind.FORWARD, Kind.BACKWARD_PASS: Kind.BACKWARD}

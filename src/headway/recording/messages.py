@@ -1,0 +1,141 @@
+"""Messages from one rank to another as scripts send them: ``dist.send``, ``recv``, ``isend``, ``irecv`` and batches.
+
+All of them come to methods of a process group, whose works are waited for. Gloo tells the end of a message to who waits
+for it and to nobody else, so that is when it ends here.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.recording.groups import GroupWatch
+from headway.recording.now import Now
+from headway.strategies.data_parallel.channels.observer import THREAD_NAME
+from headway.trace.events import Event, Kind, Stream
+
+
+@dataclass(slots=True)
+class ObservedMessage:
+    """One message of this rank. ``end_ns`` is 0 until it was waited for, ``peer`` -1 until who sent it is known."""
+
+    kind: str
+    group: str
+    peer: int
+    size_bytes: int
+    step: int
+    enqueue_ns: int
+    end_ns: int = 0
+
+
+class MessageWatch:
+    """Observes the messages of this process while attached, but those of Headway's own threads."""
+
+    def __init__(self, now: Now, groups: GroupWatch) -> None:
+        self.observed: list[ObservedMessage] = []
+        self._now = now
+        self._groups = groups
+        self._works: WeakKeyDictionary[Any, tuple[ObservedMessage, dist.ProcessGroup]] = WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Begin to watch."""
+        assert not self._undo
+        for name, kind in (
+            ("send", Kind.SEND),
+            ("recv", Kind.RECEIVE),
+            ("recv_anysource", Kind.RECEIVE),
+        ):
+            self._lay_over(
+                dist.ProcessGroup, name, functools.partial(self._asked, kind, name == "recv_anysource")
+            )
+        self._lay_over(dist.Work, "wait", self._waited)
+
+    def detach(self) -> None:
+        """Leave no trace."""
+        while self._undo:
+            self._undo.pop()()
+        self._works.clear()
+
+    def _lay_over(self, owner: Any, name: str, observe: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        watching = True
+
+        @functools.wraps(original)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            return observe(original, *args, **kwargs) if watching else original(*args, **kwargs)
+
+        def undo() -> None:
+            nonlocal watching
+            watching = False  # where others have laid theirs over it, it stays, and passes calls on
+            if getattr(owner, name) is observed:
+                setattr(owner, name, original)
+
+        setattr(owner, name, observed)
+        self._undo.append(undo)
+
+    def _asked(
+        self, kind: str, of_anybody: bool, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        enqueue_ns = time.monotonic_ns()
+        work = original(group, *args, **kwargs)
+        if threading.current_thread().name == THREAD_NAME or work is None:
+            return work
+        tensors, *rest = (*args, *kwargs.values())
+        peer = -1 if of_anybody else self._groups.rank_of(group, int(rest[0]))
+        seen = ObservedMessage(
+            kind,
+            self._groups.name_of(group),
+            peer,
+            sum(map(_size_bytes, tensors)),
+            self._now.step,
+            enqueue_ns,
+        )
+        self.observed.append(seen)
+        self._works[work] = (seen, group)
+        return work
+
+    def _waited(self, original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(work, *args, **kwargs)
+        seen, group = self._works.pop(work, (None, None))
+        if seen is not None and group is not None:
+            seen.end_ns = time.monotonic_ns()
+            if seen.peer < 0:
+                seen.peer = self._groups.rank_of(group, torch_private.source_of(work))
+        return result
+
+
+def message_rows(observed: Iterable[ObservedMessage]) -> list[Event]:
+    """Events of messages. The sequence counts those of a group from one rank to another, alike at both ends.
+
+    One that nobody waited for is an instant, one from nobody knows whom is left out.
+    """
+    sequences: dict[tuple[str, str, int], int] = defaultdict(int)
+    rows = []
+    for seen in observed:
+        if seen.peer < 0:
+            continue
+        ends = seen.kind, seen.group, seen.peer
+        rows.append(
+            Event(
+                seen.kind, seen.kind, Stream.COMMUNICATION, seen.step, seen.enqueue_ns,
+                max(seen.end_ns - seen.enqueue_ns, 0), enqueue_ns=seen.enqueue_ns, group=seen.group,
+                sequence=sequences[ends], size_bytes=seen.size_bytes, peer=seen.peer,
+            )
+        )  # fmt: skip
+        sequences[ends] += 1
+    return rows
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
