@@ -380,6 +380,12 @@ def sharded_by_fully_shard() -> type | None:
     return sharded if sharded is not None and sharded.__subclasses__() else None
 
 
+def pipeline_stage() -> Any:
+    """The class of the stages of ``torch.distributed.pipelining``, where this process has imported that, or None."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    return getattr(stages, "_PipelineStageBase", None)
+
+
 def is_compiled_copy(module: torch.nn.Module) -> bool:
     """Whether ``module`` is what torch.compile has made of another one: its own hooks run outside of compiled code."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")

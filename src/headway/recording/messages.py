@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.recording.groups import GroupWatch
+from headway.recording.layer import lay_over
 from headway.recording.now import Now
+from headway.recording.pipelines import Label, PipelineWatch
 from headway.strategies.data_parallel.channels.observer import THREAD_NAME
 from headway.trace.events import Event, Kind, Stream
 
@@ -35,54 +37,34 @@ class ObservedMessage:
     size_bytes: int
     step: int
     enqueue_ns: int
+    label: Label
     end_ns: int = 0
 
 
 class MessageWatch:
     """Observes the messages of this process while attached, but those of Headway's own threads."""
 
-    def __init__(self, now: Now, groups: GroupWatch) -> None:
+    def __init__(self, now: Now, groups: GroupWatch, pipelines: PipelineWatch) -> None:
         self.observed: list[ObservedMessage] = []
         self._now = now
         self._groups = groups
+        self._pipelines = pipelines
         self._works: WeakKeyDictionary[Any, tuple[ObservedMessage, dist.ProcessGroup]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
         """Begin to watch."""
         assert not self._undo
-        for name, kind in (
-            ("send", Kind.SEND),
-            ("recv", Kind.RECEIVE),
-            ("recv_anysource", Kind.RECEIVE),
-        ):
-            self._lay_over(
-                dist.ProcessGroup, name, functools.partial(self._asked, kind, name == "recv_anysource")
-            )
-        self._lay_over(dist.Work, "wait", self._waited)
+        for name, kind in (("send", Kind.SEND), ("recv", Kind.RECEIVE), ("recv_anysource", Kind.RECEIVE)):
+            asked = functools.partial(self._asked, kind, name == "recv_anysource")
+            self._undo.append(lay_over(dist.ProcessGroup, name, asked))
+        self._undo.append(lay_over(dist.Work, "wait", self._waited))
 
     def detach(self) -> None:
         """Leave no trace."""
         while self._undo:
             self._undo.pop()()
         self._works.clear()
-
-    def _lay_over(self, owner: Any, name: str, observe: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        watching = True
-
-        @functools.wraps(original)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            return observe(original, *args, **kwargs) if watching else original(*args, **kwargs)
-
-        def undo() -> None:
-            nonlocal watching
-            watching = False  # where others have laid theirs over it, it stays, and passes calls on
-            if getattr(owner, name) is observed:
-                setattr(owner, name, original)
-
-        setattr(owner, name, observed)
-        self._undo.append(undo)
 
     def _asked(
         self, kind: str, of_anybody: bool, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
@@ -100,6 +82,7 @@ class MessageWatch:
             sum(map(_size_bytes, tensors)),
             self._now.step,
             enqueue_ns,
+            self._pipelines.label_of(tensors),
         )
         self.observed.append(seen)
         self._works[work] = (seen, group)
@@ -131,6 +114,7 @@ def message_rows(observed: Iterable[ObservedMessage]) -> list[Event]:
                 seen.kind, seen.kind, Stream.COMMUNICATION, seen.step, seen.enqueue_ns,
                 max(seen.end_ns - seen.enqueue_ns, 0), enqueue_ns=seen.enqueue_ns, group=seen.group,
                 sequence=sequences[ends], size_bytes=seen.size_bytes, peer=seen.peer,
+                stage=seen.label.stage, micro_batch=seen.label.micro_batch,
             )
         )  # fmt: skip
         sequences[ends] += 1

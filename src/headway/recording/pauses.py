@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.recording.layer import lay_over
 from headway.trace.events import WORK, Kind
 
 LEAST_NS = 200_000  # shorter ones are not worth a row
@@ -43,26 +43,14 @@ class PauseWatch:
             self._undo.pop()()
 
     def _time(self, owner: Any, name: str, kind: str, what: str) -> None:
-        original = getattr(owner, name)
-        watching = True
-
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             start_ns = time.monotonic_ns()
             try:
                 return original(*args, **kwargs)
             finally:
-                if watching:
-                    self._ended(kind, what, start_ns)
+                self._ended(kind, what, start_ns)
 
-        def undo() -> None:
-            nonlocal watching
-            watching = False  # where others have laid theirs over it, it stays, and passes calls on
-            if getattr(owner, name) is timed:
-                setattr(owner, name, original)
-
-        setattr(owner, name, timed)
-        self._undo.append(undo)
+        self._undo.append(lay_over(owner, name, timed))
 
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":

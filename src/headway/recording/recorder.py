@@ -43,6 +43,7 @@ from headway.recording.messages import MessageWatch, message_rows
 from headway.recording.modules import ModuleWatch
 from headway.recording.now import Now
 from headway.recording.pauses import PauseWatch
+from headway.recording.pipelines import PipelineWatch, labelled
 from headway.recording.profiled import Detail, ProfiledSteps
 from headway.recording.reads import ReadWatch
 from headway.recording.shapes import SHARDED, several_models, sharded_root
@@ -97,8 +98,9 @@ class Recorder:
         self._watch = ModuleWatch(self._now, self._reads)
         self._memory = MemoryWatch()
         self._groups = GroupWatch()
+        self._pipelines = PipelineWatch(self._now)
         self._tap = CollectiveTap(self._now, self._groups)
-        self._messages = MessageWatch(self._now, self._groups)
+        self._messages = MessageWatch(self._now, self._groups, self._pipelines)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
         self._profiled: ProfiledSteps | None = None
@@ -148,6 +150,7 @@ class Recorder:
         self._tap.attach()
         self._pauses.attach()
         self._messages.attach()
+        self._pipelines.attach()
         self._reads.attach()
         self._watch_input()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
@@ -273,6 +276,8 @@ class Recorder:
         self._memory.end()
         self._tap.release_finished()
         now.step += 1
+        if now.step == 1:
+            self._pipelines.attach()
         if now.step == 1 and self._model is None:
             self._look_for_sharded()
         self._watch_memory(first=False)
@@ -326,6 +331,7 @@ class Recorder:
         self._handles.clear()
         self._watch.detach()
         self._memory.end()
+        self._pipelines.detach()
         self._messages.detach()
         self._pauses.detach()
         self._reads.detach()
@@ -392,13 +398,14 @@ class Recorder:
         self._watch.forget()
         self._tap.observed.clear()
         self._messages.observed.clear()
+        self._pipelines.observed.clear()
         self._connections.close()
         self._clocks.close()
 
     def _write(self, patience_s: float) -> None:
         rank, world_size = self._place
         fit = self._clocks.end(rank, world_size, patience_s)
-        events = self._rows + self._watch.rows()
+        events = labelled(self._rows + self._watch.rows(), self._pipelines.observed)
         events += unseen_uses(events, self._watch.unseen)
         model = model_described(
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found

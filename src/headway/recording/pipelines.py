@@ -1,0 +1,112 @@
+"""Pipelines of ``torch.distributed.pipelining``: which stage and which micro-batch passes and messages are of."""
+
+from __future__ import annotations
+
+import functools
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from headway import torch_private
+from headway.recording.layer import lay_over
+from headway.recording.now import Now
+from headway.trace.events import Event, Kind, Stream
+
+PASSES = {
+    "forward_one_chunk": Kind.FORWARD_PASS,
+    "backward_one_chunk": Kind.BACKWARD_PASS,
+    "backward_weight_one_chunk": Kind.BACKWARD_PASS,
+}
+MESSAGES = ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops")
+_LABELLED = (Kind.FORWARD_PASS, Kind.FORWARD, Kind.BACKWARD_PASS, Kind.BACKWARD, Kind.GRADIENT_READY)
+
+
+class Label(NamedTuple):
+    """A stage of a pipeline, and a micro-batch."""
+
+    stage: int = -1
+    micro_batch: int = -1
+
+
+class ObservedPass(NamedTuple):
+    """One micro-batch's forward or backward on one stage."""
+
+    kind: str
+    label: Label
+    step: int
+    start_ns: int
+    end_ns: int
+
+
+class PipelineWatch:
+    """Observes the stages of this process while attached."""
+
+    def __init__(self, now: Now) -> None:
+        self.observed: list[ObservedPass] = []
+        self._now = now
+        self._labels: Any = WeakIdKeyDictionary()  # of tensors that are sent, or received into
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Begin to watch, unless it has begun, or torch's pipelines are not imported yet."""
+        stage = torch_private.pipeline_stage()
+        if stage is None or self._undo:
+            return
+        for name, kind in PASSES.items():
+            self._undo.append(lay_over(stage, name, functools.partial(self._passes, kind)))
+        for name in MESSAGES:
+            self._undo.append(lay_over(stage, name, self._messages))
+
+    def detach(self) -> None:
+        """Leave no trace."""
+        while self._undo:
+            self._undo.pop()()
+        self._labels = WeakIdKeyDictionary()
+
+    def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
+        """The stage and the micro-batch that one of ``tensors`` is sent or received for, if any is."""
+        return next((self._labels[each] for each in tensors if each in self._labels), Label())
+
+    def _passes(
+        self, kind: str, original: Callable[..., Any], stage: Any, micro_batch: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        start_ns = time.monotonic_ns()
+        try:
+            return original(stage, micro_batch, *args, **kwargs)
+        finally:
+            if self._now.recording:
+                label = Label(stage.stage_index, micro_batch)
+                self.observed.append(ObservedPass(kind, label, self._now.step, start_ns, time.monotonic_ns()))
+
+    def _messages(self, original: Callable[..., Any], stage: Any, micro_batch: int) -> Any:
+        operations = original(stage, micro_batch)
+        for operation in operations:
+            self._labels[operation.tensor] = Label(stage.stage_index, micro_batch)
+        return operations
+
+
+def labelled(rows: Sequence[Event], observed: Sequence[ObservedPass]) -> list[Event]:
+    """``rows`` with the stage and the micro-batch of those inside a pass, and passes that are not among them."""
+    passes = sorted(observed, key=lambda each: each.start_ns)
+    starts_ns = [each.start_ns for each in passes]
+    seen = set()
+    found = []
+    for row in rows:
+        at = bisect_right(starts_ns, row.start_ns) - 1
+        if row.kind in _LABELLED and at >= 0 and row.end_ns <= passes[at].end_ns:
+            row = row._replace(stage=passes[at].label.stage, micro_batch=passes[at].label.micro_batch)
+            if row.kind == passes[at].kind:
+                seen.add(at)
+        found.append(row)
+    found += [
+        Event(
+            each.kind, "", Stream.COMPUTE, each.step, each.start_ns, each.end_ns - each.start_ns,
+            stage=each.label.stage, micro_batch=each.label.micro_batch,
+        )
+        for at, each in enumerate(passes) if at not in seen
+    ]  # fmt: skip
+    return found
