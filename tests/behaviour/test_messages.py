@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,5 @@ def test_it_is_diagnosed_and_no_plan_is_made(
     for command in (["replay", path], ["optimize", path, "-o", str(tmp_path / "plan.yaml")]):
         said = CliRunner().invoke(cli, command)
         assert said.exit_code != 0
-        assert re.search(
-            "messages that a script sends|asynchronous communication of its own", str(said.exception)
-        )
+        assert "messages that a script sends" in str(said.exception)
         assert "\n" not in str(said.exception)

@@ -8,12 +8,11 @@ from headway.errors import TraceError
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
-from headway.replayer.incomplete import MOST_WAITS, waits_of_its_own
+from headway.replayer.incomplete import check_messages
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
-from headway.trace.messages import inner_messages, is_message
 
 
 def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
@@ -26,7 +25,7 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     """
     if trace.world_size == 1:
         return
-    _check_messages(trace)
+    check_messages(trace)
     first = min(job.steps.timelines)
     timelines = job.steps.timelines[first]
     plugin = plugin_of(strategy)
@@ -48,19 +47,6 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
             got=f"{got[0]:g} collectives of {got[1]:.0f} bytes a step",
             expected=f"{expected[0]:g} of {expected[1]:.0f} bytes for {strategy.describe()}",
             fix="Record one model, without a communication hook.",
-        )
-
-
-def _check_messages(trace: Trace) -> None:
-    """Raise TraceError where ranks wait for messages that are of no collective: replay would leave them out."""
-    if not any((is_message(events) & ~inner_messages(events)).any() for events in trace.events.values()):
-        return
-    if (share := waits_of_its_own(trace)) > MOST_WAITS:
-        raise TraceError(
-            "replay does not lay out messages that a script sends from rank to rank",
-            got=f"waits for works of its own for {share:.0%} of the step",
-            expected=f"at most {MOST_WAITS:.0%}",
-            fix="Diagnose the trace; record a job whose ranks wait for collectives only to replay it.",
         )
 
 

@@ -20,6 +20,7 @@ from headway.model import ModelSpec, ParameterSpec
 from headway.strategies.registry import AS_RECORDED
 from headway.trace.events import WORK, Event, Events, Kind, Stream
 from headway.trace.format import Trace
+from headway.trace.messages import inner_messages, is_message
 
 ADVICE = "Record the job with headway record; it has to construct DistributedDataParallel."
 MOST_WAITS = 0.05  # of the step, for communication that no plan decides about
@@ -45,7 +46,8 @@ def check_takes_plans(trace: Trace) -> None:
             got=f"besides the recorded one {', '.join(info.other_models)}",
             fix="Record a job that trains one of them.",
         )
-    if (share := waits_of_its_own(trace)) > MOST_WAITS:
+    check_messages(trace)
+    if (share := _waits_of_its_own(trace)) > MOST_WAITS:
         raise TraceError(
             "no plan is made for a job that waits for asynchronous communication of its own, which replay does not lay "
             "out",
@@ -65,7 +67,37 @@ def check_takes_plans(trace: Trace) -> None:
             )
 
 
-def waits_of_its_own(trace: Trace) -> float:
+def check_messages(trace: Trace) -> None:
+    """Raise TraceError where ranks wait for messages that are of no collective: replay would leave them out."""
+    if not any((is_message(events) & ~inner_messages(events)).any() for events in trace.events.values()):
+        return
+    if (share := _waits_of_its_own(trace)) > MOST_WAITS:
+        raise TraceError(
+            "replay does not lay out messages that a script sends from rank to rank",
+            got=f"waits for works of its own for {share:.0%} of the step",
+            expected=f"at most {MOST_WAITS:.0%}",
+            fix="Diagnose the trace; record a job whose ranks wait for collectives only to replay it.",
+        )
+
+
+def check_same_steps(trace: Trace) -> None:
+    """Raise TraceError where ranks that were recorded live took different numbers of steps: they did not step together.
+
+    One step is what a job leaves that is ended in the middle of one. Profiles begin and end where somebody asked.
+    """
+    if any(info.source for info in trace.manifest.ranks):
+        return
+    counts = {rank: len(events.whole_steps) for rank, events in trace.events.items()}
+    most, least = max(counts, key=lambda rank: counts[rank]), min(counts, key=lambda rank: counts[rank])
+    if counts[most] - counts[least] > 1:
+        raise TraceError(
+            "replay needs ranks that step together",
+            got=f"{counts[most]} steps of rank {most}, {counts[least]} of rank {least}",
+            fix="Record a stretch in which every rank takes the same steps (--steps A:B).",
+        )
+
+
+def _waits_of_its_own(trace: Trace) -> float:
     """The share of the recorded steps in which the script, or its optimizer, waits for works by itself.
 
     A wait for a work that begins within a wait that is laid out belongs to that: the call of a blocking collective,

@@ -26,7 +26,7 @@ from headway.replayer.expectation import (
 )
 from headway.replayer.fidelity import check_fidelity
 from headway.replayer.gaps import gap_note
-from headway.replayer.incomplete import check_takes_plans, lacks, of_recorded_buckets
+from headway.replayer.incomplete import check_same_steps, check_takes_plans, lacks, of_recorded_buckets
 from headway.replayer.recorded_job import recorded_job
 from headway.replayer.simulate import Simulation, Simulator
 from headway.replayer.size import times_in_range
@@ -46,11 +46,13 @@ class Replayer:
 
     ``cluster`` of None takes what the job measured of itself, or fits the links from the trace. A trace without a
     parameter map, or without some of its ranks, is replayed as far as that goes; ``lacks`` says how far. Raises
-    TraceError where the trace lacks the collectives that a replay needs, and on the first replay where the recorded
-    communication is not that of the recorded strategy, or where a plan is to be laid over a trace without parameters.
+    TraceError where the trace lacks the collectives that a replay needs, where its ranks took different numbers of
+    steps, and on the first replay where the recorded communication is not that of the recorded strategy, or where a
+    plan is to be laid over a trace without parameters.
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
+        check_same_steps(trace)
         self.trace = trace if trace.model.parameters else of_recorded_buckets(trace)
         self.lacks = lacks(trace, self.trace)
         self._recorded = trace
@@ -83,9 +85,9 @@ class Replayer:
     @cached_property
     def recorded_step_times_ms(self) -> tuple[float, ...]:
         """For each recorded step, its mean length over ranks."""
-        lengths = [events.of_kind(Kind.STEP).duration_ns / 1e6 for events in self.trace.events.values()]
-        count = min(len(each) for each in lengths)
-        return tuple(np.mean([each[:count] for each in lengths], axis=0).tolist())
+        steps = [events.of_kind(Kind.STEP) for events in self.trace.events.values()]
+        lengths = [each.duration_ns[np.isin(each.step, self.trace.steps)] / 1e6 for each in steps]
+        return tuple(np.mean(lengths, axis=0).tolist())
 
     @property
     def recorded_step_ms(self) -> float:
