@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from headway.arrays import Ints, Texts
+from headway.arrays import Flags, Ints, Texts
 
 
 def texts(values: Sequence[Any]) -> Texts:
@@ -153,7 +152,7 @@ class Events:
         """The numbers of the steps that were recorded from their start to their end."""
         return set(np.unique(self.step[self.kind == Kind.STEP]).tolist())
 
-    def where(self, mask: npt.NDArray[np.bool_]) -> Events:
+    def where(self, mask: Flags) -> Events:
         """The events that ``mask`` (bool, one an event) picks."""
         count = int(np.count_nonzero(mask))
         return Events(
@@ -242,5 +241,5 @@ def _is_shared(column: Any) -> bool:
     return bool(column.strides == (0,))
 
 
-def _picked(column: Any, mask: npt.NDArray[np.bool_], count: int) -> Any:
+def _picked(column: Any, mask: Flags, count: int) -> Any:
     return np.broadcast_to(column[:1], (count,)) if _is_shared(column) and len(column) else column[mask]

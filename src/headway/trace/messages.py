@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from headway.arrays import Flags, Indices
 from headway.trace.events import Events, Kind
 
 
-def is_message(events: Events) -> npt.NDArray[np.bool_]:
+def is_message(events: Events) -> Flags:
     """Which of one rank's events are sends and receives."""
-    found: npt.NDArray[np.bool_] = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
+    found: Flags = np.isin(events.kind, [Kind.SEND, Kind.RECEIVE])
     return found
 
 
-def inner_messages(events: Events) -> npt.NDArray[np.bool_]:
+def inner_messages(events: Events) -> Flags:
     """Which of one rank's events are messages of a collective that it recorded: of its group, name and sequence."""
     inner = is_message(events) & (events.sequence >= 0)
     if inner.any():
@@ -26,6 +26,6 @@ def inner_messages(events: Events) -> npt.NDArray[np.bool_]:
     return inner
 
 
-def _keys(events: Events, rows: npt.NDArray[np.intp]) -> Iterator[tuple[str, str, int]]:
+def _keys(events: Events, rows: Indices) -> Iterator[tuple[str, str, int]]:
     columns = events.group[rows], events.name[rows], events.sequence[rows]
     return zip(*(column.tolist() for column in columns), strict=True)
