@@ -29,7 +29,10 @@ from headway.trace.events import Event, Kind, Stream
 
 @dataclass(slots=True)
 class ObservedMessage:
-    """One message of this rank. ``end_ns`` is 0 until it was waited for, ``peer`` -1 until who sent it is known."""
+    """One message of this rank. ``end_ns`` is 0 until it was waited for.
+
+    ``peer`` and ``sequence`` are -1 until who sent it is known.
+    """
 
     kind: str
     group: str
@@ -39,6 +42,7 @@ class ObservedMessage:
     enqueue_ns: int
     label: Label
     end_ns: int = 0
+    sequence: int = -1
 
 
 class MessageWatch:
@@ -50,6 +54,7 @@ class MessageWatch:
         self._groups = groups
         self._pipelines = pipelines
         self._works: WeakKeyDictionary[Any, tuple[ObservedMessage, dist.ProcessGroup]] = WeakKeyDictionary()
+        self._sequences: dict[tuple[str, str, int], int] = defaultdict(int)
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -84,7 +89,10 @@ class MessageWatch:
             enqueue_ns,
             self._pipelines.label_of(tensors),
         )
-        self.observed.append(seen)
+        if peer >= 0:
+            self._count(seen)
+        if self._now.recording:
+            self.observed.append(seen)
         self._works[work] = (seen, group)
         return work
 
@@ -95,30 +103,27 @@ class MessageWatch:
             seen.end_ns = time.monotonic_ns()
             if seen.peer < 0:
                 seen.peer = self._groups.rank_of(group, torch_private.source_of(work))
+                self._count(seen)
         return result
+
+    def _count(self, seen: ObservedMessage) -> None:
+        """Number a message among those of its group from one rank to another, which both ends count alike."""
+        ends = seen.kind, seen.group, seen.peer
+        seen.sequence = self._sequences[ends]
+        self._sequences[ends] += 1
 
 
 def message_rows(observed: Iterable[ObservedMessage]) -> list[Event]:
-    """Events of messages. The sequence counts those of a group from one rank to another, alike at both ends.
-
-    One that nobody waited for is an instant, one from nobody knows whom is left out.
-    """
-    sequences: dict[tuple[str, str, int], int] = defaultdict(int)
-    rows = []
-    for seen in observed:
-        if seen.peer < 0:
-            continue
-        ends = seen.kind, seen.group, seen.peer
-        rows.append(
-            Event(
-                seen.kind, seen.kind, Stream.COMMUNICATION, seen.step, seen.enqueue_ns,
-                max(seen.end_ns - seen.enqueue_ns, 0), enqueue_ns=seen.enqueue_ns, group=seen.group,
-                sequence=sequences[ends], size_bytes=seen.size_bytes, peer=seen.peer,
-                stage=seen.label.stage, micro_batch=seen.label.micro_batch,
-            )
-        )  # fmt: skip
-        sequences[ends] += 1
-    return rows
+    """Events of messages. One that nobody waited for is an instant, one from nobody knows whom is left out."""
+    return [
+        Event(
+            seen.kind, seen.kind, Stream.COMMUNICATION, seen.step, seen.enqueue_ns,
+            max(seen.end_ns - seen.enqueue_ns, 0), enqueue_ns=seen.enqueue_ns, group=seen.group,
+            sequence=seen.sequence, size_bytes=seen.size_bytes, peer=seen.peer,
+            stage=seen.label.stage, micro_batch=seen.label.micro_batch,
+        )
+        for seen in observed if seen.peer >= 0
+    ]  # fmt: skip
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:
