@@ -77,6 +77,7 @@ def _said(one: Slice) -> tuple[object, ...]:
 def _expected(event: Event, origin_ns: int) -> tuple[object, ...]:
     numbers = {
         "step": event.step, "bytes": event.size_bytes, "bucket": event.bucket, "peer": event.peer,
+        "stage": event.stage, "micro_batch": event.micro_batch,
         "sequence": event.sequence,
     }  # fmt: skip
     texts = {"group": clean(event.group), "algorithm": clean(event.algorithm)}

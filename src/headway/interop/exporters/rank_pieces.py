@@ -11,7 +11,7 @@ from headway.arrays import Ints
 from headway.interop.exporters.arrows import Arrows
 from headway.interop.exporters.packets import Column, merged
 from headway.interop.exporters.rank_tracks import RankTracks, clean
-from headway.trace.events import Events, Kind
+from headway.trace.events import OPTIONAL_COLUMNS, Events, Kind, is_absent
 
 NUMBERS = {  # of an annotation, and the column that it says where that is not below zero
     "bytes": "size_bytes",
@@ -20,7 +20,6 @@ NUMBERS = {  # of an annotation, and the column that it says where that is not b
     "sequence": "sequence",
 }
 TEXTS = ("group", "algorithm")
-ANNOTATIONS = ("step", *NUMBERS, "enqueue_ns", *TEXTS, "last_rank")
 
 
 class RankPieces:
@@ -48,8 +47,10 @@ class RankPieces:
         self._first_uuid = first_uuid
         self._origin_ns = origin_ns
         self._step = events.step
+        present = [name for name in OPTIONAL_COLUMNS if not is_absent(getattr(events, name))]
+        self._numbers = NUMBERS | dict(zip(present, present, strict=True))
         told = events.enqueue_ns != -1
-        for column in NUMBERS.values():
+        for column in self._numbers.values():
             told |= getattr(events, column) >= 0
         for column in TEXTS:
             told |= getattr(events, column) != ""
@@ -58,7 +59,7 @@ class RankPieces:
         self._more = events.where(told)
         self._categories = _numbered(kind for kind, _ in tracks.labels)
         self._titles = _numbered(title for _, title in tracks.labels)
-        self._annotations = _numbered(ANNOTATIONS)
+        self._annotations = _numbered(("step", *self._numbers, "enqueue_ns", *TEXTS, "last_rank"))
         self._texts = _numbered(text for name in TEXTS for text in getattr(self._more, name).tolist())
 
     def intern(self, data: Any) -> None:
@@ -112,7 +113,7 @@ class RankPieces:
     def _annotation_columns(self) -> list[Column]:
         asked = self._more.enqueue_ns
         columns = [self._number("enqueue_ns", asked - self._origin_ns, asked != -1)]
-        for name, column in NUMBERS.items():
+        for name, column in self._numbers.items():
             values = getattr(self._more, column)
             columns.append(self._number(name, values, values >= 0))
         columns.extend(self._text(name, getattr(self._more, name).tolist()) for name in TEXTS)
