@@ -7,7 +7,7 @@ from headway.collectives.dataflow import repeated
 from headway.collectives.program import ring_all_reduce, ring_reduce_scatter
 from headway.collectives.servers import push_and_pull
 from headway.network.collective_costs import ideal_seconds
-from headway.network.cost_fit import Measured, as_quick_as_seen, fit_cost, replayed_seconds
+from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost, replayed_seconds
 from headway.simulation.engine import play
 
 SIZES_BYTES = (4096, 65_536, 262_144, 1_048_576, 4_194_304)
@@ -74,12 +74,12 @@ def test_links_that_were_measured_too_slow_are_as_quick_as_rings_show(world_size
     programs = [ring_reduce_scatter]
     seen = [Measured(size, replayed_seconds(true, programs, size, cost)) for size in (1000, *SIZES_BYTES)]
     slow = cluster_of(world_size, 0.2)
-    found = as_quick_as_seen(slow, [(programs, seen)])
+    found = as_fast_as_seen(slow, [(programs, seen)])
     assert found.hosts[0].up_gbps == pytest.approx(0.25, rel=0.02)
-    assert as_quick_as_seen(cluster_of(world_size, 0.3), [(programs, seen)]).hosts[0].up_gbps == 0.3
+    assert as_fast_as_seen(cluster_of(world_size, 0.3), [(programs, seen)]).hosts[0].up_gbps == 0.3
     together = Cluster(hosts=(Host(name="h", workers=world_size, up_gbps=9, down_gbps=9),), local_gbps=0.2)
-    assert as_quick_as_seen(together, [(programs, seen)]).local_gbps > 0.2
-    assert as_quick_as_seen(slow, []) is slow
+    assert as_fast_as_seen(together, [(programs, seen)]).local_gbps > 0.2
+    assert as_fast_as_seen(slow, []) is slow
 
 
 def test_measurements_that_vary_show_in_the_error() -> None:

@@ -24,7 +24,7 @@ def console() -> Console:
 
 
 def error_console() -> Console:
-    """Where progress and words beside the answer go."""
+    """Where progress and messages other than the answer go."""
     return Console(stderr=True, markup=False, highlight=False)
 
 

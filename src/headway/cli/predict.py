@@ -108,10 +108,10 @@ def predict(
         return
     console = output.console()
     others = [each for each in largest if each is not best]
-    beside = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
+    second = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
     answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
-        f"{best.strategy}{beside}: "
+        f"{best.strategy}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would do without communication."
     )
     console.print(one_line(answer, LONGEST))

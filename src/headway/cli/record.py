@@ -118,7 +118,7 @@ def record(
 
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` for this launcher alone; what launchers that crashed on this host left is removed."""
+    """A folder next to ``output`` for this launcher alone; what launchers that crashed on this host left is removed."""
     stem = f".{output.name}.recording.{socket.gethostname()}."
     for left in output.parent.glob(f"{glob.escape(stem)}*"):
         pid = left.name.removeprefix(stem).partition(".")[0]

@@ -39,10 +39,10 @@ def run(ctx: click.Context, plan_path: Path) -> None:
     injection_of(plan)
     _check_world_size(plan, command)
     environment = injected_environment(os.environ, plan=str(plan_path.absolute()))
-    beside = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None
-    if beside is not None and not os.access(beside, os.W_OK):
-        beside = None
-    with tempfile.TemporaryDirectory(prefix=".headway-run-", dir=beside) as reports:
+    folder = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None
+    if folder is not None and not os.access(folder, os.W_OK):
+        folder = None
+    with tempfile.TemporaryDirectory(prefix=".headway-run-", dir=folder) as reports:
         ended = run_command(command, environment, Path(reports))
     if ended.exit_status == 0:
         _check_applied(ended)

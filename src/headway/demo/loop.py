@@ -230,5 +230,5 @@ def result_document(result: DemoResult) -> dict[str, object]:
 
 
 def save_result(result: DemoResult, path: Path) -> None:
-    """Keep the result beside the report."""
+    """Keep the result next to the report."""
     files.write_text(path, files.dump_json(files.document("demo", **result_document(result))))

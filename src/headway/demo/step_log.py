@@ -28,6 +28,6 @@ class StepLog:
         """Write the log, on rank 0."""
         if self.path is not None and os.environ.get("RANK", "0") == "0":
             data = {"losses": [float(loss) for loss in self.losses], "ends_s": self.ends_s}
-            beside = self.path.with_suffix(".writing")
-            beside.write_text(json.dumps(data))
-            beside.replace(self.path)
+            unfinished = self.path.with_suffix(".writing")
+            unfinished.write_text(json.dumps(data))
+            unfinished.replace(self.path)

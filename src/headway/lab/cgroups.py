@@ -135,7 +135,7 @@ class Quotas:
             raise NotPermittedError(f"{self.path}: {failure.strerror}") from None
 
     def _weigh(self, ranks: int) -> None:
-        """Let every rank weigh as much as a process that stayed outside, beside which the lab's group stands."""
+        """Let every rank weigh as much as a process that stayed outside, a sibling of the lab's group."""
         if self.version == 2:
             (self.path / "cpu.weight").write_text(str(min(100 * ranks, 10_000)))
         else:

@@ -1,7 +1,7 @@
 """Another tenant's traffic: real TCP connections that together send at a given rate.
 
 Several connections, because a link's queue is shared by connection: the single one of a light tenant would
-get next to nothing beside a bulk transfer, which is not what a busy neighbour is like.
+get next to nothing against a bulk transfer, which is not what a busy neighbour is like.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Communication and computation beside each other: each timed while the other is under way on the same cores."""
+"""Communication and computation at the same time: each timed while the other is in progress on the same cores."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _stopwatch(action: Callable[[], None], took_s: list[float]) -> None:
 
 
 def beside_communication(collective: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """What communication costs the computation beside it, on the same cores; means over ranks.
+    """What communication costs the computation concurrent with it, on the same cores; means over ranks.
 
     ``collective`` runs over and over. Returns how much longer a piece of computation takes meanwhile, and the seconds
     that an optimizer's step takes by itself, apart from its arithmetic: what a deferred update pays once a bucket.

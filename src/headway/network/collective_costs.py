@@ -26,7 +26,7 @@ from headway.collectives.dataflow import ProgramOf, alone
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import native
 from headway.network.beside import Timing, Work, repeat, timed
-from headway.network.cost_fit import Measured, as_quick_as_seen, fit_cost
+from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost
 from headway.simulation.engine import play
 
 STEADY = 0.03
@@ -123,7 +123,7 @@ def with_costs(
 ) -> Cluster:
     """Time every candidate on this job's ranks, which all call it; ``cluster`` with the cost of each by its name.
 
-    Links that turn out to be quicker than ``cluster`` has them are made so (``as_quick_as_seen``). Candidates take
+    Links that turn out to be faster than ``cluster`` has them are made so (``as_fast_as_seen``). Candidates take
     turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile where
     ``busy_cores``.
     """
@@ -154,7 +154,7 @@ def with_costs(
     tiny = next(iter(effort.shares_bytes)) * cluster.world_size
     programs = {each.name: each.programs(tiny, cluster.world_size) for each in effort.candidates}
     rings = [each.name for each in effort.candidates if each.algorithm == RING]
-    cluster = as_quick_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
+    cluster = as_fast_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
     costs = {name: fit_cost(cluster, programs[name], measured[name]) for name in measured}
     return cluster.model_copy(update={"algorithms": costs})
 

@@ -1,4 +1,4 @@
-"""From measured times of a collective to what it costs beside the ideal of its messages (``AlgorithmCost``)."""
+"""From measured times of a collective to what it costs on top of the ideal of its messages (``AlgorithmCost``)."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     """The cost with which replay takes as long as was ``measured``, at growing sizes of which the first is tiny.
 
     The tiny size says what a message costs, since its bytes take no time. With that the largest sizes say what bytes
-    cost, and of them the quickest, since what disturbs a measurement only adds to it; but no less than links take to
-    carry them, or a slower link would seem quicker than it is. What is left at each size is laid to messages of that
+    cost, and of them the fastest, since what disturbs a measurement only adds to it; but no less than links take to
+    carry them, or a slower link would seem faster than it is. What is left at each size is laid to messages of that
     size.
     """
     fit = _Fit(cluster, programs)
@@ -80,10 +80,10 @@ def _by_time(errors: Sequence[float], measured: Sequence[Measured]) -> float:
     return sum(error * each.seconds for error, each in zip(errors, measured, strict=True)) / total_s
 
 
-def as_quick_as_seen(
+def as_fast_as_seen(
     cluster: Cluster, rings: Sequence[tuple[Sequence[ProgramOf], Sequence[Measured]]]
 ) -> Cluster:
-    """``cluster`` with links that carry bytes at least as quickly as ``rings`` (programs, what was measured) did.
+    """``cluster`` with links that carry bytes at least as fast as ``rings`` (programs, what was measured) did.
 
     Goodput that was measured while something disturbed the machine is too low, and everything would be laid to
     links that are not so slow.
@@ -120,7 +120,7 @@ class _Fit:
         return replayed_seconds(self._cluster, self._programs, measured.size_bytes, cost, measured.turns)
 
     def bytes_beside(self, tiny: Measured, large: Sequence[Measured]) -> tuple[AlgorithmCost, list[float]]:
-        """What ``tiny`` says of messages, and how many times as long as links take ``large`` ones took beside that."""
+        """What ``tiny`` says of messages, and how many times as long as links take ``large`` ones took in addition."""
         cost = self.message(tiny, AlgorithmCost())
         return cost, [each.seconds / self.seconds(each, cost) for each in large]
 

@@ -27,7 +27,7 @@ HUBER_LIMIT, HUBER_ROUNDS = 1.345, 20
 
 @dataclass(frozen=True, slots=True)
 class BusyPeriod:
-    """A time during which gradients were under way without a pause."""
+    """A time during which gradients were in flight without a pause."""
 
     count: int
     wire_bytes: float  # what each rank sent to its neighbour in the ring
@@ -37,7 +37,7 @@ class BusyPeriod:
 def cluster_from_trace(trace: Trace) -> Cluster:
     """Fit the links of the job that was recorded: one rate for all hosts, and the collective's overhead.
 
-    Busy time against the number of collectives and the bytes sent, over the periods in which gradients were under way,
+    Busy time against the number of collectives and the bytes sent, over the periods in which gradients were in flight,
     robustly; ``source`` says how far off that is. Raises TraceError where the trace holds no collective of gradients,
     or where ranks of one host are not consecutive.
     """
@@ -74,7 +74,7 @@ def library_of(trace: Trace) -> Literal["gloo", "nccl"]:
 
 
 def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
-    """What updates beside the main thread cost the hosts that recorded them; empty where there were none."""
+    """What updates off the main thread cost the hosts that recorded them; empty where there were none."""
     calls_ns = _step_calls_ns(trace)
     if not calls_ns:
         return {}
@@ -88,7 +88,7 @@ def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
 
 
 def _step_calls_ns(trace: Trace) -> list[int]:
-    """What the calls of ``optimizer.step()`` took, but for waits, where updates were done beside the main thread."""
+    """What the calls of ``optimizer.step()`` took, but for waits, where updates were done off the main thread."""
     found: list[int] = []
     for events in trace.events.values():
         if any(is_beside(row) for row in events.of_kind(Kind.UPDATE)):
@@ -99,7 +99,7 @@ def _step_calls_ns(trace: Trace) -> list[int]:
 
 
 def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
-    """The periods of each recorded step in which a collective of gradients, asked for by all, was under way.
+    """The periods of each recorded step in which a collective of gradients, asked for by all, was in flight.
 
     And the names of what these collectives cost.
     """

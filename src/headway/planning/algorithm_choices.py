@@ -15,7 +15,7 @@ LEAST_SHARE = 1 / 256  # of a model, that buckets are taken to have
 def algorithm_choices(cluster: Cluster, total_bytes: int) -> list[Algorithms]:
     """Algorithms for plans of a model of ``total_bytes`` on ``cluster``, Headway's rings first.
 
-    The process group's own collectives join them where a probe has measured them and they would be quicker for some
+    The process group's own collectives join them where a probe has measured them and they would be faster for some
     bucket: nobody knows without measuring what they cost.
     """
     rings = LinkCost.of(cluster)

@@ -27,7 +27,7 @@ class StepBound:
 
     @property
     def all_reduce_ms(self) -> float:
-        """No overlap of an all-reduce with backward can be quicker."""
+        """No overlap of an all-reduce with backward can be faster."""
         return self.rest_ms + self.forward_ms + max(self.backward_ms, 2 * self.one_way_ms)
 
 

@@ -25,7 +25,7 @@ class Job(NamedTuple):
 def serve(jobs: Sequence[Job], channels: int) -> list[float]:
     """When each job ends. Job ``n`` is served by channel ``n % channels``, in order.
 
-    All ranks are taken to be alike, so that one link stands for all. Jobs under way together share it evenly while
+    All ranks are taken to be alike, so that one link stands for all. Jobs in flight together share it evenly while
     their messages are on it, and pay their overheads one after the other.
     """
     return _serve_one_by_one(jobs) if channels == 1 else _Together(jobs, channels).serve()

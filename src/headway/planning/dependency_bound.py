@@ -24,7 +24,7 @@ class Bounds:
     """Lower bounds of a step, in nanoseconds.
 
     ``overlap_ns`` is the published one, rest + max(forward, c) + max(backward, c) with one way ``c``. It holds
-    where gathers begin after backward and nothing is under way beside the rest of the step; others can beat it.
+    where gathers begin after backward and nothing is in flight during the rest of the step; others can beat it.
     ``gradients_ns`` and ``parameters_ns`` hold for every schedule of that form.
     """
 

@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 Groups = tuple[Group, ...]
 CAUTION = 2e-5
-"""What each group counts for beside its prediction, as a share of the step: no model knows all that a job costs."""
+"""What each group counts for on top of its prediction, as a share of the step: no model knows all that a job costs."""
 
 
 @dataclass(frozen=True, slots=True)

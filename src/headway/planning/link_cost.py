@@ -1,4 +1,4 @@
-"""What a collective costs on a cluster, alone and beside others: measured once on its replay, then looked up."""
+"""What a collective costs on a cluster, alone and with others in flight: measured once by replay, then looked up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CollectiveCost:
 
     @property
     def alpha_ns(self) -> float:
-        """What a collective costs beside its bytes."""
+        """What a collective costs in addition to its bytes."""
         return max(0.0, self.alone_ns[-1] - self.ns_per_byte * self.sizes_bytes[-1])
 
 

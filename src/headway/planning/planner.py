@@ -32,14 +32,14 @@ class PlannedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The best schedules, quickest first, the bounds of the step, and how many predictions that took."""
+    """The best schedules, fastest first, the bounds of the step, and how many predictions that took."""
 
     schedules: tuple[PlannedSchedule, ...]
     bounds: Bounds
     evaluated: int
 
     def best(self, gather: GatherMode | None = None) -> PlannedSchedule:
-        """The quickest schedule, of one form where given."""
+        """The fastest schedule, of one form where given."""
         return next(s for s in self.schedules if gather is None or s.schedule.gather == gather)
 
 
@@ -60,7 +60,7 @@ def plan(
 ) -> Planned:
     """Plan the communication of the gradients of ``job``, whose ranks are taken for like the slowest of them.
 
-    For each form of gathering and each of ``channels``, the numbers of collectives that may be under way at a time,
+    For each form of gathering and each of ``channels``, the numbers of collectives that may be in flight at a time,
     the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions. So they are for each
     choice of algorithms that the cluster's measured costs speak for.
     """

@@ -1,4 +1,4 @@
-"""What optimizers cost: state beside each parameter, and an update that does nothing but move memory."""
+"""What optimizers cost: state in addition to each parameter, and an update that does nothing but move memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ NOTICED = 0.002  # a difference that is said to be one
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Between ``below`` and ``above`` workers, ``to`` becomes quicker than ``of``."""
+    """Between ``below`` and ``above`` workers, ``to`` becomes faster than ``of``."""
 
     of: str
     to: str
@@ -47,7 +47,7 @@ def scaling(
 
 
 def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
-    """Every change of the quicker of two strategies, between world sizes that were predicted one after the other."""
+    """Every change of the faster of two strategies, between world sizes that were predicted one after the other."""
     by_size: dict[int, dict[str, float]] = {}
     for each in predictions:
         by_size.setdefault(each.workers, {})[each.strategy] = each.step_ms

@@ -112,6 +112,6 @@ def _boxes(
             )
         others = list(other_boxes(rank, events, window, matched))
         boxes += (box for box in others if box.row != COMMUNICATION)
-        beside = (box for box in others if box.row == COMMUNICATION)
-        boxes += laned([*communication_boxes(rank, own, window), *beside])
+        others_communicating = (box for box in others if box.row == COMMUNICATION)
+        boxes += laned([*communication_boxes(rank, own, window), *others_communicating])
     return boxes

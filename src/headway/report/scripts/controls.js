@@ -88,7 +88,7 @@ const controls = (() => {
   }
 
   function tellView(start, end) {
-    const slack = 0.03 * (end - start); // a margin beside a step does not show its neighbour
+    const slack = 0.03 * (end - start); // a margin around a step does not show its neighbour
     const first = page.steps.findIndex(([, , to]) => to > start + slack);
     const last = page.steps.findLastIndex(([, from]) => from < end - slack);
     const steps = first < 0 || last < first ? "" : first === last ? `step ${page.steps[first][0]}, `
