@@ -67,6 +67,18 @@ def test_no_plan_is_laid_over_waits_that_replay_does_not_lay_out() -> None:
         check_takes_plans(replace(trace, events=events))
 
 
+def test_pipelines_are_refused_by_name() -> None:
+    trace = synthetic_trace(job())
+    staged = changed(
+        trace, lambda row: row._replace(stage=row.step % 2) if row.kind == Kind.FORWARD_PASS else row
+    )
+    for refuse in (Replayer, check_takes_plans):
+        with pytest.raises(
+            TraceError, match="does not lay out pipelines; got passes and messages of 2 stages"
+        ):
+            refuse(staged)
+
+
 def test_a_blocking_call_that_returns_late_is_no_wait_of_the_jobs_own() -> None:
     trace = synthetic_trace(job(blocking_loss=True))
     known = {

@@ -46,6 +46,7 @@ def check_takes_plans(trace: Trace) -> None:
             got=f"besides the recorded one {', '.join(info.other_models)}",
             fix="Record a job that trains one of them.",
         )
+    check_no_pipeline(trace)
     check_messages(trace)
     if (share := _waits_of_its_own(trace)) > MOST_WAITS:
         raise TraceError(
@@ -65,6 +66,18 @@ def check_takes_plans(trace: Trace) -> None:
                 got=f"no backward on rank {rank}",
                 fix="Record a job that calls backward() on every rank.",
             )
+
+
+def check_no_pipeline(trace: Trace) -> None:
+    """Raise TraceError where models are cut into stages: replay does not lay their messages out."""
+    stages = 1 + max((int(events.stage.max(initial=-1)) for events in trace.events.values()), default=-1)
+    if stages:
+        raise TraceError(
+            "replay does not lay out pipelines",
+            got=f"passes and messages of {stages} stages",
+            expected="ranks that each train the whole model",
+            fix="Diagnose the trace: its breakdown and its links hold for pipelines too.",
+        )
 
 
 def check_messages(trace: Trace) -> None:

@@ -26,7 +26,13 @@ from headway.replayer.expectation import (
 )
 from headway.replayer.fidelity import check_fidelity
 from headway.replayer.gaps import gap_note
-from headway.replayer.incomplete import check_same_steps, check_takes_plans, lacks, of_recorded_buckets
+from headway.replayer.incomplete import (
+    check_no_pipeline,
+    check_same_steps,
+    check_takes_plans,
+    lacks,
+    of_recorded_buckets,
+)
 from headway.replayer.recorded_job import recorded_job
 from headway.replayer.simulate import Simulation, Simulator
 from headway.replayer.size import times_in_range
@@ -52,11 +58,11 @@ class Replayer:
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
+        check_no_pipeline(trace)
         check_same_steps(trace)
         self.trace = trace if trace.model.parameters else of_recorded_buckets(trace)
         self.lacks = lacks(trace, self.trace)
         self._recorded = trace
-        self._checked = False
         self._simulator = Simulator()
         known = cluster or trace.cluster
         self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
