@@ -18,7 +18,7 @@ from headway.prediction.clusters import cluster_named
 from headway.prediction.models import workload_named
 from headway.prediction.replayed import Prediction
 from headway.prediction.scaling import scaling
-from headway.prediction.strategies import usual
+from headway.prediction.strategies import strategies_named
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
@@ -151,7 +151,7 @@ def predict(
     """
     known = cluster_named(cluster) if isinstance(cluster, str) else cluster
     workload = workload_named(model, device, optimizer)
-    chosen = strategies or [_usual(text) for text in usual()]
+    chosen = strategies or strategies_named((), workload).values()
     named = {each.describe(): each for each in chosen}
     return scaling(workload, known, named, workers or (known.world_size,))
 
@@ -167,13 +167,7 @@ def strategy(name: str, **options: Any) -> Strategy:
     """
     if name not in registry.names():
         raise UserError("there is no such strategy", got=repr(name), expected=" or ".join(registry.names()))
-    policy: type[Strategy] = registry.plugin_named(name).policy
-    return files.validate(options, policy, UserError, f"strategy {name}")
-
-
-def _usual(text: str) -> Strategy:
-    name, _, options = text.partition(":")
-    return strategy(name, **dict(option.split("=") for option in filter(None, options.split(","))))
+    return files.validate(options, registry.policy_named(name), UserError, f"strategy {name}")
 
 
 def _loaded(trace: Trace | str | Path) -> Trace:

@@ -216,8 +216,7 @@ def _strategy(value: Any) -> Strategy:
     if isinstance(value, Strategy):
         return value
     name, options = _named(value, "strategy", registry.names())
-    policy: type[Strategy] = registry.plugin_named(name).policy
-    return policy.model_validate(options)
+    return registry.policy_named(name).model_validate(options)
 
 
 def _pass(value: Any) -> Pass:

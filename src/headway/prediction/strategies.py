@@ -55,5 +55,4 @@ def _named(text: str, workload: Workload) -> Strategy:
             given[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
             raise UserError(f"--strategy {name}: {key} cannot be read", got=repr(value)) from None
-    policy: type[Strategy] = registry.plugin_named(name).policy
-    return files.validate(given, policy, UserError, f"--strategy {name}")
+    return files.validate(given, registry.policy_named(name), UserError, f"--strategy {name}")

@@ -84,8 +84,8 @@ class Replayer:
         """The strategy that was in force when the trace was recorded."""
         for name, options in self.trace.manifest.ranks[0].strategy.items():
             if name in registry.names():
-                policy: type[Strategy] = registry.plugin_named(name).policy
-                return files.validate(options, policy, TraceError, f"the trace's strategy {name}")
+                what = f"the trace's strategy {name}"
+                return files.validate(options, registry.policy_named(name), TraceError, what)
         raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
 
     @cached_property

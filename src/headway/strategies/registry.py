@@ -55,6 +55,11 @@ def plugin_named(name: str) -> StrategyPlugin[Any]:
     return plugins()[name]
 
 
+def policy_named(name: str) -> type[Strategy]:
+    """The class of the decisions of the strategy of this name, which must be one of ``names``."""
+    return plugins()[name].policy
+
+
 def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:
     """What a decision belongs to."""
     return plugins()[strategy.name]
