@@ -30,7 +30,8 @@ def replayer() -> Replayer:
 
 
 def candidates(job: Job, recorded: Strategy | None = None) -> list[Strategy]:
-    return list(candidate_strategies(job, [plugin.propose(job) for plugin in plugins().values()], recorded))
+    found = candidate_strategies(job, [plugin.propose(job) for plugin in plugins().values()], recorded)
+    return [strategy for strategy, _ in found]
 
 
 def test_candidates_decide_on_different_buckets(replayer: Replayer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headway.errors import UserError
@@ -23,10 +23,11 @@ UNCHANGED = ("none",)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan with what is expected of it."""
+    """One plan with what it decides for the job, and what is expected of it."""
 
     name: str
     strategy: Strategy
+    schedule: Schedule
     expected: Expectation
     changes: tuple[str, ...]
 
@@ -80,19 +81,17 @@ class SearchResult:
 
 def candidate_strategies(
     job: Job, proposals: Iterable[Proposal], recorded: Strategy | None = None
-) -> Iterator[Strategy]:
-    """Strategies worth a replay: each decides otherwise than those before it.
+) -> list[tuple[Strategy, Schedule]]:
+    """Strategies worth a replay, with what they decide: each otherwise than those before it.
 
     ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
     """
-    seen: set[tuple[str, Schedule]] = set()
+    found: dict[tuple[str, Schedule], Strategy] = {}
     options = [] if recorded is None else [recorded.spelled_out(job)]
     options += [strategy for proposal in proposals for strategy in proposal.strategies]
     for strategy in options:
-        decided = (strategy.name, strategy.decide(job))
-        if decided not in seen:
-            seen.add(decided)
-            yield strategy
+        found.setdefault((strategy.name, strategy.decide(job)), strategy)
+    return [(strategy, schedule) for (_, schedule), strategy in found.items()]
 
 
 def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
@@ -101,18 +100,18 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     job, recorded = replayer.job, replayer.recorded_strategy
     with times_in_range():
         proposals = [plugin.propose(job) for plugin in plugins().values()]
-    strategies = list(candidate_strategies(job, proposals, recorded))
+    decided, in_force = candidate_strategies(job, proposals, recorded), recorded.decide(job)
     candidates = []
-    for number, strategy in enumerate(strategies, start=1):
+    for number, (strategy, schedule) in enumerate(decided, start=1):
         expected = replayer.expect(replayer.replay(strategy))
-        changes = _changes(recorded, strategy, job)
-        candidates.append(Candidate(strategy.describe(), strategy, expected, changes))
+        changes = _changes(recorded, in_force, strategy, schedule)
+        candidates.append(Candidate(strategy.describe(), strategy, schedule, expected, changes))
         if progress:
-            progress(number, len(strategies))
+            progress(number, len(decided))
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
-        candidates=_best_first(candidates, job, replayer.recorded_step_ms),
+        candidates=_best_first(candidates, replayer.recorded_step_ms),
         bound_ms=_bound_ms(proposals, replayer),
         elapsed_s=time.perf_counter() - begun,
         note=". ".join(proposal.note for proposal in proposals if proposal.note),
@@ -128,7 +127,7 @@ def _bound_ms(proposals: Iterable[Proposal], replayer: Replayer) -> float:
     return bound_ms * min(1.0, replayer.recorded_step_ms / replayer.base.step_ms)
 
 
-def _best_first(candidates: list[Candidate], job: Job, baseline_ms: float) -> tuple[Candidate, ...]:
+def _best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candidate, ...]:
     """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first.
 
     No plan that is slower than the recorded job, which took ``baseline_ms``, comes before it.
@@ -138,7 +137,7 @@ def _best_first(candidates: list[Candidate], job: Job, baseline_ms: float) -> tu
     def key(candidate: Candidate) -> tuple[int, bool, int, float]:
         band = int((candidate.predicted_ms / best_ms - 1) / TIE)
         slower = candidate.predicted_ms > baseline_ms
-        return band, slower, candidate.strategy.decide(job).collectives, candidate.predicted_ms
+        return band, slower, candidate.schedule.collectives, candidate.predicted_ms
 
     return tuple(sorted(candidates, key=key))
 
@@ -158,11 +157,10 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     )
 
 
-def _changes(before: Strategy, after: Strategy, job: Job) -> tuple[str, ...]:
+def _changes(before: Strategy, had: Schedule, after: Strategy, has: Schedule) -> tuple[str, ...]:
     changes = []
     if before.name != after.name:
         changes.append(f"{after.name} instead of {before.name}")
-    had, has = (strategy.decide(job) for strategy in (before, after))
     if had.parts != has.parts:
         same_kind = isinstance(has, type(had))
         changes.append(f"{has.parts} instead of {had.collectives if same_kind else had.parts}")
