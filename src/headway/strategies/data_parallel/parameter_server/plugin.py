@@ -74,13 +74,11 @@ class _Injection(Injection[ParameterServerStrategy]):
         given: dict[str, Any],
         strategy: ParameterServerStrategy,
     ) -> None:
-        from headway.strategies.data_parallel.ddp.runtime import keep_compiled_parts
         from headway.strategies.data_parallel.parameter_server import runtime
 
         runtime.check_module(module)
         init(wrapped, module, **{**given, **runtime.options(strategy)})
-        keep_compiled_parts(wrapped, given)
-        runtime.serve(wrapped, strategy)
+        runtime.take_over(wrapped, strategy, given)
 
 
 PLUGIN = _Plugin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import secrets
 import weakref
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -37,8 +38,7 @@ def wrap(module: nn.Module, strategy: ParameterServerStrategy, **ddp_options: An
     """
     check_module(module)
     wrapped = DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
-    ddp_runtime.keep_compiled_parts(wrapped, ddp_options)
-    serve(wrapped, strategy)
+    take_over(wrapped, strategy, ddp_options)
     return wrapped
 
 
@@ -56,8 +56,14 @@ def options(strategy: ParameterServerStrategy) -> dict[str, Any]:
     return ddp_runtime.options(strategy.bucketing())
 
 
-def serve(wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -> None:
-    """Have a model that was wrapped with the ``options`` of ``strategy`` communicate through servers. Collective."""
+def take_over(
+    wrapped: DistributedDataParallel, strategy: ParameterServerStrategy, given: Mapping[str, Any]
+) -> None:
+    """Have a model that a script has just wrapped, with ``given`` and ``options``, communicate through servers.
+
+    Collective.
+    """
+    ddp_runtime.keep_compiled_parts(wrapped, given)
     setattr(wrapped, _STRATEGY, strategy)
     retirement.end_unused()
     if wrapped.process_group.size() > 1:
