@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+from headway.errors import one_line
+
 MOST_ROWS = 24
 MOST_CHARACTERS = 400
 
@@ -25,6 +27,4 @@ def _row(cells: Sequence[object], tag: str) -> str:
 
 
 def _text(value: object) -> str:
-    text = str(value)
-    cut = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"
-    return html.escape("".join(character if character.isprintable() else " " for character in cut))
+    return html.escape(one_line(str(value), MOST_CHARACTERS))
