@@ -21,7 +21,7 @@ class Entry:
 
     def before_value(self) -> None:
         self.calls.append("value")
-        deferred.undefer(self.parameter)
+        self.parameter.__class__ = nn.Parameter
 
     def before_gradient_read(self) -> None:
         self.calls.append("read")
@@ -35,7 +35,7 @@ def entry() -> Iterator[Entry]:
     parameter = nn.Parameter(torch.ones(2, 2))
     entry = Entry(parameter)
     deferred.register(parameter, entry)
-    deferred.defer(parameter)
+    parameter.__class__ = deferred.DeferredParameter
     yield entry
     deferred.unregister(parameter)
 
@@ -101,7 +101,7 @@ def test_shapes_and_types_are_free(entry: Entry) -> None:
 def test_a_value_is_used_freely_while_its_gradient_alone_is_under_way(
     entry: Entry, use: Callable[[Any], Any]
 ) -> None:
-    deferred.defer_gradient(entry.parameter)
+    entry.parameter.__class__ = deferred.DeferredGradient
     result = use(entry.parameter)
     assert entry.calls == []
     assert isinstance(entry.parameter, nn.Parameter)
@@ -109,7 +109,7 @@ def test_a_value_is_used_freely_while_its_gradient_alone_is_under_way(
 
 
 def test_a_gradient_under_way_is_noticed_by_readers_and_writers(entry: Entry) -> None:
-    deferred.defer_gradient(entry.parameter)
+    entry.parameter.__class__ = deferred.DeferredGradient
     assert entry.parameter.grad is None
     entry.parameter.grad = torch.ones(2, 2)
     assert deferred.gradient_of(entry.parameter) is not None
@@ -121,7 +121,7 @@ def test_a_gradient_under_way_is_noticed_by_readers_and_writers(entry: Entry) ->
 def test_copies_do_not_wait_for_a_gradient(entry: Entry) -> None:
     entry.parameter.grad = torch.ones(2, 2)
     entry.calls.clear()
-    deferred.defer_gradient(entry.parameter)
+    entry.parameter.__class__ = deferred.DeferredGradient
     for copied in (copy.deepcopy(entry.parameter), copy.copy(entry.parameter), _pickled(entry.parameter)):
         assert type(copied) is nn.Parameter
         assert copied.grad is None

@@ -165,21 +165,6 @@ def entry_of(parameter: torch.Tensor) -> Any | None:
     return None if reference is None else reference()
 
 
-def defer(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` notice its next use."""
-    parameter.__class__ = DeferredParameter
-
-
-def defer_gradient(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` notice the next use of its gradient alone."""
-    parameter.__class__ = DeferredGradient
-
-
-def undefer(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` an ordinary one again."""
-    parameter.__class__ = nn.Parameter
-
-
 def _entry(parameter: torch.Tensor) -> Pending:
     entry = entry_of(parameter)
     assert entry is not None, "a deferred parameter has lost its runtime"
