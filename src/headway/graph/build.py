@@ -44,7 +44,7 @@ class ComputeSpan:
 
 @dataclass(slots=True)
 class Work:
-    """Computation beside a rank's main thread: the update of its share of a bucket."""
+    """Computation off a rank's main thread: the update of its share of a bucket."""
 
     rank: int
     step: int
@@ -101,7 +101,7 @@ class GraphBuilder(Generic[S]):
         cursor.wait_name = name
 
     def work(self, cursor: RankCursor, duration_ns: int, *, bucket: int, after: Sequence[int] = ()) -> int:
-        """Add computation beside the main thread, of ``bucket``; returns its operation.
+        """Add computation off the main thread, of ``bucket``; returns its operation.
 
         It begins after everything on this rank's main thread so far and after the collectives ``after``.
         """

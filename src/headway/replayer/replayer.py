@@ -154,7 +154,7 @@ class Replayer:
 
         Ranks that do the same at the same moment are played once, unless ``fold`` is False.
 
-        The first step is played once before, so that what a strategy carries over from step to step is under way.
+        The first step is played once before, so that what a strategy carries over from step to step is in flight.
         Raises UnsupportedError for a strategy that the recorded job does not permit.
         """
         with times_in_range():
@@ -211,7 +211,7 @@ def _fitted(trace: Trace) -> Cluster:
 
 
 def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
-    """``cluster`` with what the recorded hosts spend on updates beside training, unless it says so itself.
+    """``cluster`` with what the recorded hosts spend on updates while training goes on, unless it says so itself.
 
     And with the library that the job used.
     """

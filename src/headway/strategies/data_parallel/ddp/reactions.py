@@ -77,12 +77,12 @@ class Reactions(InRecordedOrder):
 
     @property
     def at_a_time(self) -> int:
-        """How many all-reduces are under way at a time; each follows the one so many before it."""
+        """How many all-reduces are in flight at a time; each follows the one so many before it."""
         return 1 if self._graph.cluster.library == NCCL else GLOO_THREADS
 
     @property
     def channels_apart(self) -> bool:
-        """Whether those under way at a time have connections of their own."""
+        """Whether those in flight at a time have connections of their own."""
         return False
 
     def selection(self, size_bytes: int) -> Selection:
