@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.prediction.test_workload import tied_workload
@@ -9,6 +11,8 @@ from headway.cluster import Cluster, Host
 from headway.errors import UserError
 from headway.graph.step_profile import LayerTimes
 from headway.model import ModelSpec, ParameterSpec
+from headway.passes.base import Pass
+from headway.plan import Plan
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.scaling import Crossover, crossovers, scaling
 from headway.prediction.strategies import strategies_named, usual
@@ -132,3 +136,23 @@ def test_strategies_that_are_not_there_are_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:
         strategies_named([text], tied_workload())
     assert "\n" not in str(caught.value)
+
+
+class Doubled(Pass):
+    name: ClassVar[str] = "doubled"
+
+    def describe(self) -> str:
+        return "doubled"
+
+
+def test_a_plans_passes_are_not_left_out_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.plan.plan.passes", lambda: {"doubled": Doubled})
+    workload, path = tied_workload(), tmp_path / "plan.yaml"
+    plan = Plan.data_parallel(DDP, 2, workload.spec)
+    plan.save(path)
+    assert strategies_named([str(path)], workload)[str(path)] == DDP
+    plan.model_copy(update={"passes": (Doubled(),)}).save(path)
+    with pytest.raises(
+        UserError, match="a plan with passes cannot be predicted without a trace; got doubled"
+    ):
+        strategies_named([str(path)], workload)

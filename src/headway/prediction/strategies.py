@@ -38,6 +38,13 @@ def _named(text: str, workload: Workload) -> Strategy:
     if Path(text).suffix in (".yaml", ".yml"):
         plan = Plan.load(text)
         plan.check(workload.spec, plan.world_size)
+        if plan.passes:
+            raise UserError(
+                "a plan with passes cannot be predicted without a trace",
+                got=", ".join(each.describe() for each in plan.passes),
+                expected="a plan of a strategy alone",
+                fix="Replay a recording of the job under it: headway replay --plan.",
+            )
         return plan.strategy
     name, _, options = text.partition(":")
     if name not in registry.names():
