@@ -44,7 +44,7 @@ def said(traces: Path, new: str, *arguments: str, capsys: pytest.CaptureFixture[
         ("slower", ("--threshold", "10"), 1, "Slower by 12 %"),
         ("slower", ("--threshold", "15"), 0, "Slower by 12 %"),
         ("faster", (), 0, "Faster by 9 %"),
-        ("short", (), 0, "One step tells nothing of noise"),
+        ("short", (), 0, "One step says nothing about noise"),
     ],
 )
 def test_the_status_tells_whether_it_became_slower(

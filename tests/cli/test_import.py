@@ -37,7 +37,7 @@ def test_the_first_line_answers(recordings: Path, tmp_path: Path, capsys: pytest
     lines = said.out.splitlines()
     assert lines[0] == f"Imported 3 steps of 2 of 2 ranks (pytorch) into {out}; next: headway diagnose {out}"
     assert lines[1].startswith("Note: Collectives have no sequence numbers")
-    assert lines[-1] == f"Left out, of no known format: 1 files ({recordings / 'notes.txt'})"
+    assert lines[-1] == f"Left out, of unknown format: 1 file ({recordings / 'notes.txt'})"
     assert said.err == ""
 
 
@@ -78,7 +78,7 @@ def test_refusals_are_one_line_and_status_2(
         ([str(recordings), "-o", str(taken / "below")], "cannot be written"),
         ([str(tmp_path / "no"), "-o", str(tmp_path / "new")], "nothing to import"),
         ([str(tmp_path / "empty"), "-o", str(tmp_path / "new")], "holds no file"),
-        ([str(tmp_path / "notes.txt"), "-o", str(tmp_path / "new")], "no document of a known format"),
+        ([str(tmp_path / "notes.txt"), "-o", str(tmp_path / "new")], "no file of a known format"),
         ([str(recordings), "-o", str(tmp_path / "new"), "--format", "etl"], "is not one of"),
         ([str(recordings), "-o", str(tmp_path / "new"), "--format", "chakra"], "rank0.json.gz"),
         ([str(recordings), "-o", str(tmp_path / ("n" * 300))], "cannot be written"),
@@ -138,7 +138,7 @@ def test_an_imported_trace_is_replayed_as_it_was_recorded_and_takes_no_plan(
     assert "Note: Only 1 of 2 ranks were recorded" in said
     assert run(["optimize", whole]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("headway: the trace names no parameters, so no plan can be laid over it")
+    assert line.startswith("headway: the trace names no parameters, so no plan can be applied to it")
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_names_cannot_harm_who_reads_them(
     assert run(["import", str(hostile), "-o", trace, "--lenient"]) == 0
     said = capsys.readouterr()
     harmless(said.out + said.err)
-    assert "is there 2 times (again0<script>" in said.out
+    assert "was found 2 times (again0<script>" in said.out
     assert "[bold red]" in said.out  # as it is, no markup
     assert run(["import", str(hostile), "-o", str(tmp_path / "json"), "--lenient", "--json"]) == 0
     text = capsys.readouterr().out

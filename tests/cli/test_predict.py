@@ -112,4 +112,4 @@ def test_foreign_text_cannot_forge_the_answer(tmp_path: Path, capsys: pytest.Cap
     options = ["--cluster", str(tmp_path / "own.yaml"), "--workers", "2", "--strategy", "ddp"]
     assert run(["predict", "vgg16", *options]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("links: a [31m b.")
+    assert last.startswith("Links: a [31m b.")

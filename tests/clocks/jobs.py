@@ -121,7 +121,7 @@ def columns(
 def messages(
     path: Sequence[int], count: int = 200, *, seconds: float = 20.0, back: bool = True, seed: int = 0
 ) -> dict[int, Events]:
-    """Messages from each rank of ``path`` to the next, 100 to 300 us under way, and ``back`` again."""
+    """Messages from each rank of ``path`` to the next, 100 to 300 us in flight, and ``back`` again."""
     random = np.random.default_rng(seed)
     parts: dict[int, list[Events]] = {rank: [] for rank in path}
     pairs = list(pairwise(path))

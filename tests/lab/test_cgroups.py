@@ -58,7 +58,7 @@ def test_version_1_serves_where_version_2_has_no_cpu_controller(tmp_path: Path, 
     ("mounts", "groups", "why"),
     [
         ("", "0::/\n", "no control groups"),
-        (VERSION_2, "0::/\n", "hands no cpu controller down"),
+        (VERSION_2, "0::/\n", "does not delegate the cpu controller"),
         (VERSION_2, "0::/../outside\n", "no control groups"),
         (VERSION_1, "3:cpu,cpuacct:/elsewhere\n", "no control groups"),
         (VERSION_1, "3:cpu,cpuacct:/docker/gone\n", "cannot be written"),

@@ -158,12 +158,12 @@ def test_files_that_are_not_records_are_passed_over(text: str) -> None:
 def test_a_folder_others_may_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "headway").mkdir()
     (tmp_path / "headway").chmod(0o777)
-    with pytest.raises(LabError, match="not yours alone"):
+    with pytest.raises(LabError, match="not private to you"):
         state.labs()
 
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "headway").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(LabError, match="not yours alone"):
+    with pytest.raises(LabError, match="not private to you"):
         state.folder()

@@ -62,7 +62,7 @@ def point_of(page: Any, name: str, x: str, y: str) -> tuple[float, float]:
 
 
 def labels(page: Any) -> list[str]:
-    """What is written beside the timeline's rows."""
+    """What is written next to the timeline's rows."""
     return list(page.evaluate("Array.from(model('timeline').left[0].major_label_overrides.values())"))
 
 
@@ -228,7 +228,7 @@ def test_search_finds_and_goes_from_hit_to_hit(page: Any, tmp_path: Path) -> Non
     wait_for(page, f"((row) => data.left[row] >= x.start && data.right[row] <= x.end)(hits[{hits - 1}])")
     page.fill("#search", "rank 3")
     wait_for(page, "hits.length && hits.every((row) => data.rank[row] === 3)")
-    for text in ("collective", "all_reduce", "came last"):
+    for text in ("collective", "all_reduce", "arrived last"):
         page.fill("#search", text)
         assert page.inner_text("#found").endswith(" hits")
     page.fill("#search", ".*")  # a text, not a pattern

@@ -47,7 +47,7 @@ def test_steps_too_big_are_drawn_pass_by_pass() -> None:
     trace = synthetic_trace(SyntheticJob(steps=5, modules=tuple(f"layer{number}" for number in range(100))))
     drawing = drawn(trace, 200)
     assert len(drawing.steps) >= 3
-    assert "Passes are drawn whole" in drawing.cut
+    assert "Each pass is drawn as one box" in drawing.cut
     forward = [box for box in drawing.boxes if box.kind == "forward" and box.rank == 0]
     assert [box.length_ms for box in forward] == pytest.approx([10.0] * len(drawing.steps))
     drawing = drawn(trace, 30)
@@ -74,7 +74,10 @@ def test_collectives_are_preferred_to_their_messages() -> None:
     assert not MESSAGES & kinds(drawing)
     assert len(drawing.steps) >= 3
     left_out = 50 * 2 * 4 * 4 * len(drawing.steps)
-    assert f"Collectives are drawn, {left_out:,} sends and receives left out." in drawing.cut
+    assert (
+        f"Collectives are drawn without their messages: {left_out:,} sends and receives left out."
+        in drawing.cut
+    )
 
 
 def test_messages_are_drawn_where_there_is_nothing_else() -> None:

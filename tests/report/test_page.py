@@ -118,7 +118,7 @@ def test_ranks_that_the_trace_lacks_are_told() -> None:
     assert "<b>0-3 of 128</b><span>ranks in this trace</span>" in rendered(part_of(synthetic_trace(), 128))
     alone = rendered(part_of(synthetic_trace(SyntheticJob(world_size=1)), 128))
     assert "<b>rank 0</b><span>alone, of 128</span>" in alone
-    assert "One rank alone does not tell whom it waits for." in alone
+    assert "A trace of one rank does not show which rank it waits for." in alone
     assert "No rank holds the others up" not in alone
     few = synthetic_trace(SyntheticJob(world_size=9, bucket_bytes=()))
     for rank in (1, 3, 5, 7):

@@ -16,7 +16,7 @@ from headway.errors import LaunchError
 if TYPE_CHECKING:
     from headway.demo.loop import DemoResult
 
-STAGES_BESIDE_RUNS = 3
+STAGES_WITHOUT_RUNS = 3
 PLANS = 3
 MARKER, RESULT = ".headway-demo", "demo.json"
 # Every name that the demo gives to what it writes in its folder: nothing else is ever removed.
@@ -29,14 +29,22 @@ WRITTEN = frozenset((
 @click.command()
 @click.option("-o", "--output", "folder", type=click.Path(path_type=Path), default=Path("headway-demo"),
               show_default=True, help="Where to put trace, plans and report; replaces an earlier demo.")  # fmt: skip
-@click.option("--model", type=click.Choice(["gpt", "digits"]), default="gpt", show_default=True)
-@click.option("--workers", type=click.IntRange(2, 4), default=2, show_default=True)
-@click.option("--rate", default="200mbit", show_default=True, help="The rate of every worker's link.")
 @click.option(
-    "--rounds", type=click.IntRange(1, 20), default=2, show_default=True, help="Runs of every plan."
+    "--model", type=click.Choice(["gpt", "digits"]), default="gpt", show_default=True, help="What is trained."
 )
 @click.option(
-    "--mode", type=click.Choice(["auto", "root", "user", "loopback"]), default="auto", show_default=True
+    "--workers", type=click.IntRange(2, 4), default=2, show_default=True, help="The number of workers."
+)
+@click.option("--rate", default="200mbit", show_default=True, help="The rate of every worker's link.")
+@click.option(
+    "--rounds", type=click.IntRange(1, 20), default=2, show_default=True, help="How often every plan is run."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", "root", "user", "loopback"]),
+    default="auto",
+    show_default=True,
+    help="How to isolate hosts.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def demo(folder: Path, model: str, workers: int, rate: str, rounds: int, mode: str, as_json: bool) -> None:
@@ -52,7 +60,7 @@ def demo(folder: Path, model: str, workers: int, rate: str, rounds: int, mode: s
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=words
     )
-    total = STAGES_BESIDE_RUNS + PLANS * rounds
+    total = STAGES_WITHOUT_RUNS + PLANS * rounds
     with bar:
         tasks: list[object] = []
 
@@ -79,9 +87,7 @@ def _make_room(folder: Path) -> None:
     """
     try:
         if folder.is_symlink() and not folder.exists():
-            raise LaunchError(
-                "the demo's folder is a link to nothing", got=folder, fix="Choose another with -o."
-            )
+            raise LaunchError("the demo's folder is a broken link", got=folder, fix="Choose another with -o.")
         if folder.exists() and not folder.is_dir():
             raise LaunchError("the demo's folder is a file", got=folder, fix="Choose another with -o.")
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +147,5 @@ def _show(result: DemoResult) -> None:
         f"The recorded step is reproduced with an error of {result.reproduction_error:+.1%}; the bound of any plan is "
         f"{result.found.bound_ms:.1f} ms. Loss curves of all plans: {same}."
     )
-    console.print(
-        "Computation is real, one thread a worker; links are shaped by the lab and are all that is imitated."
-    )
+    console.print("Computation is real, one thread a worker; only the links are emulated, shaped by the lab.")
     console.print(str(result.report))

@@ -1,4 +1,4 @@
-"""``headway diagnose``: where the time of a recorded job went, and who is to blame."""
+"""``headway diagnose``: where the time of a recorded job went, and which ranks are to blame."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ PATIENCE_S = 2.0  # what takes longer says so
 
 
 @click.command("diagnose")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option(
-    "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page to look at to this file."
+    "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML report to this file."
 )
 @click.option(
     "--cluster",
     "cluster_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Hold links against the rates in this cluster file.",
+    help="Compare links with the rates in this cluster file.",
 )
 @click.option(
     "--baseline",
-    metavar="DIR",
+    metavar="TRACE",
     type=click.Path(path_type=Path),
-    help="Compare with this trace; exit with 1 where the step became longer than --threshold allows.",
+    help="Compare with this trace; exit with status 1 if the step became longer than --threshold allows.",
 )
 @click.option(
     "--threshold",
     type=click.FloatRange(min=0),
     default=5.0,
     show_default=True,
-    help="By how many percent the step may become longer than the baseline's.",
+    help="By how many percent the step may be longer than the baseline's.",
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a summary in GitHub's Markdown.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def diagnose(
     folder: Path,
     html: Path | None,
@@ -52,11 +52,11 @@ def diagnose(
     as_markdown: bool,
     as_json: bool,
 ) -> int:
-    """Say where the time of the recorded job in DIR went, and who is to blame."""
+    """Say where the time of the job recorded in TRACE went, and which ranks are to blame."""
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown exclude each other.")
     if not math.isfinite(threshold):
-        raise click.BadParameter("a number of percent is expected.", param_hint="--threshold")
+        raise click.BadParameter("a finite percentage is expected.", param_hint="--threshold")
     from headway.cluster import Cluster
     from headway.diagnosis import diagnose as diagnose_trace
     from headway.diagnosis.comparison import compare, unlike

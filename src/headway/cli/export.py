@@ -15,14 +15,14 @@ PERFETTO, CHAKRA, GOAL = "perfetto", "chakra", "goal"
 
 
 @click.command("export")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option(
     "--to",
     "format_name",
     type=click.Choice([PERFETTO, CHAKRA, GOAL]),
     required=True,
-    help="perfetto: one file to look at in ui.perfetto.dev. chakra: a folder with one execution trace a rank. "
-    "goal: what a replay of the trace plays, for LogGOPSim and ATLAHS.",
+    help="perfetto: one file to open in ui.perfetto.dev. chakra: a folder with one execution trace per rank. "
+    "goal: the operations that a replay of the trace simulates, for LogGOPSim and ATLAHS.",
 )
 @click.option(
     "-o",
@@ -33,7 +33,7 @@ PERFETTO, CHAKRA, GOAL = "perfetto", "chakra", "goal"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
-    """Write the trace in DIR for other tools."""
+    """Write TRACE for other tools."""
     from headway.trace.folder import load_trace
 
     files.check_absent(output)
@@ -67,7 +67,7 @@ def export(folder: Path, format_name: str, output: Path, as_json: bool) -> None:
         trace = load_trace(folder)
         with output_of.progress("Exporting"):
             written = write_chakra(trace, output)
-        following = "one execution trace a rank"
+        following = "one execution trace per rank"
     events = sum(len(one) for one in (*trace.events.values(), *trace.servers.values()))
     size_bytes = sum(path.stat().st_size for path in written)
     if as_json:

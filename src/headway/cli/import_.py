@@ -25,14 +25,14 @@ MAX_SHOWN = 20
     type=click.Choice(["auto", *(one.name for one in FORMATS)]),
     default="auto",
     show_default=True,
-    help="What SOURCE holds.",
+    help="The format of every file in SOURCE.",
 )
 @click.option(
     "--lenient", is_flag=True, help="Keep what can be kept of damaged input, and say what was dropped."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json: bool) -> None:
-    """Turn what other tools recorded (a file, a folder or an archive SOURCE) into a trace."""
+    """Turn other tools' traces into a trace. SOURCE is a file, a folder or an archive."""
     _require_readers()
     from headway.interop.readers.importing import import_trace
 
@@ -69,7 +69,8 @@ def import_(source: Path, output: Path, format_name: str, lenient: bool, as_json
         console.print(f"and {len(manifest.notes) - MAX_SHOWN} more notes (--json lists all)")
     if done.left_out:
         shown = ", ".join(done.left_out[:3])
-        console.print(f"Left out, of no known format: {len(done.left_out)} files ({one_line(shown)})")
+        files = f"{len(done.left_out)} file{'s' if len(done.left_out) > 1 else ''}"
+        console.print(f"Left out, of unknown format: {files} ({one_line(shown)})")
 
 
 def _require_readers() -> None:

@@ -24,23 +24,25 @@ from headway.units import parse_duration_s
 
 @click.group()
 def lab() -> None:
-    """A cluster on this machine: shaped links, slow workers, failures."""
+    """Emulate a cluster on this machine: shaped links, slow workers, failures."""
 
 
 @lab.command("run")
-@click.argument("spec", required=False, type=click.Path(path_type=Path))
+@click.argument("spec", required=False, metavar="[SPEC] -- COMMAND", type=click.Path(path_type=Path))
 @click.option("--hosts", type=int, help="Number of hosts.")
 @click.option("--workers-per-host", type=int, help="Ranks on each host.")
 @click.option("--rate", metavar="RATE", help="Every link's rate, both directions, such as 400mbit.")
 @click.option("--up", metavar="RATE", help="Every link's rate out of the host.")
 @click.option("--down", metavar="RATE", help="Every link's rate into the host.")
-@click.option("--slow", metavar="RANK=SHARE", multiple=True, help="Let a rank run that share of the time.")
+@click.option("--slow", metavar="RANK=SHARE", multiple=True, help="Let a rank run this share of the time.")
 @click.option(
     "--slow-by",
     type=click.Choice(get_args(SlowBy)),
-    help="Slow ranks by stopping them or by a CPU quota; auto, the default, takes quotas where permitted.",
+    help="Slow ranks by a CPU quota or by stopping them; auto, the default, uses quotas where permitted.",
 )
-@click.option("--pace", metavar="RANK=FACTOR", multiple=True, help="Factor for a rank's paced device.")
+@click.option(
+    "--pace", metavar="RANK=FACTOR", multiple=True, help="Multiply the times of a rank's paced device."
+)
 @click.option("--at", "events", metavar='"TIME EVENT"', multiple=True, help=f"A change: {EVENT_FORM}.")
 @click.option(
     "--mode", type=click.Choice(MODES), default="auto", show_default=True, help="How to isolate hosts."
@@ -50,15 +52,17 @@ def lab() -> None:
     metavar="TIME",
     default=f"{DEFAULT_GRACE_S:g}s",
     show_default=True,
-    help="How long the others may go on when a rank fails, and may take to end when asked to.",
+    help="How long the other ranks may go on after one fails, and how long they may then take to end.",
 )
 @click.option("--timeout", metavar="TIME", help="End the ranks after this long, with status 124.")
 @click.option("--no-prefix", is_flag=True, help="Do not print [rank N] before lines.")
 @click.pass_context
 def run_command(ctx: click.Context, /, spec: Path | None, **flags: Any) -> None:
-    """Run a command's ranks in a lab: headway lab run [SPEC] [flags] -- CMD.
+    """Run COMMAND in a lab, once per rank.
 
-    SPEC is a lab file (YAML). Flags override it, or describe the lab without it. The exit status is that of
+    headway lab run --hosts 2 --rate 400mbit -- python train.py
+
+    SPEC is a lab file (YAML). Options override it, or describe the lab without it. The exit status is that of
     the rank that failed first, or 0.
     """
     command = trailing_command(ctx)
@@ -79,7 +83,7 @@ def _spec(base: LabSpec | None, flags: dict[str, Any]) -> LabSpec:
         raise LabError(
             "no lab is described",
             expected="a lab file, or --hosts",
-            fix="For example: --hosts 2 --rate 400mbit",
+            fix="For example: --hosts 2 --rate 400mbit.",
         )
     plain = ("hosts", "workers_per_host", "rate", "up", "down", "slow_by")
     return override(
@@ -94,7 +98,7 @@ def _spec(base: LabSpec | None, flags: dict[str, Any]) -> LabSpec:
 @lab.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_command(as_json: bool) -> None:
-    """Show the labs that run, and what killed ones left."""
+    """Show running labs, and what killed ones left behind."""
     found = state.labs()
     if as_json:
         rows = [_row(lab) for lab in found]
@@ -137,7 +141,7 @@ def _printable(text: str) -> str:
 @lab.command("clean")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def clean_command(as_json: bool) -> None:
-    """Remove what labs left whose launcher was killed. Running labs are not touched."""
+    """Remove what labs left behind whose launcher was killed. Running labs are not touched."""
     cleaned, stuck = state.clean()
     if as_json:
         rows = [_row(lab) for lab in cleaned]

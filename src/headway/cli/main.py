@@ -15,17 +15,17 @@ from headway.version import __version__
 
 # Subcommands are imported when called, so that none pays for another's libraries.
 COMMANDS = {
-    "demo": "the whole loop on this machine in a few minutes",
-    "record": "run an unmodified torchrun command and record it",
-    "import": "read what other tools recorded: Kineto, Chakra, TensorFlow, JAX, MXNet, Horovod",
+    "demo": "run the whole loop on this machine in a few minutes",
+    "record": "run an unmodified training command and record it",
+    "import": "read other tools' traces: Kineto, Chakra, TensorFlow, JAX, MXNet, Horovod",
     "export": "write a trace for other tools: Perfetto, Chakra, GOAL",
-    "diagnose": "where the time went, and who is to blame",
-    "replay": "simulate the recorded step, as it was or under what-ifs",
-    "predict": "a model and a cluster that you do not have yet",
-    "optimize": "search for the best plan and write it",
-    "run": "run an unmodified torchrun command under a plan",
-    "probe": "measure latency and rate of the links of a job",
-    "lab": "a cluster on this machine",
+    "diagnose": "say where the time went, and which ranks are to blame",
+    "replay": "simulate the recorded steps, as they were or under what-ifs",
+    "predict": "predict the step of a model on a cluster, without a trace",
+    "optimize": "search for the best plan and write it to a file",
+    "run": "run an unmodified training command under a plan",
+    "probe": "measure latency and rate of a job's links",
+    "lab": "run a command on an emulated cluster on this machine",
 }
 
 

@@ -24,7 +24,10 @@ ANY = "any"
 @click.option("-o", "--output", "plan_path", type=click.Path(path_type=Path), default=Path("plan.yaml"),
               show_default=True, help="The plan file to write.")  # fmt: skip
 @click.option(
-    "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
+    "--cluster",
+    "cluster_path",
+    type=click.Path(path_type=Path),
+    help="A cluster file, instead of the trace's own or fitted links.",
 )
 @click.option(
     "--strategy", "only", metavar="NAME", default="any",
@@ -86,6 +89,7 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
     if found.note:
         console.print(f"Note: {found.note}.")
     console.print(plans_table(found))
+    output.print_order(console, best.schedule)
     console.print(
         f"{len(found.candidates)} plans replayed in {found.elapsed_s:.1f} s. Links: {replayer.cluster.source}."
     )
@@ -95,13 +99,13 @@ def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
     """What must be said of the best plan: that it may gain nothing, and which others may be as good."""
     said = []
     if best.changed and best.expected.is_slower:
-        said.append("The job will be slower for it, by more than ±: leave it as it is.")
+        said.append("The job would be slower with this plan, by more than ±: leave it as it is.")
     elif best.changed and best.expected.may_gain_nothing:
-        said.append("That is no more than ±: the job may be no faster for it.")
+        said.append("The gain is no more than ±: the job may be no faster with this plan.")
     if like:
         names = " | ".join(each.name for each in like[:MOST_NAMED])
         more = f" | and {len(like) - MOST_NAMED} more" if len(like) > MOST_NAMED else ""
-        said.append(f"It cannot be told apart, by ±, from: {names}{more}.")
+        said.append(f"Within ±, these plans may be as good: {names}{more}.")
     return said
 
 

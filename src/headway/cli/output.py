@@ -33,6 +33,16 @@ def print_document(kind: str, fields: dict[str, Any]) -> None:
     sys.stdout.write(files.dump_json(files.document(kind, **fields)))
 
 
+def print_order(where: Console, schedule: object) -> None:
+    """Print the order of a pipeline's schedule, if it is one: a line a rank."""
+    from headway.scheduling.pipeline.picture import picture
+    from headway.scheduling.pipeline.schedule import PipelineSchedule
+
+    if isinstance(schedule, PipelineSchedule):
+        where.print("The order of forwards and backwards, as if messages took no time:")
+        where.print(picture(schedule), no_wrap=True, overflow="ellipsis", crop=True)
+
+
 @contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Any]:
     """A progress bar on stderr, on terminals only. Yields a function to call with (done, total)."""

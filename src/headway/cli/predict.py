@@ -1,4 +1,4 @@
-"""``headway predict``: a model and a cluster that you do not have yet."""
+"""``headway predict``: the step of a model on a cluster, without a trace."""
 
 from __future__ import annotations
 
@@ -27,24 +27,30 @@ LONGEST = 2000  # of a sentence, in characters
     "--cluster",
     "cluster_name",
     required=True,
-    metavar="C",
+    metavar="CLUSTER",
     help="A cluster file, or the name of one that ships.",
 )
-@click.option("--strategy", "strategies", multiple=True, metavar="S",
-              help="ddp, decoupled:gather=gradients, or a plan file; may be repeated.")  # fmt: skip
+@click.option("--strategy", "strategies", multiple=True, metavar="STRATEGY",
+              help="Such as ddp, decoupled:gather=gradients or a plan file; may be repeated.")  # fmt: skip
 @click.option(
-    "--workers", "workers_text", metavar="N,N", help="World sizes; doublings up to the cluster's otherwise."
+    "--workers",
+    "workers_text",
+    metavar="N,N",
+    help="World sizes; by default powers of two up to the cluster's.",
 )
 @click.option(
     "--device",
     "device_name",
-    metavar="D",
-    help="What computes: a device by name, or 'here' to time this one.",
+    metavar="DEVICE",
+    help="The device that computes: a name, or 'here' to time this machine's.",
 )
-@click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="O",
+@click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
 @click.option(
-    "--plot", "plot_path", type=click.Path(path_type=Path), help="Draw step and efficiency over world sizes."
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    help="Plot step and efficiency over world sizes to a file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def predict(
@@ -112,7 +118,7 @@ def predict(
     answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
         f"{best.strategy}{second}: "
-        f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would do without communication."
+        f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
     )
     console.print(one_line(answer, LONGEST))
     console.print(_table(found, workload))
@@ -120,7 +126,7 @@ def predict(
         overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
         console.print(one_line(overtakes, LONGEST))
     source = cluster.source.rstrip(".")
-    basis = f"links: {source}. Computation: {workload.times}, {workload.batch} a worker."
+    basis = f"Links: {source}. Computation: {workload.times}, {workload.batch} a worker."
     console.print(one_line(basis, LONGEST))
 
 

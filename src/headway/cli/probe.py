@@ -20,10 +20,10 @@ TORCHRUN = "Run it as: torchrun --nproc-per-node N --no-python headway probe -o 
 @click.option("-o", "--output", "cluster_path", type=click.Path(path_type=Path), default=Path("cluster.yaml"),
               show_default=True, help="The cluster file to write.")  # fmt: skip
 @click.option("--idle-cores", is_flag=True,
-              help="Training leaves the cores to communication: it computes on accelerators.")  # fmt: skip
+              help="For jobs that compute on accelerators and leave the cores to communication.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
-    """Measure the links between the ranks of a job, started in each of them.
+    """Measure the links between the ranks of a job. Start it in every rank.
 
     torchrun --nproc-per-node 2 --no-python headway probe -o cluster.yaml
     """
@@ -43,7 +43,7 @@ def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
         dist.broadcast(refused, 0)
         if refused.item():
             raise LaunchError(
-                f"{cluster_path} cannot be written", got=problem or "a refusal on rank 0",
+                f"{cluster_path} cannot be written", got=problem or "a failure on rank 0",
                 fix="Choose another with -o.",
             )  # fmt: skip
         cluster = probe_cluster(
@@ -61,7 +61,7 @@ def probe(cluster_path: Path, idle_cores: bool, as_json: bool) -> None:
         ) from None
     except RuntimeError as failure:  # every failure of torch.distributed
         raise CommunicationError(
-            f"the probe was given up: {' '.join(str(failure).split())[:200]}. A peer ended, fell silent or could not "
+            f"the probe was aborted: {' '.join(str(failure).split())[:200]}. A peer ended, fell silent or could not "
             "be reached: its own output says why. Start all ranks again."
         ) from None
     if not first:

@@ -18,7 +18,7 @@ from headway import files
 from headway.cli import output as output_of
 from headway.cli.command import trailing_command
 from headway.errors import LaunchError, TraceError, UserError, one_line
-from headway.integrations.launch import Ended, injected_environment, run_command
+from headway.integrations.launch import CommandOutcome, injected_environment, run_command
 from headway.integrations.reports import Report
 
 if TYPE_CHECKING:
@@ -31,19 +31,19 @@ REPORTS = "reports"  # in the staging folder, which ranks on other hosts see whe
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """Read ``A:B``: record optimizer steps A to B-1, counted from 0; A of at least 1 leaves out start-up."""
+    """Read ``A:B``: record optimizer steps A to B-1, counted from 0; A is at least 1, which leaves out start-up."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) < int(last)):
         raise UserError(
             "--steps cannot be read",
             got=repr(text),
             expected="A:B with 1 <= A < B",
-            fix="For example --steps 5:25.",
+            fix="For example: --steps 5:25.",
         )
     return int(first), int(last)
 
 
-@click.command()
+@click.command(options_metavar="[OPTIONS] -- COMMAND")
 @click.option(
     "-o",
     "--output",
@@ -57,24 +57,24 @@ def parse_steps(text: str) -> tuple[int, int]:
     default=f"{FIRST_STEP}:{LAST_STEP}",
     show_default=True,
     metavar="A:B",
-    help="Record optimizer steps A to B-1; the steps before warm up.",
+    help="Record optimizer steps A to B-1, counted from 0; earlier steps are warm-up.",
 )
 @click.option(
     "--detail",
     type=click.Choice(["modules", "operators", "kernels"]),
     default="modules",
     show_default=True,
-    help="How finely: modules is cheap; operators and a device's kernels are seen through torch.profiler.",
+    help="Level of detail: modules is cheap; operators and a device's kernels are recorded with torch.profiler.",
 )
 @click.option(
     "--no-clock-server",
     is_flag=True,
-    help="Open no port on rank 0 to compare clocks with: they are told from what ranks do together.",
+    help="Open no port on rank 0 to compare clocks: align them by what ranks do together.",
 )
 @click.option(
     "--no-measuring",
     is_flag=True,
-    help="Do not stop the job for a few seconds after the last recorded step to measure links and cores.",
+    help="Do not interrupt the job for some ten seconds after the last recorded step to measure links and cores.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
@@ -87,7 +87,10 @@ def record(
     no_measuring: bool,
     as_json: bool,
 ) -> None:
-    """Run the command after -- and record it: headway record -o DIR -- torchrun --nproc-per-node 2 train.py."""
+    """Run COMMAND and record its ranks.
+
+    headway record -o trace -- torchrun --nproc-per-node 2 train.py
+    """
     command = trailing_command(ctx)
     first_step, stop_step = parse_steps(steps)
     files.check_absent(output, TraceError)
@@ -160,7 +163,7 @@ class _Silence:
             print(f"headway: nothing is being recorded: {why}", file=sys.stderr, flush=True)
 
 
-def _finish(staging: Path, output: Path, ended: Ended) -> bool:
+def _finish(staging: Path, output: Path, ended: CommandOutcome) -> bool:
     """Assemble the trace where this launcher has rank 0, or say where it is; returns whether it is written here.
 
     Raises LaunchError where nothing was recorded, unless Headway was told to end: then one line says so.
@@ -184,12 +187,12 @@ def _finish(staging: Path, output: Path, ended: Ended) -> bool:
         raise LaunchError(
             f"the command failed with status {status} before anything was recorded",
             expected="a job that trains",
-            fix="Its own messages are above.",
+            fix="See the command's own messages above.",
         ) from None
     return True
 
 
-def _patience_s(ended: Ended) -> float:
+def _patience_s(ended: CommandOutcome) -> float:
     """How long to wait for rank files when the command has ended: ranks of other launchers may still write theirs."""
     if ended.exit_status == 0:
         return 60
@@ -202,7 +205,8 @@ def _outcome(recording: Recording, shared: bool) -> str:
     output = one_line(str(recording.output))
     host = one_line(recording.host)
     if not shared:
-        return f"this host's ranks were sent over the job's store to rank 0's on {host}, whose launcher writes {output}"
+        sent = f"this host's ranks sent their files over the job's store to rank 0 on {host}"
+        return f"{sent}, whose launcher writes {output}"
     deadline = time.monotonic() + OUTCOME_WITHIN_S
     while (assembling := recording.folder.parent.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -242,6 +246,6 @@ def _announce(output: Path, as_json: bool) -> None:
         return
     click.echo(
         f"Recorded {len(trace.steps)} steps of {_ranks(trace)} in {output} "
-        f"({count} events, {size_bytes / 1000:.0f} kB, {size_bytes / cells / 1000:.1f} kB a rank and step). "
+        f"({count} events, {size_bytes / 1000:.0f} kB, {size_bytes / cells / 1000:.1f} kB per rank and step). "
         f"Next: headway diagnose {output}"
     )

@@ -1,4 +1,4 @@
-"""``headway replay``: simulate the recorded step, as it was or under what-ifs."""
+"""``headway replay``: simulate the recorded steps, as they were or under what-ifs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from headway.errors import one_line
     "what_ifs",
     multiple=True,
     metavar="K=V",
-    help="bandwidth=2x, latency=0.5x, compute=0.5x (its time), workers=8 or 4x8, bandwidth:HOST=0.5x, compute:RANK=2x, "
-    "kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit or 100mbit@0s-2s; may be repeated.",
+    help="bandwidth=2x, latency=0.5x, compute=0.5x (half the time), workers=8 or 4x8, bandwidth:HOST=0.5x, "
+    "compute:RANK=2x, kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit or 100mbit@0s-2s; may be repeated.",
 )
 @click.option(
     "--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan's strategy."
 )
 @click.option(
-    "--cluster", "cluster_path", type=click.Path(path_type=Path), help="Links, instead of fitted ones."
+    "--cluster",
+    "cluster_path",
+    type=click.Path(path_type=Path),
+    help="A cluster file, instead of the trace's own or fitted links.",
 )
 @click.option(
     "--check-folding",
     is_flag=True,
-    help="Play every rank by itself too, and say whether that gives another answer.",
+    help="Also simulate every rank individually, and say by how much the answer differs.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(
@@ -41,7 +44,7 @@ def replay(
     check_folding: bool,
     as_json: bool,
 ) -> None:
-    """Replay the steps of TRACE: first as recorded, then as asked."""
+    """Simulate the steps recorded in TRACE: as they were, or with --plan and --what-if."""
     from headway.cluster import Cluster
     from headway.plan import Plan
     from headway.replayer.incomplete import check_takes_plans
@@ -62,7 +65,7 @@ def replay(
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)
         if plan is not None:
-            plan.check(loaded.model, loaded.world_size)
+            plan.check_recorded(loaded.model, loaded.stages, loaded.world_size)
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()
         strategy, passes = (plan.strategy, plan.passes) if plan else (None, ())
@@ -111,18 +114,19 @@ def replay(
     for note in replayer.notes:
         console.print(f"Note: {one_line(note)}")
     console.print(_table(breakdown_ms))
+    output.print_order(console, graph.schedule)
     if graph.ranks < graph.world_size:
-        console.print(f"The other {graph.world_size - graph.ranks} ranks do the same as these, in turn.")
+        console.print(f"The other {graph.world_size - graph.ranks} ranks repeat these in the same order.")
     if unfolded_ms is not None:
         differs = unfolded_ms / result.step_ms - 1
         console.print(
-            f"Folding: {graph.ranks} of {graph.world_size} ranks were played. All of them by themselves take "
-            f"{unfolded_ms:.3f} ms a step, {differs:+.4%}."
+            f"Folding: {graph.ranks} of {graph.world_size} ranks were simulated. Simulated individually, all of them "
+            f"take {unfolded_ms:.3f} ms a step, {differs:+.4%}."
             if graph.ranks < graph.world_size
-            else f"Folding: no rank stands for another here, all {graph.world_size} were played."
+            else f"Folding: no rank represents another here, all {graph.world_size} were simulated."
         )
     console.print(
-        f"links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
+        f"Links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."
     )
 

@@ -12,7 +12,7 @@ import click
 
 from headway.cli.command import trailing_command
 from headway.errors import LaunchError, PlanError
-from headway.integrations.launch import Ended, injected_environment, run_command
+from headway.integrations.launch import CommandOutcome, injected_environment, run_command
 
 if TYPE_CHECKING:
     from headway.plan import Plan
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 _SPREAD = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "flux", "ssh", "pdsh", "dsh")
 
 
-@click.command()
+@click.command(options_metavar="[OPTIONS] -- COMMAND")
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="The plan to run.")
 @click.pass_context
 def run(ctx: click.Context, plan_path: Path) -> None:
-    """Run the command after -- under a plan: headway run --plan plan.yaml -- torchrun ... train.py.
+    """Run COMMAND under a plan.
 
-    The script goes on constructing DistributedDataParallel; what it gets is what the plan says. A plan that does
-    not fit the job, and a job that does not follow it, end with one line and exit status 2; otherwise the exit status
-    is the command's.
+    headway run --plan plan.yaml -- torchrun --nproc-per-node 2 train.py
+
+    The script still constructs DistributedDataParallel, and gets what the plan says. If the plan does not fit the
+    job, or the job does not follow the plan, headway run ends with one line and exit status 2; otherwise the exit
+    status is that of the command.
     """
     from headway.integrations.followable import injection_of
     from headway.plan import Plan
@@ -62,7 +64,7 @@ def _check_world_size(plan: Plan, command: Sequence[str]) -> None:
         )
 
 
-def _check_applied(ended: Ended) -> None:
+def _check_applied(ended: CommandOutcome) -> None:
     """Raise LaunchError where the command ended well and no process of it followed the plan."""
     if any(report.applied for report in ended.reports):
         return
@@ -73,11 +75,11 @@ def _check_applied(ended: Ended) -> None:
     elif blind:
         got = f"a Python that cannot follow it: {blind[0]}"
     elif ended.reports:
-        got = "a command none of whose processes initialised a process group"
+        got = "a command of which no process initialised a process group"
     else:
-        got = "a command none of whose Pythons imported torch under Headway"
+        got = "a command of which no Python process imported torch under Headway"
     raise LaunchError(
         "the plan was not applied", got=got,
         expected="ranks that call init_process_group and construct DistributedDataParallel",
-        fix="Start it as it trains, for example with torchrun; python -I and -E keep Headway out.",
+        fix="Start it as for training, for example with torchrun; python -I and -E keep Headway out.",
     )  # fmt: skip

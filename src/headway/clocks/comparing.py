@@ -1,7 +1,7 @@
 """Clocks: bringing every rank's monotonic clock onto rank 0's by round trips.
 
 A round trip that left at ``a``, was answered with rank 0's time ``s`` and came back at ``b`` (both on the own
-clock) bounds the offset: ``s - b <= offset <= s - a``. The quickest trip bounds it best. Trips before and after
+clock) bounds the offset: ``s - b <= offset <= s - a``. The fastest trip bounds it best. Trips before and after
 the recording give the drift.
 """
 
@@ -44,7 +44,7 @@ class RoundTrip:
 
 
 def fit_clock(before: Sequence[RoundTrip], after: Sequence[RoundTrip]) -> ClockFit:
-    """Fit offset and drift from the quickest round trip before and after; drift is 0 where one is missing."""
+    """Fit offset and drift from the fastest round trip before and after; drift is 0 where one is missing."""
     trips = [min(group, key=lambda trip: trip.uncertainty_ns) for group in (before, after) if group]
     if not trips:
         return ClockFit(uncertainty_ns=UNKNOWN_NS)

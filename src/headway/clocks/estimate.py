@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from headway.arrays import Floats
 from headway.clocks.causality import tightest, waited
-from headway.clocks.ends import apart_us, spreads_us, trusted_us
+from headway.clocks.end_spread import apart_us, spreads_us, trusted_us
 from headway.clocks.matching import MESSAGE
+from headway.clocks.quantiles import medians
 from headway.clocks.rows import Rows
 from headway.clocks.terms import USUAL_US, Prior, Terms
-from headway.clocks.weighing import medians
 
 FLAW = 8.0  # how many times the usual an end is off to be left out
 DOUBTED = 0.2  # what share of a clock's rows may be left out without a doubt
@@ -40,7 +40,7 @@ class Estimate:
 
 
 def estimated(rows: Rows, priors: Sequence[Prior]) -> Estimate:
-    """Offsets and drifts of the clocks of a circle; the first one's are 0."""
+    """Offsets and drifts of the clocks of a component; the first one's are 0."""
     first = Terms(rows, USUAL_US + rows.took_us)
     first.put_ends()
     first.put_messages(waited(rows, np.zeros(2 * rows.clocks)))

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from headway.clocks.aligning import aligned_ns, fit_through
-from headway.clocks.circle import Circle, circles
 from headway.clocks.comparing import UNKNOWN_NS
-from headway.clocks.ends import FINEST_US
+from headway.clocks.components import ClockComponent, components
+from headway.clocks.end_spread import FINEST_US
 from headway.clocks.estimate import estimated
 from headway.clocks.meetings import Meetings
 from headway.clocks.rows import rows_of
@@ -35,8 +35,8 @@ def fit_clocks(
     fits: dict[str, ClockFit] = {}
     index = {name: number for number, name in enumerate(meetings.clocks)}
     by_number = {index[name]: fit for name, fit in known.items() if name in index and name != clocks[0]}
-    for number, circle in enumerate(circles(meetings, by_number)):
-        for clock, fit in _fitted(meetings, circle, by_number, known=number == 0):
+    for number, component in enumerate(components(meetings, by_number)):
+        for clock, fit in _fitted(meetings, component, by_number, known=number == 0):
             fits[meetings.clocks[clock]] = fit
     return {name: fits[name] for name in clocks}
 
@@ -58,19 +58,19 @@ def _ordered(meetings: Meetings, clocks: Sequence[str]) -> Meetings:
 
 
 def _fitted(
-    meetings: Meetings, circle: Circle, prior: Mapping[int, ClockFit], *, known: bool
+    meetings: Meetings, component: ClockComponent, prior: Mapping[int, ClockFit], *, known: bool
 ) -> Iterator[tuple[int, ClockFit]]:
-    """The fits of a circle's clocks. ``known`` says that its first is the one that all are to be brought onto."""
-    rows, middle_ns = rows_of(meetings, circle)
+    """The fits of a component's clocks. ``known`` says that its first is the one that all are to be brought onto."""
+    rows, middle_ns = rows_of(meetings, component)
     met = set(np.unique(rows.clock).tolist())
     priors = [
         _prior(number, prior[clock], base_ns, middle_ns, rows.half_us)
-        for number, (clock, base_ns) in enumerate(zip(circle.clocks, circle.base_ns, strict=True))
+        for number, (clock, base_ns) in enumerate(zip(component.clocks, component.base_ns, strict=True))
         if known and number in met and clock in prior
     ]
     estimate = estimated(rows, priors)
-    errors_us = uncertainties_us(estimate, priors, _ends(meetings, circle, met, middle_ns, rows.half_us))
-    for number, (clock, base_ns) in enumerate(zip(circle.clocks, circle.base_ns, strict=True)):
+    errors_us = uncertainties_us(estimate, priors, _ends(meetings, component, met, middle_ns, rows.half_us))
+    for number, (clock, base_ns) in enumerate(zip(component.clocks, component.base_ns, strict=True)):
         sure = known and bool(np.isfinite(errors_us[number]))
         error_ns = min((errors_us[number] + FINEST_US) * 1e3, UNKNOWN_NS) if sure else UNKNOWN_NS
         if number == 0:
@@ -93,12 +93,12 @@ def _prior(number: int, fit: ClockFit, base_ns: int, middle_ns: int, half_us: fl
 
 
 def _ends(
-    meetings: Meetings, circle: Circle, met: set[int], middle_ns: int, half_us: float
+    meetings: Meetings, component: ClockComponent, met: set[int], middle_ns: int, half_us: float
 ) -> tuple[float, float]:
     """When the first and the last was recorded on clocks that met; -1 and 1 are the ends of their meetings."""
     first, last = -1.0, 1.0
     for number in met:
-        clock, base_ns = circle.clocks[number], circle.base_ns[number]
+        clock, base_ns = component.clocks[number], component.base_ns[number]
         first = min(first, (int(meetings.first_ns[clock]) + base_ns - middle_ns) / (1e3 * half_us))
         last = max(last, (int(meetings.last_ns[clock]) + base_ns - middle_ns) / (1e3 * half_us))
     return first, last

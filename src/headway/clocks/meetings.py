@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Flags, Indices, Ints
-from headway.clocks.choosing import chosen
 from headway.clocks.matching import Codes, Forms, Parts, mixed, parts_of
+from headway.clocks.subsampling import subsample
 from headway.trace.events import Events
 
 
@@ -54,7 +54,7 @@ def meetings_of(events: Mapping[int, Events], clock_of_rank: Mapping[int, str]) 
         parts.append(parts_of(events[rank], rank, codes))
         clock.append(np.full(len(parts[-1].key), number[rank], dtype=np.intp))
     first_ns, last_ns = _recorded(events, number, len(names))
-    return chosen(_met(Parts.concatenated(parts), np.concatenate(clock), names, first_ns, last_ns))
+    return subsample(_met(Parts.concatenated(parts), np.concatenate(clock), names, first_ns, last_ns))
 
 
 def _recorded(events: Mapping[int, Events], number: Mapping[int, int], clocks: int) -> tuple[Ints, Ints]:

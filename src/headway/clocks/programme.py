@@ -17,7 +17,7 @@ from headway.errors import UserError
 
 FARTHEST = 1e9  # off nought: what is farther off is far enough off
 LEAST_COST, COST_UNIT = 1e-7, 1e4
-LIMIT_S = 15.0  # for numbers that no recording has, solvers may run in circles
+LIMIT_S = 15.0  # for numbers that no recording has, solvers may run in components
 
 Factors = tuple[Indices, Floats]
 """One unknown of each term, and its factor."""
@@ -58,7 +58,8 @@ class Programme:
             from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
         except ImportError:
             raise UserError(
-                "clocks cannot be aligned", got="no scipy", fix="Install it: pip install 'headway[traces]'."
+                "aligning clocks needs scipy, which is not installed",
+                fix="Run: pip install 'headway[traces]'.",
             ) from None
         values = np.zeros(self.unknowns)
         if not self._terms or not self._entries:
@@ -69,7 +70,7 @@ class Programme:
         free = ~np.isin(row, without)
         used, row = np.unique(row[free], return_inverse=True)
         factors = coo_matrix((factor[free], (row, column[free])), shape=(len(used), self._terms)).tocsr()
-        for method in ("highs-ipm", "highs-ds"):  # the quick one first
+        for method in ("highs-ipm", "highs-ds"):  # the faster one first
             found = linprog(
                 -constants,
                 A_eq=factors,

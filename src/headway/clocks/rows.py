@@ -1,4 +1,4 @@
-"""Meetings of one circle of clocks in numbers small enough for floats."""
+"""Meetings of one component of clocks in numbers small enough for floats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Flags, Floats, Indices
-from headway.clocks.circle import Circle
+from headway.clocks.components import ClockComponent
 from headway.clocks.matching import TOGETHER
 from headway.clocks.meetings import Meetings
 
@@ -17,7 +17,7 @@ STRETCHES = 8  # of the time, each with bounds of its own, between which drifts 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What the clocks of one circle saw. Times are microseconds since the middle, after a rough alignment.
+    """What the clocks of one component saw. Times are microseconds since the middle, after a rough alignment.
 
     Unknowns of a clock are its offset (us) and its drift (us from the middle to the ends, where ``half_us`` lies).
     """
@@ -25,7 +25,7 @@ class Rows:
     clocks: int
     half_us: float
     meeting: Indices
-    clock: Indices  # of the circle's
+    clock: Indices  # of the component's
     company: Indices
     arrival_us: Floats
     end_us: Floats
@@ -37,7 +37,7 @@ class Rows:
         return len(self.meeting)
 
     def where(self, picked: Flags) -> Rows:
-        """The rows that ``picked`` picks, of meetings that still are between several; meetings are counted anew."""
+        """The rows that ``picked`` picks, of meetings that still are between several; meetings are renumbered."""
         left = np.bincount(self.meeting[picked], minlength=self.meetings)
         picked = picked & (left[self.meeting] > 1)
         _, meeting = np.unique(self.meeting[picked], return_inverse=True)
@@ -75,7 +75,7 @@ class Rows:
 
     @property
     def took_us(self) -> Floats:
-        """For each row how long its meeting took after all had come, by who came last.
+        """For each row how long its meeting took after all had arrived, by the clock of the last to arrive.
 
         Where members need not wait for each other it may have been as long as the longest of them took.
         """
@@ -86,20 +86,20 @@ class Rows:
         return took
 
 
-def rows_of(meetings: Meetings, circle: Circle) -> tuple[Rows, int]:
-    """The rows of a circle's clocks, and the time on its first clock from which they are counted."""
+def rows_of(meetings: Meetings, component: ClockComponent) -> tuple[Rows, int]:
+    """The rows of a component's clocks, and the time on its first clock from which they are counted."""
     place = np.full(len(meetings.clocks), -1, dtype=np.intp)
-    place[list(circle.clocks)] = np.arange(len(circle.clocks))
+    place[list(component.clocks)] = np.arange(len(component.clocks))
     own = np.flatnonzero(place[meetings.clock] >= 0)
     clock = place[meetings.clock[own]]
-    base_ns = np.array(circle.base_ns, dtype=np.int64)[clock]
+    base_ns = np.array(component.base_ns, dtype=np.int64)[clock]
     arrival_ns, end_ns = meetings.arrival_ns[own] + base_ns, meetings.end_ns[own] + base_ns
     middle_ns = int(end_ns.min()) + (int(end_ns.max()) - int(end_ns.min())) // 2 if len(own) else 0
     end_us = (end_ns - middle_ns) / 1e3
     half_us = max(float(np.abs(end_us).max(initial=0.0)), 1.0)
     _, meeting = np.unique(meetings.meeting[own], return_inverse=True)
     rows = Rows(
-        clocks=len(circle.clocks),
+        clocks=len(component.clocks),
         half_us=half_us,
         meeting=meeting,
         clock=clock,

@@ -13,7 +13,7 @@ import numpy as np
 
 from headway.arrays import Floats, Indices
 from headway.clocks.causality import Bounds, opposite
-from headway.clocks.ends import FINEST_US
+from headway.clocks.end_spread import FINEST_US
 from headway.clocks.matching import LOOSE, MESSAGE
 from headway.clocks.programme import Factors, Programme
 from headway.clocks.rows import STRETCHES, Rows
@@ -33,7 +33,7 @@ CENTRE = 2.0  # where bounds are no farther apart than so many spreads of ends, 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is known of a clock of a circle: what to add to its times at both ends of the meetings, and how surely."""
+    """What is known of a clock of a component: what to add to its times at both ends of meetings, and how surely."""
 
     clock: int
     first_us: float
@@ -42,7 +42,7 @@ class Prior:
 
 
 class Terms:
-    """The terms of one programme over the rows of a circle. ``trusted_us`` says how far each row's end is."""
+    """The terms of one programme over the rows of a component. ``trusted_us`` says how far each row's end is."""
 
     def __init__(self, rows: Rows, trusted_us: Floats) -> None:
         self._rows = rows

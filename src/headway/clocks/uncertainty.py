@@ -1,7 +1,7 @@
 """How wrong an estimate may be: what bounds, ends and priors leave open, and where they contradict it.
 
 Bounds are certain, but leave open as much as messages take. Ends are no more than likely: all of one host's may be late
-by as much as the quickest meetings took, which nothing would show, and by twice their spread. The narrower one counts.
+by as much as the fastest meetings took, which nothing would show, and by twice their spread. The narrower one counts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from headway.arrays import Floats, Indices
 from headway.clocks.causality import tightest, waited
-from headway.clocks.ends import off_by_us, trusted_us
+from headway.clocks.end_spread import off_by_us, trusted_us
 from headway.clocks.estimate import Estimate
 from headway.clocks.limits import Limits, errors_us
 from headway.clocks.matching import TOGETHER
+from headway.clocks.quantiles import medians
 from headway.clocks.rows import STRETCHES, Rows
 from headway.clocks.terms import Prior
-from headway.clocks.weighing import medians
 
 LATENCY_US = 200.0  # what waking up may take after a message has come
 SPREADS = 2.0  # how many times their spread ends may be off all alike, which nothing would show

@@ -53,7 +53,7 @@ def find_parent(process: Path = Path("/proc/self")) -> Parent:
             if os.access(path, os.W_OK | os.X_OK) and os.access(path / "cgroup.procs", os.W_OK):
                 return Parent(path, version, is_own=path == own)
         reasons.append(
-            f"{around[0]} cannot be written" if around else f"{mount} hands no cpu controller down"
+            f"{around[0]} cannot be written" if around else f"{mount} does not delegate the cpu controller"
         )
     raise NotPermittedError(reasons[-1] if reasons else "no control groups with a cpu controller are mounted")
 

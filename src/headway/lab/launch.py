@@ -36,7 +36,7 @@ def run(
     on_line: OnLine | None = None,
     on_notice: Callable[[str], None] | None = None,
 ) -> int:
-    """Run ``command`` once a rank in the lab ``spec`` and wait for it; returns the exit status.
+    """Run ``command`` once per rank in the lab ``spec`` and wait for it; returns the exit status.
 
     The status is 0 when every rank ends with 0, otherwise that of the rank that failed first (128+N where
     signal N ended it), or 124 when ``timeout_s`` passed first. When a rank fails, the others have ``grace_s``
@@ -122,8 +122,8 @@ def _attempts(mode: Mode) -> list[Attempt]:
         return [Attempt("loopback", False)]
     if find_spec("pyroute2") is None:
         raise LabError(
-            "shaping links needs pyroute2",
-            fix="pip install 'headway[lab]', or choose the loopback mode, which shapes nothing.",
+            "shaping links needs pyroute2, which is not installed",
+            fix="Run: pip install 'headway[lab]', or choose the loopback mode, which shapes nothing.",
         )
     if mode != "auto":
         return [Attempt(mode, True), Attempt(mode, False)]
@@ -170,4 +170,4 @@ def _say_mode(spec: LabSpec, attempt: Attempt, reasons: list[str], notice: Calla
     notice(f"{len(spec.links)} hosts, {spec.world_size} workers, {what}")
     if attempt.mode == "loopback":
         because = f" ({reasons[0]})" if reasons else ""
-        notice(f"links are unshaped: hosts share one loopback interface, rates do not hold{because}")
+        notice(f"links are unshaped: hosts share one loopback interface, rates have no effect{because}")

@@ -232,7 +232,7 @@ class Orchestrator:
         try:
             self._slowing.apply(rank, share)
         except OSError as failure:
-            self._tell(notice=f"rank {rank} keeps its speed: {failure}")
+            self._tell(notice=f"the speed of rank {rank} could not be changed: {failure}")
 
     def _change_link(self, event: LinkChange) -> None:
         if self._network is None:
@@ -242,7 +242,7 @@ class Orchestrator:
         down_gbps = gbps if event.direction != "up" else None
         self._network.shape(self._hosts[event.link], up_gbps=up_gbps, down_gbps=down_gbps)
         way = "" if event.direction == "both" else f" {event.direction}"
-        self._tell(notice=f"{event.at}: the link of {event.link}{way} is {format_rate(gbps)}")
+        self._tell(notice=f"{event.at}: the link of {event.link}{way} now has {format_rate(gbps)}")
 
     def _start_traffic(self, event: TrafficStart) -> None:
         flow = event.traffic

@@ -25,7 +25,7 @@ from headway.lab.output import Lines, OnLine, Stream
 from headway.lab.processes import LAB_ID
 from headway.lab.spec import LabSpec
 
-_ENDED = "the lab ended before its ranks did; was it killed, or is memory short?"
+_ENDED = "the lab's process ended before its ranks; check whether it was killed or memory ran out"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def choose(spec: LabSpec, lab_id: str) -> tuple[cgroups.Quotas | None, str]:
         return None, ""
     try:
         if any(share < cgroups.LEAST_SHARE for share in spec.slow_shares):
-            raise cgroups.NotPermittedError(f"the kernel gives no share below {cgroups.LEAST_SHARE:g}")
+            raise cgroups.NotPermittedError(f"the kernel permits no share below {cgroups.LEAST_SHARE:g}")
         quotas = cgroups.Quotas.within(cgroups.find_parent(), lab_id)
         return (quotas if spec.slow_shares else None), ""
     except cgroups.NotPermittedError as refusal:
@@ -36,7 +36,7 @@ def instead(spec: LabSpec, refusal: cgroups.NotPermittedError) -> str:
         raise LabError(
             "slowing workers by CPU quota is not permitted here",
             got=refusal,
-            fix="Choose signals or auto, or see that control groups can be made.",
+            fix="Choose signals or auto, or permit the creation of control groups.",
         )
     return str(refusal)
 

@@ -102,7 +102,9 @@ def folder() -> Path:
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
                 raise LabError(
-                    "the folder of running labs is not yours alone", got=path, fix="Remove it and try again."
+                    "the folder of running labs is not private to you",
+                    got=path,
+                    fix="Remove it and try again.",
                 )
     except OSError as failure:
         raise LabError(f"the folder of running labs {top} cannot be made", got=failure.strerror) from None

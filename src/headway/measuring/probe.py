@@ -1,7 +1,7 @@
 """Probing: what the links and the collectives of this job cost, measured between its own ranks.
 
 Links give latency (half of a small round trip) and goodput (every host sends to the next one at once, as a ring
-does). Then collectives are timed (``collective_costs``), and at last computation alone and beside communication.
+does). Then collectives are timed (``collective_costs``), and at last computation alone and during communication.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.cluster import DEFERRED_UPDATE, RUNTIME_COSTS, UPDATE_BESIDE, AlgorithmCost, Cluster, Host
-from headway.network.beside import beside_communication
+from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
+from headway.network.interference import communication_interference
 
 REPEATS = 5
 LATENCY_ROUND_TRIPS = 60
@@ -29,7 +29,7 @@ GOODPUT_BYTES = 4_194_304
 SHORT_BYTES = 1_048_576
 REST_S = 0.05  # before a message whose time says what links saved meanwhile
 LEAST_BURST_S = 0.0005
-BESIDE_BYTES = 1_048_576
+CONCURRENT_BYTES = 1_048_576
 Progress = Callable[[str], None]
 
 
@@ -91,7 +91,7 @@ def _probed(
         local_latency_us=local_latency_us or 30.0,
         shared_cores=os.cpu_count() if places.one_machine else None,
         burst_bytes=apart.burst_bytes,
-        source="probe",
+        source="measured by headway probe",
     )
     if cluster.world_size == 1:
         return cluster
@@ -99,16 +99,16 @@ def _probed(
     cluster = with_costs(cluster, second, busy_cores=busy_cores, effort=effort)
     if not busy_cores:
         return cluster
-    progress("computation beside communication")
-    beside = CANDIDATES[0].prepared(BESIDE_BYTES, second)
-    slowdown, update_s = beside_communication(beside, effort.beside_rounds)
-    progress("what decoupled training costs beside its communication")
-    from headway.strategies.data_parallel.decoupled.beside_training import beside_training
+    progress("computation concurrent with communication")
+    concurrent = CANDIDATES[0].prepared(CONCURRENT_BYTES, second)
+    slowdown, update_s = communication_interference(concurrent, effort.interference_rounds)
+    progress("what decoupled training and its communication cost each other")
+    from headway.strategies.data_parallel.decoupled.training_interference import training_interference
 
-    found = beside_training(slowdown)
+    found = training_interference(slowdown)
     own_us = {
         DEFERRED_UPDATE: update_s * 1e6,
-        UPDATE_BESIDE: max(update_s * 1e6, found.update_us),
+        BACKGROUND_UPDATE: max(update_s * 1e6, found.update_us),
         **_runtime_costs_us(),
     }
     costs = {**cluster.algorithms, **{name: AlgorithmCost(overhead_us=us) for name, us in own_us.items()}}
@@ -157,7 +157,7 @@ def _first_pair_together(places: Places) -> tuple[int, int] | None:
 
 
 def _latency_us(pair: tuple[int, int] | None) -> float:
-    """Half of a quick round trip (lower quartile) of 8 bytes between two ranks; 0 for no pair."""
+    """Half of a fast round trip (lower quartile) of 8 bytes between two ranks; 0 for no pair."""
     if pair is None:
         return 0.0
     first, second = pair

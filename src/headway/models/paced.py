@@ -37,7 +37,7 @@ class PacedDevice:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew: nothing is running, and what this thread did before counts for nothing."""
+        """Begin again: nothing is running, and what this thread did before is ignored."""
         self._free_at = self._ended_at = time.perf_counter()
         self._cpu_at = time.thread_time()
 

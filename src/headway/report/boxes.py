@@ -119,7 +119,7 @@ def _plain(rank: int, row: str, event: Event, window: Window) -> Box:
 
 
 def communication_boxes(rank: int, own: Communications, window: Window) -> Iterator[Box]:
-    """Collectives and messages, from when all members had come; ``own`` are this rank's rows in the window."""
+    """Collectives and messages, from when all members had arrived; ``own`` are this rank's rows in the window."""
     for row in range(len(own)):
         begin = max(int(own.start_ns[row]), int(own.arrival_ns[row]))
         enqueue, arrival = int(own.enqueue_ns[row]), int(own.arrival_ns[row])
@@ -140,7 +140,7 @@ def _details(own: Communications, row: int) -> Iterator[str]:
         yield f"group {words.plain(own.group[row], 40)}"
     late_ns = int(own.arrival_ns[row]) - int(own.enqueue_ns[row])
     if late_ns > 0:
-        yield f"rank {own.last_rank[row]} came last, {words.duration(late_ns / _NS_A_MS)} after this one"
+        yield f"rank {own.last_rank[row]} arrived last, {words.duration(late_ns / _NS_A_MS)} after this one"
 
 
 def laned(boxes: list[Box]) -> list[Box]:

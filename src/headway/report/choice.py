@@ -27,8 +27,8 @@ _UNDRAWN = (Kind.GRADIENT_READY, Kind.STEP, Kind.LINK, Kind.DELIVERY_RATE)
 class Choice:
     """What is drawn.
 
-    ``coarse`` is whether passes are drawn whole. Where ``operators`` is not, those of the typical step are drawn on
-    ``operator_ranks``. ``left_out`` counts events of the drawn steps that are not drawn, by their words.
+    ``coarse`` is whether each pass is drawn as one box. Where ``operators`` is false, those of the typical step are
+    drawn on ``operator_ranks``. ``left_out`` counts events of the drawn steps that are not drawn, by what they are.
     """
 
     ranks: tuple[int, ...]
@@ -41,9 +41,9 @@ class Choice:
 
 
 def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
-    """Whole steps around the typical one, as many as ``max_boxes`` allows.
+    """Complete steps around the typical one, as many as ``max_boxes`` allows.
 
-    Where not even a few steps would fit, detail is given up in this order: operators, the messages that collectives
+    If not even a few steps would fit, detail is given up in this order: operators, the messages that collectives
     are made of, modules.
     """
     ranks = _ranks(trace, diagnosis)
@@ -71,7 +71,7 @@ def choose(trace: Trace, diagnosis: Diagnosis, max_boxes: int) -> Choice:
 def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
     """The ranks that are to blame, worst first: those of findings that stand out, then those that others wait for.
 
-    Where ranks take turns in being late, or are late by no more than equal workers are, none is to blame for it.
+    If ranks take turns in being late, or are late by no more than equal workers are, none is to blame for it.
     """
     named = [rank for finding in diagnosis.findings if finding.stands_out for rank in finding.ranks]
     if not diagnosis.findings or any(
@@ -82,19 +82,19 @@ def blamed_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
 
 
 def interesting_ranks(diagnosis: Diagnosis) -> tuple[int, ...]:
-    """The ranks that the diagnosis speaks of: those that are to blame, worst first, then those on the critical path."""
+    """The ranks that the diagnosis names: those that are to blame, worst first, then those on the critical path."""
     on_path = (piece.rank for piece in diagnosis.critical_path)
     return tuple(dict.fromkeys((*blamed_ranks(diagnosis), *on_path)))
 
 
 def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
-    """In words, what ``choice`` leaves out; nothing where it leaves out nothing."""
+    """In words, what ``choice`` leaves out; empty if it leaves out nothing."""
     parts = []
     steps, ranks = choice.steps, choice.ranks
     if len(ranks) < len(trace.events):
         parts.append(
             f"Of {words.count(len(trace.events), 'rank')}, {len(ranks)} are drawn: those that are blamed or on the "
-            "critical path, and others at even distances."
+            "critical path, and an even selection of the others."
         )
     if len(steps) < len(diagnosis.steps):
         parts.append(
@@ -107,14 +107,14 @@ def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
         parts.append(f"Operators are drawn {where if choice.operator_ranks else 'nowhere'}.")
     if choice.left_out.get("messages"):
         number = words.count(choice.left_out["messages"], "send or receive", "sends and receives")
-        parts.append(f"Collectives are drawn, {number} left out.")
+        parts.append(f"Collectives are drawn without their messages: {number} left out.")
     if choice.coarse:
-        parts.append("Passes are drawn whole, not module by module.")
+        parts.append("Each pass is drawn as one box, not module by module.")
     return " ".join(parts)
 
 
 def _ranks(trace: Trace, diagnosis: Diagnosis) -> tuple[int, ...]:
-    """All ranks; of too many, those the diagnosis speaks of and others at even distances."""
+    """All ranks; of too many, those that the diagnosis names and an even selection of the others."""
     present = sorted(trace.events)
     if len(present) <= MAX_RANKS:
         return tuple(present)

@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A step that took much longer than most; ``part`` grew most, by ``grew_ms`` on the mean rank."""
+    """A step that took much longer than most; ``part`` grew most, by ``grew_ms`` averaged over ranks."""
 
     step: int
     max_ms: float

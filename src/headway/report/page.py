@@ -1,4 +1,4 @@
-"""The HTML report: one file that works from disk and asks the network for nothing."""
+"""The HTML report: one file that works from disk and loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ HELP = (
     (("/",), "search"),
     (("Enter",), "next hit (in the search field)"),
     (("Shift", "Enter"), "previous hit (in the search field)"),
-    (("Esc",), "end the search, or close this"),
-    (("?",), "show or hide this"),
+    (("Esc",), "end the search, or close this list"),
+    (("?",), "show or hide this list"),
 )
 
 
@@ -182,7 +182,7 @@ def _tiles(trace: Trace, diagnosis: Diagnosis) -> list[tuple[str, str]]:
         (words.duration(diagnosis.step_ms), "mean step"),
         (f"{100 * mean['computation'] / step_ms:.0f} %", "computation"),
         (f"{100 * mean['exposed_communication'] / step_ms:.0f} %", "exposed communication"),
-        (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for stragglers, the mean rank"),
+        (f"{100 * mean['straggler_wait'] / step_ms:.0f} %", "waiting for stragglers, mean over ranks"),
         (f"{diagnosis.overlap_percent:.0f} %", "of communication hidden"),
         _ranks_tile(trace),
         (f"{len(diagnosis.steps):,}", "steps recorded" if len(diagnosis.steps) != 1 else "step recorded"),
@@ -203,10 +203,10 @@ def _ranks_tile(trace: Trace) -> tuple[str, str]:
 def _history_hint(past: History) -> str:
     parts = [
         "All recorded steps: bars are the mean over ranks, dark caps reach from the median rank to the slowest.",
-        "Where the background is blue, a click shows the step in the timeline below.",
+        "Where the background is blue, click a step to show it in the timeline below.",
     ]
     if past.steps_a_bar > 1:
-        parts.insert(1, f"Each bar stands for {past.steps_a_bar} steps, of which it shows the longest.")
+        parts.insert(1, f"Each bar shows the longest of {past.steps_a_bar} steps.")
     if past.outlying:
         parts.append("▼ marks steps that stand out.")
     top = top_ms(past)

@@ -28,7 +28,7 @@ KIND_LABELS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_PASS: "backward, between modules",
     Kind.OPERATOR: "operator",
-    Kind.READ: "gradients or values read",
+    Kind.READ: "gradients or parameters read",
     Kind.OPTIMIZER: "optimizer",
     Kind.UPDATE: "update",
     Kind.SUM: "sum on a server",

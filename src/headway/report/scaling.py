@@ -22,9 +22,11 @@ def kind_of_picture(path: Path) -> str:
     kind = path.suffix.lstrip(".").lower()
     if kind not in FORMATS:
         expected = f"a name that ends with .{', .'.join(FORMATS)}"
-        raise UserError("--plot: no such kind of picture", got=path.name, expected=expected)
+        raise UserError("--plot: unknown kind of picture", got=path.name, expected=expected)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib", fix="pip install 'headway[plots]'.")
+        raise UserError(
+            "--plot needs matplotlib, which is not installed", fix="Run: pip install 'headway[plots]'."
+        )
     return kind
 
 

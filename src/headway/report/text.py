@@ -62,9 +62,9 @@ def _breakdown(diagnosis: Diagnosis) -> Table:
 def _stragglers(diagnosis: Diagnosis) -> Table:
     told = any(one.cause == "straggler" and one.stands_out for one in diagnosis.findings)
     table = _table(
-        "Stragglers" if told else "Waited for",
+        "Stragglers" if told else "Ranks that others wait for",
         ("rank", True),
-        ("costs the others, ms a step", True),
+        ("cost to the others, ms a step", True),
         ("cause", False),
     )
     for one in diagnosis.stragglers:
@@ -85,7 +85,7 @@ def _links(diagnosis: Diagnosis) -> Table:
 
 
 def _path(diagnosis: Diagnosis) -> Table:
-    title = f"Critical path of step {diagnosis.typical_step}, in the order of time"
+    title = f"Critical path of step {diagnosis.typical_step}, in time order"
     table = _table(title, ("rank", True), ("what", False), ("name", False), ("ms", True))
     for piece in diagnosis.critical_path[:MAX_PATH]:
         table.add_row(str(piece.rank), Text(piece.kind), Text(plain(piece.name)), f"{piece.ms:.2f}")

@@ -150,7 +150,7 @@ def _steps(plot: Figure, drawing: Drawing, top: float) -> None:
 
 
 def _pending(plot: Figure, drawing: Drawing, layout: Layout) -> None:
-    """Thin lines from when communication was asked for to when it began."""
+    """Thin lines from when communication was requested to when it began."""
     from bokeh.models import ColumnDataSource
 
     places = layout.places()
@@ -226,7 +226,7 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
 
 
 def dress(plot: Figure) -> None:
-    """The looks that all of the page's figures share."""
+    """The style that all of the page's figures share."""
     plot.min_border_left, plot.min_border_right = _LEFT_PX, _RIGHT_PX
     plot.grid.visible = False
     plot.outline_line_color = palette.RULE

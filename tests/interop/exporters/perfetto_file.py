@@ -121,9 +121,9 @@ class _Reader:
             assert self.descriptors[descriptor.parent_uuid].name == "links"
             self.file.counters.setdefault(descriptor.name, []).append((time_ns, event.double_counter_value))
             return
-        under_way = self.open[event.track_uuid]
+        open_spans = self.open[event.track_uuid]
         if event.type == PB.TrackEvent.TYPE_SLICE_END:
-            under_way.pop().end_ns = time_ns
+            open_spans.pop().end_ns = time_ns
             return
         found = Slice(
             process=self.descriptors[descriptor.parent_uuid].process.process_name,
@@ -133,13 +133,13 @@ class _Reader:
             start_ns=time_ns,
             annotations=_annotations(event, names),
             correlation=event.correlation_id if event.HasField("correlation_id") else None,
-            parent=under_way[-1] if under_way else None,
+            parent=open_spans[-1] if open_spans else None,
             lane=event.track_uuid,
         )
         self.file.slices.append(found)
         if event.type == PB.TrackEvent.TYPE_SLICE_BEGIN:
-            under_way.append(found)
-            assert len(under_way) < MAX_DEPTH
+            open_spans.append(found)
+            assert len(open_spans) < MAX_DEPTH
         else:
             assert event.type == PB.TrackEvent.TYPE_INSTANT
             found.instant, found.end_ns = True, time_ns

@@ -12,7 +12,7 @@ from tests.interop.readers.damaging import damaged_bytes, damaged_json, refused
 
 from headway.errors import TraceError
 from headway.interop.readers import execution_trace
-from headway.interop.readers.executed import Executed
+from headway.interop.readers.executed import ExecutedCommunication
 from headway.interop.readers.foreign import Document
 from headway.interop.readers.formats import FORMATS, SNIFFED_BYTES
 
@@ -35,19 +35,21 @@ ROOT, OTHER = (
 )
 
 
-def executed(data: bytes, *, lenient: bool = False, name: str = "rank3.json", ending: str = "") -> Executed:
+def executed(
+    data: bytes, *, lenient: bool = False, name: str = "rank3.json", ending: str = ""
+) -> ExecutedCommunication:
     reading = execution_trace.read(Document(name, data, ending, lenient))
     assert not reading.ranks
     (companion,) = reading.companions
     assert companion.kind == "execution_trace"
-    assert isinstance(companion.content, Executed)
+    assert isinstance(companion.content, ExecutedCommunication)
     lengths = {len(getattr(companion.content, field)) for field in ("call", "annotation", "name", "group", "sequence",
                                                                     "size_bytes", "peer")}  # fmt: skip
     assert lengths == {len(companion.content)}
     return companion.content
 
 
-def first_step(found: Executed) -> list[tuple[str, int]]:
+def first_step(found: ExecutedCommunication) -> list[tuple[str, int]]:
     """The operations of the first recorded step: DDP broadcasts where its buckets begin, in that step only."""
     return list(zip(found.name.tolist(), found.size_bytes.tolist(), strict=True))[: len(STEP) + 3]
 

@@ -158,7 +158,7 @@ def test_arrivals_of_cached_tensors_are_not_made_up() -> None:
     (note,) = [note for note in ranks[0].notes if "cached" in note]
     rows = [one.events.of_kind(Kind.COLLECTIVE) for one in ranks]
     later = len(rows[0].where(rows[0].step >= 1))
-    assert f"Of {later} of {len(rows[0])} collectives" in note
+    assert f"For {later} of {len(rows[0])} collectives" in note
     for column in rows[1:]:
         assert (column.enqueue_ns[column.step >= 1] == rows[0].enqueue_ns[rows[0].step >= 1]).all()
     for one in ranks:

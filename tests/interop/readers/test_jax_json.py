@@ -31,7 +31,7 @@ def test_each_recording_is_known_and_whole(name: str) -> None:
         assert rank.clock == name
         assert rank.dropped_events == 0
         assert len(steps_of(rank.events)) == 3
-        assert any("began" in note for note in rank.notes)
+        assert any("start of each recording" in note for note in rank.notes)
 
 
 @pytest.mark.parametrize(

@@ -108,16 +108,16 @@ def test_the_verdict_names_the_rank_that_reads_slowly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "note"),
+    ("companions", "note"),
     [
         ("", "matched by where they end together"), ("execution_trace*", "matched by where they end together"),
         ("*_rank0*", "collectives of rank 1 are not numbered"), ("*_rank1*", "collectives of rank 0 are not numbered"),
     ],
 )  # fmt: skip
 def test_without_both_flight_recorders_it_is_known_what_belongs_together(
-    tmp_path: Path, beside: str, note: str
+    tmp_path: Path, companions: str, note: str
 ) -> None:
-    trace = imported(tmp_path, "rank*.gz", *([beside] if beside else []))
+    trace = imported(tmp_path, "rank*.gz", *([companions] if companions else []))
     for rank in (0, 1):
         own = collectives(trace, rank)
         assert [(one.name, one.size_bytes, one.bucket) for one in own] == [row[1:] for row in ASKED] * len(
@@ -127,7 +127,7 @@ def test_without_both_flight_recorders_it_is_known_what_belongs_together(
     assert note in " ".join(trace.manifest.notes)
     groups = [[one.group for one in collectives(trace, rank)] for rank in (0, 1)]
     assert groups[0] == groups[1]  # what one flight recorder tells, both know
-    assert set(groups[0]) == ({"0", "1"} if "_rank" in beside else {""})
+    assert set(groups[0]) == ({"0", "1"} if "_rank" in companions else {""})
 
 
 def test_it_is_recognised_and_others_are_not() -> None:

@@ -257,7 +257,7 @@ def test_only_communication_on_the_device() -> None:
     assert rows([step(5, 50, 100), *launched(SUM, 6, 40, 30, 2)], Kind.STEP, Kind.WAIT, Kind.COLLECTIVE) == []
 
 
-def test_groups_are_told_beside_the_events() -> None:
+def test_groups_are_told_apart_from_the_events() -> None:
     told = {
         "pg_config": [
             {"pg_name": "7", "pg_desc": "dp", "ranks": [0, 8]},

@@ -94,10 +94,10 @@ def test_the_host_is_what_the_profiler_puts_into_names_of_files() -> None:
     assert found.host == "node-7.cluster"
 
 
-def test_not_a_number_beside_events_is_nothing_and_in_their_times_damage() -> None:
+def test_not_a_number_next_to_events_is_nothing_and_in_their_times_damage() -> None:
     events = job_events()
-    beside = document(events, note="@").replace(b'"@"', b"NaN")
-    assert len(reader.read(Document("a", beside)).ranks[0].events) == len(read_document(events).events)
+    with_note = document(events, note="@").replace(b'"@"', b"NaN")
+    assert len(reader.read(Document("a", with_note)).ranks[0].events) == len(read_document(events).events)
     within = document([*events, span("cpu_op", "aten::add", 100, 5, weight="@")]).replace(
         b'"@"', b"-Infinity"
     )

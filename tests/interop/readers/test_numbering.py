@@ -134,7 +134,7 @@ def test_order_decides_where_ends_do_not_agree() -> None:
     notes = number_collectives(events)
     assert notes == [
         BY_ENDS,
-        "Too few of the collectives of rank 1 end together with another rank's: order decided.",
+        "Too few collectives of rank 1 end together with those of another rank: they were matched by order.",
     ]
     assert events[0].sequence.tolist() == events[1].sequence.tolist() == list(range(12))
 

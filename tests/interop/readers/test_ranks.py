@@ -64,7 +64,9 @@ def test_names_and_then_their_order_tell_ranks() -> None:
     assert {rank: one.source for rank, one in sorted(job.workers.items())} == {
         0: "b.json", 1: "rank1.json", 2: "c.json", 3: "a/rank3/t.json",
     }  # fmt: skip
-    assert job.notes == ["Neither contents nor names tell the rank of 2 workers: they are numbered by name."]
+    assert job.notes == [
+        "Neither contents nor names give the rank of 2 workers: they are numbered in order of names."
+    ]
     alone = settle([recording("trace.json")])
     assert (list(alone.workers), alone.world_size, alone.notes) == ([0], 1, [])
 
@@ -83,7 +85,7 @@ def test_one_rank_of_many() -> None:
 
 @pytest.mark.parametrize("more", [{"world_size": 10**9}, {"rank": -3, "world_size": 2**70}])
 def test_worlds_that_cannot_be(more: dict[str, Any]) -> None:
-    with pytest.raises(TraceError, match="cannot be"):
+    with pytest.raises(TraceError, match="a rank is out of range"):
         settle([recording("x", **more)])
 
 
@@ -95,12 +97,12 @@ def test_ranks_that_cannot_be_count_as_untold() -> None:
 def test_a_rank_that_is_there_twice() -> None:
     found = [recording("a.json", rank=1), recording("b.json", rank=1, rows=3), recording("c.json", rank=0)]
     with pytest.raises(
-        TraceError, match=r"rank 1 is there 2 times; got a\.json, b\.json; expected one recording"
+        TraceError, match=r"rank 1 was found 2 times; got a\.json, b\.json; expected one recording"
     ):
         settle(found)
     job = settle(found, lenient=True)
     assert {rank: one.source for rank, one in sorted(job.workers.items())} == {0: "c.json", 1: "b.json"}
-    assert job.notes == ["Rank 1 is there 2 times (a.json, b.json): b.json was kept."]
+    assert job.notes == ["Rank 1 was found 2 times (a.json, b.json): b.json was kept."]
 
 
 def test_cycles_of_a_profiler_are_one_recording() -> None:
@@ -129,7 +131,7 @@ def test_cycles_repeat_their_operations() -> None:
     later: dict[str, Any] = {"begin_ns": 30 * 10**9, "steps": range(9, 12)}
     job = settle([computing(["a", "b", "c"]), computing(["a", "b", "d"], **later)])
     assert job.workers[0].events.whole_steps == {1, 2, 3, 9, 10, 11}
-    with pytest.raises(TraceError, match="rank 0 is there 2 times"):
+    with pytest.raises(TraceError, match="rank 0 was found 2 times"):
         settle([computing(["a", "b", "c"]), computing(["x", "y", "c"], **later)])
 
 
@@ -142,7 +144,7 @@ def test_cycles_repeat_their_operations() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_follow_is_no_cycle(more: dict[str, Any]) -> None:
-    with pytest.raises(TraceError, match="rank 0 is there 2 times"):
+    with pytest.raises(TraceError, match="rank 0 was found 2 times"):
         settle([recording("a", rank=0), recording("b", rank=0, **more)])
 
 
@@ -181,7 +183,7 @@ def test_servers_are_counted_by_themselves() -> None:
     ]  # fmt: skip
     job = settle(found)
     assert (sorted(job.workers), sorted(job.servers), job.world_size) == ([0, 1], [0, 1], 2)
-    with pytest.raises(TraceError, match=r"no worker's recording was found; got 2 of servers"):
+    with pytest.raises(TraceError, match=r"no worker's recording was found; got 2 recordings of servers"):
         settle([one for one in found if one.role == "server"])
 
 

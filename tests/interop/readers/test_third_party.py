@@ -1,4 +1,4 @@
-"""Recordings of others, unchanged, which lie beside the repository and are no part of it."""
+"""Recordings of others, unchanged, which lie next to the repository and are no part of it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_a100(tmp_path: Path) -> None:
     idle = events.of_kind(Kind.IDLE)
     assert set(idle.name.tolist()) == {"launching"}
     assert 150 < idle.duration_ns.sum() / 3e6 < 180
-    assert found.verdict.startswith("The device stands idle for 16")
+    assert found.verdict.startswith("The device is idle for 16")
     assert "because its host does not launch work fast enough" in found.verdict
 
 
@@ -124,7 +124,7 @@ def test_two_of_128_ranks(tmp_path: Path) -> None:
         "2 of 10 collectives do not say how much they carry." in manifest.notes
     )  # all_gather's share, not the whole
     assert "5 collectives have no counterpart on rank 0." in manifest.notes
-    assert found.verdict.startswith("The device stands idle for 33")
+    assert found.verdict.startswith("The device is idle for 33")
 
 
 def test_one_of_300_ranks_on_gloo(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_one_of_300_ranks_on_gloo(tmp_path: Path) -> None:
     assert found.verdict.startswith(
         "Communication is the bottleneck: 85 % of each 210 ms step waits for all_reduce"
     )
-    assert "what was computed meanwhile is not recorded" in found.verdict
+    assert "computation was not recorded" in found.verdict
 
 
 def test_an_execution_trace_alone_has_no_times(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arrows between ranks: from each send to its receive, and from who came last to a collective to its members."""
+"""Arrows between ranks: from each send to its receive, and from the last member to arrive to the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A trace as MLCommons Chakra execution traces, one file a rank, as ASTRA-sim and Chakra's own tools read them.
 
 Computation is given by its durations. Communication is given by its kind, size and group, so that a simulator can
-time it anew, and by its recorded duration as well. Times are microseconds from the begin of the first step.
+time it again, and by its recorded duration as well. Times are microseconds from the beginning of the first step.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def write_chakra(trace: Trace, folder: Path) -> list[Path]:
     served = any(np.isin(events.kind, _SERVED).any() for events in trace.events.values())
     if trace.servers or served:
         raise TraceError(
-            "a parameter server has no form in Chakra",
+            "Chakra cannot represent parameter servers",
             got=f"{len(trace.servers)} servers",
             expected="a job whose ranks communicate with each other",
         )
     if not trace.steps:
-        raise TraceError("the trace holds no whole step", got=trace.path, fix="Record more steps.")
+        raise TraceError("the trace holds no complete step", got=trace.path, fix="Record more steps.")
     node_class()
     groups = _group_numbers(trace)
     origin_ns = min(int(_steps(events, trace.steps)[:, 1].min()) for events in trace.events.values())
     names = []
-    with files.folder_written_whole(folder, TraceError) as beside:
+    with files.folder_written_whole(folder, TraceError) as unfinished:
         for info in trace.manifest.ranks:
             names.append(f"{_name(trace)}.{info.rank}.et")
-            with files.file_written_whole(beside / names[-1], TraceError) as file:
+            with files.file_written_whole(unfinished / names[-1], TraceError) as file:
                 for message in _Rank(trace, info, groups, origin_ns).messages():
                     content: bytes = message.SerializeToString()
                     file.write(_varint(len(content)) + content)
@@ -174,7 +174,7 @@ class _Rank:
         self._extra(node, bucket=event.bucket, algorithm=event.algorithm)
 
     def _message(self, node: Any, event: Event) -> None:
-        """A send or receive. Both ends give the same tag to the same message: the how-manieth between them."""
+        """A send or receive. Both ends give the same tag to the same message: its index among those between them."""
         sends = event.kind == Kind.SEND
         node.type = NodeType.SEND if sends else NodeType.RECEIVE
         node.name = f"COMM_{'SEND' if sends else 'RECV'}_NODE_{event.name}"

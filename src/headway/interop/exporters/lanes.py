@@ -29,21 +29,21 @@ def nesting_lanes(starts: Ints, ends: Ints, inwards: Ints) -> list[Ints]:
     lanes: list[tuple[list[tuple[int, int]], array[int]]] = []
     left: list[int] = []
     for row, start, end in zip(order.tolist(), starts[order].tolist(), ends[order].tolist(), strict=True):
-        for under_way, moves in lanes:
-            while under_way and under_way[-1][0] <= start:
-                moves.append(2 * under_way.pop()[1] + 1)
-            if not under_way or (under_way[-1][0] >= end and len(under_way) < MAX_DEPTH):
+        for open_spans, moves in lanes:
+            while open_spans and open_spans[-1][0] <= start:
+                moves.append(2 * open_spans.pop()[1] + 1)
+            if not open_spans or (open_spans[-1][0] >= end and len(open_spans) < MAX_DEPTH):
                 break
         else:
             if len(lanes) == MAX_NESTING_LANES:
                 left.append(row)
                 continue
-            under_way, moves = [], array("q")
-            lanes.append((under_way, moves))
+            open_spans, moves = [], array("q")
+            lanes.append((open_spans, moves))
         moves.append(2 * row)
-        under_way.append((end, row))
-    for under_way, moves in lanes:
-        moves.extend(2 * row + 1 for _, row in reversed(under_way))
+        open_spans.append((end, row))
+    for open_spans, moves in lanes:
+        moves.extend(2 * row + 1 for _, row in reversed(open_spans))
     rest = np.array(left, dtype=np.int64)
     return [
         *(np.array(moves, dtype=np.int64) for _, moves in lanes),

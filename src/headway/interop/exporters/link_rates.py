@@ -16,7 +16,7 @@ Rates = tuple[Ints, npt.NDArray[np.float64]]
 def link_rates(trace: Trace, rows: Communications) -> dict[tuple[str, str], Rates]:
     """The goodput from host to host as steps: times in ns, and the Gbit/s from each on.
 
-    Each rank sends to its ring neighbour, evenly while a collective with all its members is under way; traffic within a
+    Each rank sends to its ring neighbour, evenly while a collective with all its members is in flight; traffic within a
     host is left out where there is any between hosts.
     """
     rows = rows.where(~rows.inner)
@@ -45,9 +45,9 @@ def _steps(starts: Ints, ends: Ints, rates: npt.NDArray[np.float64]) -> Rates:
     order = np.argsort(times, kind="stable")
     times = times[order]
     sums = np.cumsum(np.concatenate([rates, -rates])[order])
-    under_way = np.cumsum(np.repeat([1, -1], len(starts))[order])
+    in_flight = np.cumsum(np.repeat([1, -1], len(starts))[order])
     sums = np.where(
-        under_way > 0, np.maximum(sums, 0.0), 0.0
+        in_flight > 0, np.maximum(sums, 0.0), 0.0
     )  # sums of rounded numbers end near zero, not at it
     last = np.append(times[1:] != times[:-1], True)
     return times[last], sums[last]

@@ -34,7 +34,7 @@ def protos() -> Any:
         return importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     except ImportError:
         raise UserError(
-            "a Perfetto file needs the package perfetto, which is not installed",
+            "a Perfetto file needs the perfetto package, which is not installed",
             fix="Run: pip install 'headway[traces]'.",
         ) from None
 

@@ -1,11 +1,11 @@
 """A trace as a native Perfetto file of TrackEvents, to look at in ui.perfetto.dev or to query with trace_processor.
 
 Every rank is a process with tracks for its computation, its communication, its steps and its gradients; every link
-has a counter of its goodput. Each rank's packets are one sequence, whose names are said once. Arrows (flows) lead
-from sends to receives and from who came last to a collective to its members. A viewer draws an arrow from what
-began earlier; where the effect began before its cause, as a receive that waits for its send does, the arrow leads to
-a mark on the effect at the moment of the cause. Marks come last in the file, so that at equal times the cause is
-read first.
+has a counter of its goodput. Each rank's packets are one sequence, whose names are written once. Arrows (flows) lead
+from sends to receives and from the last rank to arrive at a collective to the other members. A viewer draws an arrow
+from what began earlier; where the effect began before its cause, as a receive that waits for its send does, the arrow
+leads to a mark on the effect at the moment of the cause. Marks come last in the file, so that at equal times the
+cause is read first.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _Writer:
         first = self._first_packet(_MARKS)
         first.interned_data.event_categories.add(iid=1, name=MARK)
         for value in np.unique(causes).tolist():
-            did = "sent" if value % 2 else "came last"
+            did = "sent" if value % 2 else "arrived last"
             first.interned_data.event_names.add(iid=value + 1, name=f"rank {value // 2} {did}")
         yield self._packets.one(first)
         event = self._messages.TrackEvent

@@ -120,7 +120,7 @@ class RankPieces:
         return columns
 
     def _arrow_columns(self) -> list[Column]:
-        """Who came last, what else is the same communication, and the arrows that begin or end at an event."""
+        """The rank that arrived last, what else is the same communication, and the arrows that begin or end here."""
         arrows, own = self._arrows, self._communication
         at = np.searchsorted(self._told, arrows.event[own])
         several = arrows.members[own] > 1

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Indices, Ints
-from headway.interop.readers.ended import Ended, nearest, of_one_kind
+from headway.interop.readers.completed import CompletedCollectives, nearest, of_one_kind
 
 TOGETHER_NS = 2_000_000  # how far ends may be apart, drift of clocks over a recording included
 FINEST_NS = 20_000  # what lies more closely together cannot be told apart
@@ -21,7 +21,7 @@ _SAMPLE, _PAIRS = (
 )  # collectives of a rank from which its distance is told, and pairs that they may form
 
 
-def distance_of_clocks_ns(known: Ended, own: Ended) -> int:
+def distance_of_clocks_ns(known: CompletedCollectives, own: CompletedCollectives) -> int:
     """The distance at which the most collectives end together the most closely."""
     here, there = _candidates(known, own)
     apart_ns = own.end_ns[here] - known.end_ns[there]
@@ -59,8 +59,8 @@ def _commonest(apart_ns: Ints, weight: npt.NDArray[np.float64], window_ns: int) 
     return found
 
 
-def _candidates(known: Ended, own: Ended) -> tuple[Indices, Indices]:
-    """Pairs of one kind that may be the same collective: about as manieth of their kind in a step, or in one beside it.
+def _candidates(known: CompletedCollectives, own: CompletedCollectives) -> tuple[Indices, Indices]:
+    """Pairs of one kind that may be the same collective: about as far on in the same step, or in a neighbouring one.
 
     ``own`` is a sample where there are many.
     """

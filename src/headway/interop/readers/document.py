@@ -71,7 +71,7 @@ class Sources:
         except OSError as failure:
             raise TraceError(f"{source} cannot be read", got=failure.strerror or failure) from None
         if not found:
-            left_out = f", but of what was left out: {self.left_out[0]}" if self.left_out else ""
+            left_out = f" that can be read; left out: {self.left_out[0]}" if self.left_out else ""
             raise TraceError("nothing to import", got=f"{source}, which holds no file{left_out}")
         return sorted(found, key=lambda one: _natural(one.name))
 
@@ -145,7 +145,7 @@ def read_document(found: Found, *, lenient: bool = False) -> Document:
             for piece in pieces(file):
                 if data.tell() + len(piece) > limit_bytes:
                     raise TraceError(
-                        f"{found.name} is larger than a trace is",
+                        f"{found.name} is too large for a trace",
                         got=f"more than {limit_bytes} bytes from {found.size_bytes}",
                     )
                 data.write(piece)

@@ -30,7 +30,7 @@ _CALL, _RECORD, _GROUPS = "c10d::", "record_param_comms", "## process_group:init
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Executed:
+class ExecutedCommunication:
     """The communication of one rank as columns, one row an operation, in the order of their calls.
 
     ``call`` and ``annotation`` are record-function ids, as Kineto's "Record function id": of ``c10d::`` and of what the
@@ -41,7 +41,7 @@ class Executed:
     annotation: Ints
     name: Texts  # as torch.distributed calls it
     group: Texts  # Gloo's calls do not tell theirs
-    sequence: Ints  # the how-manieth of its group; messages are counted apart
+    sequence: Ints  # its index in its group; messages are counted separately
     size_bytes: Ints
     peer: Ints  # a message's other end: a rank where the group's ranks are known, else its place in the group
     groups: dict[str, tuple[int, ...]]  # process groups' ranks, where they are told
@@ -165,10 +165,10 @@ class Gathered:
                 words = one.get("pg_desc")
                 self.descriptions[name] = words if isinstance(words, str) else ""
 
-    def columns(self, dropped: int, notes: tuple[str, ...]) -> Executed:
+    def columns(self, dropped: int, notes: tuple[str, ...]) -> ExecutedCommunication:
         """What was gathered, as columns."""
         rows = self.rows
-        return Executed(
+        return ExecutedCommunication(
             call=ints([row.call for row in rows]),
             annotation=ints([row.annotation for row in rows]),
             name=texts([row.name for row in rows]),

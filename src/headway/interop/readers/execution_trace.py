@@ -22,7 +22,7 @@ from headway.interop.readers.foreign import MAX_EVENTS, Companion, Document, Rea
 from headway.interop.readers.ranks import rank_in_name
 from headway.interop.readers.torch_json import UNREADABLE, salvaged, whole
 
-LACKS = "An execution trace says what ran, not when: put the Kineto trace of the same rank and run beside it."
+LACKS = "An execution trace says what ran, not when: import it together with the Kineto trace of the same rank and run."
 
 _SCHEMA = re.compile(rb'"schema"\s*:\s*"\d+\.\d+\.\d+-chakra')
 _ITEM = re.compile(r'\{\s*"(?:id|name)"\s*:')
@@ -37,7 +37,7 @@ def recognises(name: str, head: bytes) -> bool:
     return head.lstrip()[:1] == b"{" and bool(_SCHEMA.search(head))
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read what a rank's execution trace says of its communication. Raises TraceError where it is damaged."""
     nodes, dropped = _nodes(document)
     gathered = Gathered()

@@ -34,7 +34,10 @@ from headway.interop.readers.torch_json import (
 )
 from headway.trace.events import texts
 
-LACKS = "A flight recorder says what was asked for, not what ran when: put the Kineto trace of the same rank beside it."
+LACKS = (
+    "A flight recorder says what was launched, not what ran when: import it together with the Kineto trace of the same "
+    "rank."
+)
 
 _OWN_KEYS = (b'"pg_status"', b'"nccl_comm_state"', b'"comm_lib_version"', b'"nccl_version"')
 _PICKLED_KEYS = (b"pg_config", b"pg_status", b"nccl_comm_state", b"collective_seq_id", b"profiling_name")
@@ -52,7 +55,7 @@ class Recorded:
 
     group: Texts
     description: Texts  # the group's own words for itself
-    sequence: Ints  # the how-manieth of its group, equal on all members; messages are counted apart
+    sequence: Ints  # its index in its group, equal on all members; messages are counted separately
     operation: Ints  # counts what the group was asked for, messages and parts of batches included
     name: Texts  # as torch.distributed calls it; Gloo announces a reduce_scatter as an all_reduce
     dtype: Texts
@@ -113,7 +116,7 @@ def recognises(name: str, head: bytes) -> bool:
     return b'"profiling_name"' in head or (b'"pg_config"' in head and any(key in head for key in _OWN_KEYS))
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read what a rank asked for. Raises TraceError where the dump is a pickle, or damaged."""
     if document.data.startswith(_PICKLE):
         raise TraceError(

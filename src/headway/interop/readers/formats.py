@@ -14,7 +14,7 @@ SNIFFED_BYTES = 65_536
 
 @dataclass(frozen=True)
 class Format:
-    """One format. ``module`` has ``recognises(name, head)`` and ``read(document, beside)``; it is imported when needed.
+    """One format. ``module``, imported when used, has ``recognises(name, head)`` and ``read(document, companions)``.
 
     ``recognises`` gets the document's name and its first SNIFFED_BYTES bytes, unpacked. ``read`` gets what other
     documents said of the same job, which most formats have no use for. It raises TraceError and nothing else,
@@ -30,10 +30,10 @@ class Format:
         found = cast(Callable[[str, bytes], bool], self._function("recognises"))
         return found(name, head)
 
-    def read(self, document: Document, beside: Sequence[Companion] = ()) -> Reading:
+    def read(self, document: Document, companions: Sequence[Companion] = ()) -> Reading:
         """Read a document. Raises TraceError where it is damaged or of another format."""
         found = cast(Callable[[Document, Sequence[Companion]], Reading], self._function("read"))
-        return found(document, beside)
+        return found(document, companions)
 
     def _function(self, name: str) -> object:
         return getattr(importlib.import_module(f"headway.interop.readers.{self.module}"), name)

@@ -101,10 +101,10 @@ def sort_out(
             known.append((one, recognised))
     if not known:
         raise TraceError(
-            "no document of a known format",
-            got=f"{len(found)} files, {found[0].name} among them",
+            "no file of a known format",
+            got=f"{len(found)} file{'s' if len(found) > 1 else ''}, such as {found[0].name}",
             expected=", ".join(one.title for one in FORMATS),
-            fix="Say which it is with --format, if it is one of these.",
+            fix="If it is one of these, name it with --format.",
         )
     return _once(known), left_out
 
@@ -119,11 +119,11 @@ def _once(known: list[tuple[Found, Format]]) -> list[tuple[Found, Format]]:
     ]
 
 
-def _nothing_timed(beside: Sequence[Companion], refused: Sequence[str]) -> TraceError:
-    if not beside:
-        return TraceError("no document could be read", got=refused[0] if refused else "nothing")
-    lacks = execution_trace.LACKS if beside[0].kind == "execution_trace" else flight_recorder.LACKS
-    return TraceError(f"nothing here has times. {lacks}", got=beside[0].source)
+def _nothing_timed(companions: Sequence[Companion], refused: Sequence[str]) -> TraceError:
+    if not companions:
+        return TraceError("no file could be read", got=refused[0] if refused else "nothing")
+    lacks = execution_trace.LACKS if companions[0].kind == "execution_trace" else flight_recorder.LACKS
+    return TraceError(f"nothing here has times. {lacks}", got=companions[0].source)
 
 
 def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
@@ -135,7 +135,7 @@ def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
     if len(names) > 1:
         meetings = meetings_of({rank: one.events for rank, one in job.workers.items()}, clock_of)
         fits = fit_clocks(meetings, names)
-        notes.append(f"{len(names)} clocks were brought onto one by what ranks did together.")
+        notes.append(f"{len(names)} clocks were aligned by what ranks did together.")
     for rank, one in job.workers.items():
         one.events = aligned(one.events, fits[clock_of[rank]])
     server_fits = {}

@@ -64,7 +64,7 @@ def recognises(name: str, head: bytes) -> bool:
     )
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read a profile: a rank for each device, or for the process. Raises TraceError where it is damaged or empty."""
     return Reading(ranks=ranks_of(_profile(document)))
 
@@ -94,7 +94,7 @@ def _profile(document: Document) -> Profile:
             continue
         start_ns, end_ns = _nanoseconds(entry.ts), _nanoseconds(entry.ts, entry.dur)
         if start_ns is None or end_ns is None or not 0 <= end_ns - start_ns < LONGEST_NS:
-            builder.refuse(f"an event at {entry.ts} that takes {entry.dur}", "times that can be")
+            builder.refuse(f"an event at {entry.ts} that takes {entry.dur}", "possible times")
             continue
         for key, value in arguments.items():
             if key in NUMBERS or key in TEXTS:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints
-from headway.interop.readers.ended import Ended
+from headway.interop.readers.completed import CompletedCollectives
 from headway.interop.readers.pairing import paired, same_order
 from headway.trace.events import Events, Kind
 
@@ -78,7 +78,7 @@ def _notes(first: int, unsure: list[int], lost: int) -> list[str]:
     if unsure:
         shown = ", ".join(map(str, unsure[:4]))
         notes.append(
-            f"Too few of the collectives of rank {shown} end together with another rank's: order decided."
+            f"Too few collectives of rank {shown} end together with those of another rank: they were matched by order."
         )
     elif lost:
         are = "1 collective has" if lost == 1 else f"{lost} collectives have"
@@ -91,7 +91,9 @@ def _unnumbered(own: Events) -> npt.NDArray[np.bool_]:
     return unnumbered
 
 
-def _view(own: Events, keys: Keys, picked: npt.NDArray[np.bool_], *, grouped: bool = True) -> Ended:
+def _view(
+    own: Events, keys: Keys, picked: npt.NDArray[np.bool_], *, grouped: bool = True
+) -> CompletedCollectives:
     """The collectives of one rank that ``picked`` picks. What numbers them here are their rows."""
     rows: Ints = np.flatnonzero(picked).astype(np.int64)
     rows = rows[np.argsort(own.end_ns[rows], kind="stable")]
@@ -103,4 +105,6 @@ def _view(own: Events, keys: Keys, picked: npt.NDArray[np.bool_], *, grouped: bo
         for group, name, size_bytes in described
     ]
     asked_ns = np.where(own.enqueue_ns[rows] >= 0, own.enqueue_ns[rows], own.start_ns[rows])
-    return Ended(rows, np.array(key, dtype=np.int64), own.end_ns[rows], asked_ns, own.step[rows])
+    return CompletedCollectives(
+        rows, np.array(key, dtype=np.int64), own.end_ns[rows], asked_ns, own.step[rows]
+    )

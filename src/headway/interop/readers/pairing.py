@@ -12,8 +12,8 @@ from collections import defaultdict
 import numpy as np
 
 from headway.arrays import Flags, Ints
+from headway.interop.readers.completed import CompletedCollectives, nearest
 from headway.interop.readers.distances import FINEST_NS, TOGETHER_NS, distance_of_clocks_ns
-from headway.interop.readers.ended import Ended, nearest
 
 LEAST_PAIRS, LEAST_SHARE = 3, 0.3  # of ends that have to agree
 _TAIL = 6.0  # how many times the usual ends may be apart
@@ -21,7 +21,7 @@ _LATE_NS = 50_000_000  # how far they may be apart if nothing was lost, so that 
 _LOSSLESS, _MANY = 0.02, 0.1  # shares of collectives that are lost: none, as it were; too many to go by order
 
 
-def paired(known: Ended, own: Ended) -> tuple[Ints, Ints | None]:
+def paired(known: CompletedCollectives, own: CompletedCollectives) -> tuple[Ints, Ints | None]:
     """For each of ``own`` the number of the one in ``known`` that is the same, or -1; and how far its clock is ahead.
 
     That is None where too few end together.
@@ -42,13 +42,13 @@ def paired(known: Ended, own: Ended) -> tuple[Ints, Ints | None]:
     return np.where(pair >= 0, known.number[pair], -1), moved_ns
 
 
-def same_order(known: Ended, own: Ended) -> Ints:
+def same_order(known: CompletedCollectives, own: CompletedCollectives) -> Ints:
     """For each of ``own`` the number of that in ``known`` which is as manieth of its kind in its step, or -1."""
     place = dict(zip(_places(known), known.number.tolist(), strict=True))
     return np.array([place.get(one, -1) for one in _places(own)], dtype=np.int64)
 
 
-def _places(ended: Ended) -> list[tuple[int, int, int]]:
+def _places(ended: CompletedCollectives) -> list[tuple[int, int, int]]:
     counted: dict[tuple[int, int], int] = {}
     places = [(0, 0, 0)] * len(ended)
     for index in np.argsort(ended.asked_ns, kind="stable").tolist():
@@ -58,7 +58,9 @@ def _places(ended: Ended) -> list[tuple[int, int, int]]:
     return places
 
 
-def _line(known: Ended, own: Ended, pair: Ints, distance_ns: int) -> tuple[Ints, float]:
+def _line(
+    known: CompletedCollectives, own: CompletedCollectives, pair: Ints, distance_ns: int
+) -> tuple[Ints, float]:
     """How far the clock is ahead at each end, drift included; and how far ends usually are from that."""
     matched = np.flatnonzero(pair >= 0)
     off_ns = (own.end_ns[matched] - known.end_ns[pair[matched]] - distance_ns).astype(np.float64)
@@ -77,7 +79,7 @@ def _line(known: Ended, own: Ended, pair: Ints, distance_ns: int) -> tuple[Ints,
     return distance_ns + np.rint(ahead_ns).astype(np.int64), usual_ns
 
 
-def _lost_share(known: Ended, own: Ended) -> float:
+def _lost_share(known: CompletedCollectives, own: CompletedCollectives) -> float:
     """The share of collectives, in steps that both recorded, that only one of them has."""
     common = np.intersect1d(known.step, own.step)
     counts: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -90,7 +92,9 @@ def _lost_share(known: Ended, own: Ended) -> float:
     return sum(map(abs, counts.values())) / max(total, 1)
 
 
-def _fill(known: Ended, own: Ended, pair: Ints, moved_ns: Ints, most_ns: int) -> None:
+def _fill(
+    known: CompletedCollectives, own: CompletedCollectives, pair: Ints, moved_ns: Ints, most_ns: int
+) -> None:
     """Pair, in place, what is left between pairs of one kind, where as many are left of either rank."""
     left = _left(own, pair >= 0), _left(known, np.isin(np.arange(len(known)), pair))
     for gap, mine in left[0].items():
@@ -101,7 +105,7 @@ def _fill(known: Ended, own: Ended, pair: Ints, moved_ns: Ints, most_ns: int) ->
                     pair[one] = other
 
 
-def _left(ended: Ended, matched: Flags) -> dict[tuple[int, int, int], list[int]]:
+def _left(ended: CompletedCollectives, matched: Flags) -> dict[tuple[int, int, int], list[int]]:
     """The indices of what has no partner, by kind, step, and how many of the kind before it have one."""
     found: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     before: defaultdict[int, int] = defaultdict(int)

@@ -46,13 +46,15 @@ def settle(found: Sequence[ForeignRank], *, lenient: bool = False) -> Job:
             ranks[rank] = claims[0] if len(claims) == 1 else _joined(rank, claims, job, lenient)
     if not job.workers:
         raise TraceError(
-            "no worker's recording was found", got=f"{len(kept)} of servers", expected="at least one worker"
+            "no worker's recording was found",
+            got=f"{len(kept)} recordings of servers",
+            expected="at least one worker",
         )
     stated = max(map(_world_size, job.workers.values()))
     job.world_size = max(stated, max(job.workers) + 1)
     if job.world_size > MAX_WORLD_SIZE:
         raise TraceError(
-            "that rank cannot be", got=job.world_size - 1, expected=f"less than {MAX_WORLD_SIZE}"
+            "a rank is out of range", got=job.world_size - 1, expected=f"less than {MAX_WORLD_SIZE}"
         )
     return job
 
@@ -84,8 +86,8 @@ def _one_job(found: list[ForeignRank], job: Job, lenient: bool) -> list[ForeignR
         raise TraceError(
             "recordings of several jobs are mixed",
             got=words,
-            expected="one job's",
-            fix="Import each job's files by themselves, or pass --lenient to keep the largest.",
+            expected="recordings of one job",
+            fix="Import each job's files separately, or pass --lenient to keep the largest job.",
         )
     job.notes.append(
         f"Recordings of several jobs were mixed ({words}); those of {_words(largest)} were kept."
@@ -142,7 +144,7 @@ def _claims(own: list[ForeignRank], job: Job, role: str) -> dict[int, list[Forei
         claims[rank].append(one)
     if taken and len(own) > 1:
         job.notes.append(
-            f"Neither contents nor names tell the rank of {len(taken)} {role}s: they are numbered by name."
+            f"Neither contents nor names give the rank of {len(taken)} {role}s: they are numbered in order of names."
         )
     return claims
 
@@ -159,14 +161,14 @@ def _joined(rank: int, claims: list[ForeignRank], job: Job, lenient: bool) -> Fo
     names = ", ".join(PurePath(one.source).name for one in claims[:4])
     if not lenient:
         raise TraceError(
-            f"rank {rank} is there {len(claims)} times",
+            f"rank {rank} was found {len(claims)} times",
             got=names,
-            expected="one recording a rank",
+            expected="one recording per rank",
             fix="Remove the others, or pass --lenient to keep the largest.",
         )
     largest = max(claims, key=lambda one: len(one.events))
     job.notes.append(
-        f"Rank {rank} is there {len(claims)} times ({names}): {PurePath(largest.source).name} was kept."
+        f"Rank {rank} was found {len(claims)} times ({names}): {PurePath(largest.source).name} was kept."
     )
     return largest
 

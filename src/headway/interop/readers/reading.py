@@ -66,20 +66,20 @@ def _take(done: Read, outcome: Reading | TraceError, tolerant: bool) -> None:
 
 
 def _outcomes(
-    documents: Documents, beside: Sequence[Companion], lenient: bool, workers: int
+    documents: Documents, companions: Sequence[Companion], lenient: bool, workers: int
 ) -> Iterator[Reading | TraceError]:
     """What came of each document, in their order."""
     on_disk_all = all(found.path is not None for found, _ in documents)
     much = sum(_unpacked_bytes(found) for found, _ in documents) >= WORTH_BYTES
     if min(workers, len(documents)) < 2 or not on_disk_all or not much:
         for found, chosen in documents:
-            yield _outcome(found, chosen, beside, lenient)
+            yield _outcome(found, chosen, companions, lenient)
         return
-    yield from _side_by_side(documents, beside, lenient, min(workers, len(documents), MOST_WORKERS))
+    yield from _side_by_side(documents, companions, lenient, min(workers, len(documents), MOST_WORKERS))
 
 
 def _side_by_side(
-    documents: Documents, beside: Sequence[Companion], lenient: bool, workers: int
+    documents: Documents, companions: Sequence[Companion], lenient: bool, workers: int
 ) -> Iterator[Reading | TraceError]:
     """This process takes documents from the beginning and ``workers - 1`` others from the end, until they meet."""
     left, handed_out = deque(documents), deque[tuple[Found, Waiting]]()
@@ -95,7 +95,9 @@ def _side_by_side(
                 while left and len(at_work) < ahead:
                     found, chosen = left.pop()
                     try:
-                        waiting = pool.submit(_read_apart, found.path, chosen.name, tuple(beside), lenient)
+                        waiting = pool.submit(
+                            _read_apart, found.path, chosen.name, tuple(companions), lenient
+                        )
                     except BrokenProcessPool:
                         left.append((found, chosen))
                         ahead = 0
@@ -103,7 +105,7 @@ def _side_by_side(
                     at_work.append(waiting)
                     handed_out.appendleft((found, waiting))
                 if left:
-                    yield _outcome(*left.popleft(), beside, lenient)
+                    yield _outcome(*left.popleft(), companions, lenient)
             for found, waiting in handed_out:
                 yield _result(found, waiting)
         finally:
@@ -114,7 +116,9 @@ def _result(found: Found, waiting: Waiting) -> Reading | TraceError:
     try:
         return waiting.result()
     except (BrokenProcessPool, OSError):  # killed for want of memory, or the file is gone
-        return TraceError(f"{found.name} could not be read", got="its reader ended", fix="Read it by itself.")
+        return TraceError(
+            f"{found.name} could not be read", got="its reader ended", fix="Import it on its own."
+        )
 
 
 def _unpacked_bytes(found: Found) -> int:
@@ -122,10 +126,10 @@ def _unpacked_bytes(found: Found) -> int:
 
 
 def _outcome(
-    found: Found, chosen: Format, beside: Sequence[Companion], lenient: bool
+    found: Found, chosen: Format, companions: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
     try:
-        return chosen.read(read_document(found, lenient=lenient), beside)
+        return chosen.read(read_document(found, lenient=lenient), companions)
     except TraceError as failure:
         return failure
     except MemoryError:
@@ -133,9 +137,9 @@ def _outcome(
 
 
 def _read_apart(
-    path: Path | None, format_name: str, beside: Sequence[Companion], lenient: bool
+    path: Path | None, format_name: str, companions: Sequence[Companion], lenient: bool
 ) -> Reading | TraceError:
     """Read one document in a process of its own."""
     assert path is not None
     chosen = next(one for one in FORMATS if one.name == format_name)
-    return _outcome(on_disk(path), chosen, beside, lenient)
+    return _outcome(on_disk(path), chosen, companions, lenient)

@@ -15,7 +15,7 @@ from headway.interop.readers.chakra.document import Nodes
 from headway.interop.readers.chakra.host_calls import ANNOTATED
 from headway.interop.readers.chakra.phases import unprefixed
 from headway.interop.readers.chakra.schema import COLLECTIVES, NodeType
-from headway.interop.readers.executed import Executed
+from headway.interop.readers.executed import ExecutedCommunication
 from headway.interop.readers.torch_json import ints, plain_name
 from headway.trace.events import Kind, texts
 
@@ -58,7 +58,7 @@ class _Row(NamedTuple):
 
 
 def communication_of(
-    nodes: Nodes, called: Executed, members: Mapping[str, int], names: Mapping[str, str]
+    nodes: Nodes, called: ExecutedCommunication, members: Mapping[str, int], names: Mapping[str, str]
 ) -> Communication:
     """Communication nodes, and Gloo's. ``members`` counts the ranks of groups; ``names`` gives groups other names."""
     announced = {number: row for row, number in enumerate(called.annotation.tolist()) if number >= 0}
@@ -71,7 +71,7 @@ def communication_of(
     picked = np.array([row.node for row in rows], dtype=np.intp)
     unknown = sum(row.name in _SHARES and row.size_bytes < 0 for row in rows)
     notes = (
-        [f"{unknown} collectives state what each rank gives, but not how many ranks there are"]
+        [f"{unknown} collectives state the bytes of each rank, but not how many ranks there are."]
         if unknown
         else []
     )
@@ -111,7 +111,7 @@ def _stated(nodes: Nodes, index: int, kind: str, members: Mapping[str, int]) -> 
     return _Row(index, kind, name, group, exactly if exactly >= 0 else size_bytes)
 
 
-def _called(name: str, index: int, called: Executed, row: int) -> _Row:
+def _called(name: str, index: int, called: ExecutedCommunication, row: int) -> _Row:
     """One of Gloo's, by the call that it belongs to: what is announced as an all_reduce may be a reduce_scatter."""
     plain = str(called.name[row]) if row >= 0 else plain_name(name.removeprefix(ANNOTATED))
     kind = {"send": Kind.SEND, "receive": Kind.RECEIVE}.get(plain, Kind.COLLECTIVE)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headway.interop.readers.chakra.document import Nodes
-from headway.interop.readers.executed import Executed, Gathered, Node, in_order_of_call
+from headway.interop.readers.executed import ExecutedCommunication, Gathered, Node, in_order_of_call
 from headway.interop.readers.torch_json import UNREADABLE
 
 _GROUPS = "## process_group:init ##"
@@ -18,7 +18,7 @@ ANNOTATED = "gloo:"
 _WORDS = (("'", '"'), ("True", "true"), ("False", "false"), ("None", "null"))  # from Python's words to JSON's
 
 
-def host_calls(nodes: Nodes) -> Executed:
+def host_calls(nodes: Nodes) -> ExecutedCommunication:
     """Gloo's operations and the process groups, as an execution trace has them."""
     gathered = Gathered()
     kept = [

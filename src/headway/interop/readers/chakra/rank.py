@@ -134,7 +134,7 @@ class RankNodes:
         )  # fmt: skip
 
     def _waits(self, found: Steps) -> Events:
-        """Where nothing is computed while some communication is under way."""
+        """Where nothing is computed while some communication is in flight."""
         index = self.communication.index[self.timing.start_ns[self.communication.index] >= 0]
         asked, ends = self.timing.asked_ns[index], self.timing.end_ns[index]
         busy = intervals.union(self.timing.start_ns[self.computing], self.timing.end_ns[self.computing])

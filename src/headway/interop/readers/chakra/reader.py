@@ -12,7 +12,7 @@ from headway.interop.readers.chakra.frames import looks_like_chakra
 from headway.interop.readers.chakra.host_calls import host_calls
 from headway.interop.readers.chakra.rank import RankNodes
 from headway.interop.readers.chakra.timing import timing_of
-from headway.interop.readers.executed import Executed
+from headway.interop.readers.executed import ExecutedCommunication
 from headway.interop.readers.foreign import Companion, Document, ForeignRank, Reading
 from headway.interop.readers.ranks import rank_in_name
 from headway.interop.readers.torch_json import whole
@@ -30,7 +30,7 @@ def recognises(name: str, head: bytes) -> bool:
     return named or looks_like_chakra(head)
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read one rank's graph; where it states no times, nodes run as soon as what they depend on has ended.
 
     Raises TraceError where the file is damaged, or its nodes wait for themselves.
@@ -94,7 +94,7 @@ def _rank(found: ChakraDocument, name: str) -> int | None:
     return int(named[1]) if named else rank_in_name(name)
 
 
-def _world_size(found: ChakraDocument, called: Executed) -> int | None:
+def _world_size(found: ChakraDocument, called: ExecutedCommunication) -> int | None:
     """How many ranks there are: as stated, or as PyTorch says of its default group."""
     stated = whole(found.attributes.get("world_size"), MAX_WORLD_SIZE)
     if stated > 0:
@@ -103,14 +103,14 @@ def _world_size(found: ChakraDocument, called: Executed) -> int | None:
     return len(called.groups.get(default[0], ())) or None if default else None
 
 
-def _members(found: ChakraDocument, called: Executed) -> dict[str, int]:
+def _members(found: ChakraDocument, called: ExecutedCommunication) -> dict[str, int]:
     """How many ranks each group has, where that is known."""
     world_size = _world_size(found, called)
     everybody = dict.fromkeys(_WORLD, world_size) if world_size else {}
     return {**everybody, **{name: len(ranks) for name, ranks in called.groups.items()}}
 
 
-def _names(found: ChakraDocument, called: Executed) -> dict[str, str]:
+def _names(found: ChakraDocument, called: ExecutedCommunication) -> dict[str, str]:
     """What Headway called the groups to which it gave numbers, as ASTRA-sim wants them."""
     return dict(called.descriptions) if "headway" in found.attributes else {}
 

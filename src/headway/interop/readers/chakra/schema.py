@@ -64,7 +64,7 @@ def _classes() -> tuple[Any, Any]:
         )
     except ImportError:
         raise UserError(
-            "a Chakra trace needs the package protobuf, which is not installed",
+            "a Chakra trace needs protobuf, which is not installed",
             fix="Run: pip install 'headway[traces]'.",
         ) from None
     pool = (

@@ -94,7 +94,9 @@ def repeated(name: Sequence[str], start_ns: Ints, first_ns: int, end_ns: int) ->
     if period == count or (np.diff(starts) <= 0).any() or starts[-1] >= end_ns:
         note = "Nothing marks steps, and nothing repeats: everything is taken for one step."
         return Steps(ints([0]), ints([first_ns]), ints([end_ns]), (note,))
-    note = f"Nothing marks steps: computation repeats itself {len(starts)} times, which is taken for as many steps."
+    note = (
+        f"Nothing marks steps: computation repeats {len(starts)} times, and each time is taken for one step."
+    )
     return Steps(np.arange(len(starts), dtype=np.int64), starts, np.append(starts[1:], end_ns), (note,))
 
 

@@ -70,7 +70,7 @@ def _laid_out(
         if layout.stuck:
             needs = nodes.data_deps
             layout = lay_out(needs, durations, queues, nodes.id)
-            notes.append("Some nodes are their own callers in the end: only dependencies on data count.")
+            notes.append("Some nodes call themselves in a cycle: only dependencies on data count.")
     except EndlessError:
         raise damaged(document, "nodes that take longer than 146 years") from None
     if layout.stuck:

@@ -20,7 +20,7 @@ GROUP = "horovod"
 _ROWS_AN_EVENT = 100  # of the document, at most, whatever number of ranks it tells of
 
 NOTHING_COMPUTED = (
-    "A Horovod timeline records no computation: what precedes a step's requests is not known, and a rank is taken to "
+    "A Horovod timeline records no computation: what precedes a step's requests is not known, and a rank is assumed to "
     "wait from its last request in a step to the end of the step's last collective."
 )
 ONE_CLOCK = (
@@ -31,8 +31,8 @@ NO_CYCLES = (
     "HOROVOD_TIMELINE_MARK_CYCLES=1."
 )
 CACHED = (
-    "Of {0} of {1} collectives it is not told which rank came last, as Horovod had cached the answer: all ranks are "
-    "taken to have come with the last. Record with HOROVOD_CACHE_CAPACITY=0."
+    "For {0} of {1} collectives it is unknown which rank arrived last, as Horovod had cached the answer: all ranks are "
+    "assumed to have arrived together. Record with HOROVOD_CACHE_CAPACITY=0."
 )
 ONE_STEP = "No tensor is reduced twice: everything is taken for one step."
 
@@ -42,7 +42,7 @@ def recognises(name: str, head: bytes) -> bool:
     return head.lstrip().startswith(b"[") and (START.encode() in head or b'"NEGOTIATE_' in head)
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read a timeline as one recording a rank. Raises TraceError where it is damaged or holds no collective."""
     timeline = read_timeline(document)
     if not timeline.collectives:
@@ -71,7 +71,7 @@ def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
 
 
 def _kept_ranks(table: Table, document: Document) -> tuple[list[int], list[str]]:
-    """The ranks that are told of; not more of them than the document is large."""
+    """The ranks that the document names, no more of them than its size allows."""
     rows = 4 * len(table) + len(table.request_collective)
     most = max(1, min(MAX_EVENTS, _ROWS_AN_EVENT * (10_000 + len(document.data) // 50)) // rows)
     if len(table.ranks) <= most:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.arrays import Ints
-from headway.interop.readers.executed import Executed
+from headway.interop.readers.executed import ExecutedCommunication
 from headway.interop.readers.flight_recorder import Recorded
 from headway.interop.readers.foreign import Companion
 
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 class Known:
     """What companions say of one rank."""
 
-    def __init__(self, executed: Sequence[Executed], recorded: Sequence[Recorded]) -> None:
+    def __init__(self, executed: Sequence[ExecutedCommunication], recorded: Sequence[Recorded]) -> None:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.notes: list[str] = []
         self._by_call: dict[int, Row] = {}
@@ -64,11 +64,11 @@ class Known:
         self._recorded = [self._recorded[position] for position in order.tolist()]
 
     @classmethod
-    def of_rank(cls, rank: int | None, beside: Sequence[Companion]) -> Known:
+    def of_rank(cls, rank: int | None, companions: Sequence[Companion]) -> Known:
         """Collect what is said of ``rank``; of everybody where neither side knows whose it is."""
-        mine = [one.content for one in beside if one.rank == rank]
+        mine = [one.content for one in companions if one.rank == rank]
         return cls(
-            [content for content in mine if isinstance(content, Executed)],
+            [content for content in mine if isinstance(content, ExecutedCommunication)],
             [content for content in mine if isinstance(content, Recorded)],
         )
 
@@ -92,6 +92,6 @@ class Known:
         return found
 
 
-def _columns(said: Executed | Recorded) -> tuple[list[object], ...]:
+def _columns(said: ExecutedCommunication | Recorded) -> tuple[list[object], ...]:
     columns = (said.name, said.group, said.sequence, said.size_bytes, said.peer)
     return tuple(column.tolist() for column in columns)

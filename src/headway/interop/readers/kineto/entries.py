@@ -72,7 +72,7 @@ class Distributed(msgspec.Struct, frozen=True):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What stands beside the events."""
+    """What stands next to the events."""
 
     raw_distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw(b"null"))
     base: Any = msgspec.field(name="baseTimeNanoseconds", default=0)
@@ -119,7 +119,7 @@ _ENTRY = msgspec.json.Decoder(Entry)
 # What a damaged document may cost, in characters that are looked through: so many times its length, or at least some.
 _RESCANS, _LEAST_BUDGET = 8, 20_000_000
 _DEEP_COST = 100_000  # of brackets in a thousand brackets
-_PLACE_SHARE = 64  # to say where it failed the decoder counts lines from the beginning, this much quicker
+_PLACE_SHARE = 64  # to say where it failed the decoder counts lines from the beginning, this much faster
 
 
 def salvage(data: bytes) -> tuple[Head, list[Entry], int]:

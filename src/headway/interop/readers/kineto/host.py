@@ -1,4 +1,4 @@
-"""A rank that computes on its host: its time is the main thread's; Gloo's threads communicate beside it."""
+"""A rank that computes on its host: its time is the main thread's; Gloo's threads communicate concurrently."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ def recognises(name: str, head: bytes) -> bool:
     return start in (b"{", b"[") and any(own in head for own in _OWN_EVENTS) and b'"ph"' in head
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
-    """Read one rank's document; ``beside`` may say what it leaves out of its collectives.
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
+    """Read one rank's document; ``companions`` may say what it leaves out of its collectives.
 
     Raises TraceError where it is damaged, or holds nothing that takes time.
     """
     with no_collections():
-        return Reading(ranks=[_rank(document, beside)])
+        return Reading(ranks=[_rank(document, companions)])
 
 
-def _rank(document: Document, beside: Sequence[Companion]) -> ForeignRank:
+def _rank(document: Document, companions: Sequence[Companion]) -> ForeignRank:
     found = parse(document)
     if not len(found):
         raise TraceError(
@@ -56,7 +56,7 @@ def _rank(document: Document, beside: Sequence[Companion]) -> ForeignRank:
     steps = steps_of(found)
     info = found.head.distributed
     rank = info.rank if isinstance(info.rank, int) else rank_in_name(document.name)
-    known = Known.of_rank(rank, beside)
+    known = Known.of_rank(rank, companions)
     make = device_events if len(found.of_category(*DEVICE)) else host_events
     events, notes = make(found, steps, known)
     if not steps.stated:

@@ -33,15 +33,15 @@ _KIND = {
 _SERVER_KIND = {"sum": Kind.SUM, "update": Kind.OPTIMIZER}
 
 NO_KEYS = (
-    "The profile says neither key, size nor server of a push or pull. Those of one step are numbered in the order in "
-    "which they were done, which is that of all workers where one server holds all keys."
+    "The profile names neither key, size nor server of a push or pull. Those of one step are numbered in the order in "
+    "which they ended, which is the same on all workers if one server holds all keys."
 )
 NO_NAMES = (
-    "The profile neither names nor measures what Horovod reduces. A step's reductions are numbered in the order in "
-    "which they were done, which is that of all ranks."
+    "The profile gives neither names nor sizes of what Horovod reduces. A step's reductions are numbered in the order "
+    "in which they ended, which is the same on all ranks."
 )
-TOGETHER = "Push and pull are one operation: it stands as a push, with an empty pull at its end."
-SERVER = "A server's profile says neither keys nor workers, nothing of its network, and knows no steps."
+TOGETHER = "Push and pull are one operation: it is shown as a push, with an empty pull at its end."
+SERVER = "A server's profile contains neither keys, workers, network traffic nor steps."
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -54,7 +54,7 @@ def recognises(name: str, head: bytes) -> bool:
     )
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read one process's profile. Raises TraceError where it is damaged or holds no operator."""
     profile = read_profile(document)
     operators = profile.operators
@@ -193,7 +193,7 @@ def _communicated(operators: Spans, work: npt.NDArray[np.object_], number: Ints)
 
 
 def _numbered(step: Ints, end_ns: Ints) -> Ints:
-    """Numbers by order of ends (as written, where they are equal), beginning anew in each step; -1 outside of steps."""
+    """Numbers by order of ends (as written, where they are equal), from 0 in each step; -1 outside of steps."""
     order = np.lexsort((np.arange(len(step)), end_ns, step))
     ordered = step[order]
     begins = np.searchsorted(ordered, ordered)

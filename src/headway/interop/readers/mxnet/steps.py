@@ -17,7 +17,7 @@ _BACKWARD_CALLS = ("MXAutogradBackwardEx", "MXExecutorBackwardEx")
 
 MARKED = ""
 DERIVED = (
-    "No step is marked: a step is taken to begin with the first forward operator after gradients were handed over. "
+    "No step is marked: a step is assumed to begin with the first forward operator after gradients were pushed. "
     "Mark steps with an mxnet.profiler.Task named 'step'."
 )
 SINGLE = (

@@ -93,7 +93,7 @@ def assemble(steps: Steps, work: Work, collectives: Collectives, reading: Spans)
 
 
 def _counted(steps: Steps, own: Collectives) -> Ints:
-    """Sequences that are not told are counted in each step anew: ranks need not have begun to record together."""
+    """Sequences that are not given are counted from 0 in each step: ranks need not have begun to record together."""
     counted: dict[tuple[int, str, str], int] = {}
     sequences = []
     for sequence, step, group, name in zip(

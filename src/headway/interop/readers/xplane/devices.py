@@ -42,7 +42,7 @@ def find_devices(profile: Profile) -> list[Device]:
 def _check(profile: Profile, count: int) -> None:
     if count > MAX_DEVICES:
         raise TraceError(
-            f"{profile.source} tells of too many devices", got=count, expected=f"at most {MAX_DEVICES}"
+            f"{profile.source} names too many devices", got=count, expected=f"at most {MAX_DEVICES}"
         )
 
 

@@ -17,7 +17,7 @@ from headway.trace.format import MAX_WORLD_SIZE
 
 _WORKER = re.compile(r"/job:(?:worker|chief|localhost)/(?:replica:\d+/)?task:(\d{1,6})/")
 _SIGNS = ("FunctionRun", "EagerExecute", "EagerKernelExecute", "TFE_Py_Execute", "CollectiveExecutor::")
-NO_SIZES = "TensorFlow does not tell how much its collectives carry."
+NO_SIZES = "TensorFlow does not record how much its collectives carry."
 
 
 def is_tensorflow(profile: Profile) -> bool:
@@ -48,11 +48,11 @@ def lacks(profile: Profile, tensorflow: bool) -> list[str]:
     notes = (
         []
         if tensorflow
-        else ["JAX does not tell when a program waits for its input: such time is not explained."]
+        else ["JAX does not record when a program waits for its input: such time counts as rest."]
     )
     if not profile.absolute:
         notes.append(
-            "Times count from when the recording began: only what ranks did together relates processes."
+            "Times count from the start of each recording: clocks are related only by what ranks did together."
         )
     return notes
 
@@ -74,13 +74,13 @@ def host_rank(profile: Profile) -> ForeignRank:
         notes.append(NO_SIZES)
     if replicas > 1:
         notes.append(
-            f"Each worker has {replicas} replicas, which TensorFlow does not tell apart: they count as one rank."
+            f"Each worker has {replicas} replicas, which TensorFlow does not distinguish: they count as one rank."
         )
     if not len(collectives):
         notes.append("No collective is recorded.")
     worker = worker_of(profile)
     if worker is None:
-        notes.append("The profile does not tell which worker this is.")
+        notes.append("The profile does not say which worker this is.")
     sizes, known = profile.value("group_size")
     joined = int(sizes[known].max(initial=0)) // max(replicas, 1)
     joined = joined if (worker or 0) < joined <= MAX_WORLD_SIZE else 0

@@ -32,16 +32,16 @@ class What:
 
 
 @dataclass(frozen=True, eq=False)
-class Executed:
+class ExecutedInstructions:
     """Events of devices, by their places in the profile, in order of their start."""
 
     event: Ints
     what: Ints  # places in ``kinds``
     kinds: list[What]
 
-    def where(self, mask: Flags) -> Executed:
+    def where(self, mask: Flags) -> ExecutedInstructions:
         """The events that ``mask`` picks."""
-        return Executed(self.event[mask], self.what[mask], self.kinds)
+        return ExecutedInstructions(self.event[mask], self.what[mask], self.kinds)
 
     def role(self, role: int) -> Flags:
         """Which events have this role."""
@@ -57,7 +57,7 @@ class Executed:
         return texts([what.phase for what in self.kinds])[self.what]
 
 
-def executed(profile: Profile, events: Ints) -> Executed:
+def executed(profile: Profile, events: Ints) -> ExecutedInstructions:
     """Look up what ``events`` of devices are."""
     ordered = events[np.argsort(profile.start_ns[events], kind="stable")]
     keys = np.empty((len(ordered), 7), dtype=np.int64)
@@ -66,7 +66,9 @@ def executed(profile: Profile, events: Ints) -> Executed:
         values, known = profile.value(key)
         keys[:, column] = np.where(known[ordered], values[ordered], -1)
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
-    return Executed(ordered, inverse.reshape(-1), [_what(profile, row) for row in unique.tolist()])
+    return ExecutedInstructions(
+        ordered, inverse.reshape(-1), [_what(profile, row) for row in unique.tolist()]
+    )
 
 
 def _what(profile: Profile, row: list[int]) -> What:
@@ -100,7 +102,7 @@ def _what(profile: Profile, row: list[int]) -> What:
     return What(COMPUTES, scope_of(path)[:200] if path else instruction, instruction, phase_of(path), known)
 
 
-def phases(profile: Profile, work: Executed, step: Ints) -> Texts:
+def phases(profile: Profile, work: ExecutedInstructions, step: Ints) -> Texts:
     """The part of its step that each computation belongs to.
 
     What the paths do not tell is forward, unless it begins after the last of the step's backward: then it updates.

@@ -11,9 +11,9 @@ import numpy as np
 from headway import intervals
 from headway.errors import TraceError
 from headway.interop.readers.foreign import ForeignRank
-from headway.interop.readers.xplane.asked import Asked
 from headway.interop.readers.xplane.devices import Device, find_devices, main_module
 from headway.interop.readers.xplane.host import clock_of, host_rank, is_tensorflow, lacks, worker_of
+from headway.interop.readers.xplane.launch_steps import LaunchSteps
 from headway.interop.readers.xplane.names import kernel_of
 from headway.interop.readers.xplane.operations import Operations
 from headway.interop.readers.xplane.profile import Profile
@@ -47,7 +47,7 @@ def ranks_of(profile: Profile) -> list[ForeignRank]:
     for marks in (find_marks(profile), None):
         reading = Operations(profile, marks).reading() if tensorflow else intervals.EMPTY
         process = _Process(
-            profile, marks, Asked(profile, marks), world, reading, tensorflow, _backend(profile)
+            profile, marks, LaunchSteps(profile, marks), world, reading, tensorflow, _backend(profile)
         )
         ranks = [_rank(process, device, numbers.get(at)) for at, device in enumerate(devices)]
         busy = [rank for rank in ranks if (rank.events.kind == Kind.STEP).any()]
@@ -66,7 +66,7 @@ class _Process:
 
     profile: Profile
     marks: Marks | None
-    asked: Asked
+    asked: LaunchSteps
     world: int | None
     reading: Spans
     tensorflow: bool
@@ -75,7 +75,7 @@ class _Process:
 
 def _nothing(profile: Profile) -> TraceError:
     return TraceError(
-        f"{profile.source} tells of no computation",
+        f"{profile.source} holds no computation",
         got=f"{len(profile)} events of the host",
         expected="operations of TensorFlow, or programs of JAX",
         fix="Record with a host_tracer_level of 2 and the device tracer on.",
@@ -88,7 +88,7 @@ def _rank(process: _Process, device: Device, rank: int | None) -> ForeignRank:
         profile, device, process.asked, rank, process.world, process.reading
     )
     if rank is None:
-        notes.append("The profile does not tell which of the job's devices this is.")
+        notes.append("The profile does not say which of the job's devices this is.")
     return ForeignRank(
         source=profile.source,
         framework="tensorflow" if process.tensorflow else "jax",

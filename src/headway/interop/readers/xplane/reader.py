@@ -23,7 +23,7 @@ def recognises(name: str, head: bytes) -> bool:
     return name.endswith(_ENDINGS) or (rest[:1] == _NAME and _after_number(rest[1:]).startswith(_PLANES))
 
 
-def read(document: Document, beside: Sequence[Companion] = ()) -> Reading:
+def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     """Read a profile: a rank for each device, or for the process. Raises TraceError where it is damaged or empty."""
     return Reading(ranks=ranks_of(read_space(document)))
 

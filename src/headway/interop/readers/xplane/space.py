@@ -1,4 +1,4 @@
-"""XSpace in bytes: planes of lines of events, whose names and statistics stand in tables beside them."""
+"""XSpace in bytes: planes of lines of events, whose names and statistics stand in tables next to them."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def _statistics(plane: Any) -> Mapping[int, str]:
 def _read_lines(plane: Any, builder: Builder, statistics: Mapping[int, str], said: _Said) -> None:
     name = text(plane.name)
     names: dict[int, int] = {}  # the names' numbers, -1 for what is not looked at
-    beside: dict[int, list[Any]] = {}  # statistics that all events of one name share
+    shared: dict[int, list[Any]] = {}  # statistics that all events of one name share
     for entry in plane.event_metadata:
         own = _event_name(entry.value)
         names[entry.key] = -1 if own.startswith(UNUSED) else builder.string(own)
         if entry.value.stats:
-            beside[entry.key] = list(entry.value.stats)
-    reader = _Reader(builder, statistics, names, beside)
+            shared[entry.key] = list(entry.value.stats)
+    reader = _Reader(builder, statistics, names, shared)
     lines = [(text(line.display_name or line.name), line) for line in plane.lines]
     on_queues = any(own.startswith(QUEUE) for own, _ in lines)
     for own, line in lines:
@@ -125,25 +125,25 @@ class _Reader:
         builder: Builder,
         statistics: Mapping[int, str],
         names: Mapping[int, int],
-        beside: Mapping[int, list[Any]],
+        shared: Mapping[int, list[Any]],
     ) -> None:
         self._builder = builder
         self._statistics = statistics
         self._names = names
-        self._beside = beside
+        self._of_names = shared
         self._columns = {key: builder.sparse[name] for key, name in statistics.items() if name in NUMBERS}
         self._texts = {key: builder.sparse[name] for key, name in statistics.items() if name in TEXTS}
         self._shared: dict[int, int] = {}  # texts that stand in the table of statistics
 
     def read(self, line: Any, place: int, begin_ns: int) -> None:
         """Read one line, whose times count from ``begin_ns``."""
-        builder, names, beside = self._builder, self._names, self._beside
+        builder, names, shared = self._builder, self._names, self._of_names
         begin_ps, farthest_ps, longest_ps = begin_ns * 1000, FARTHEST_NS * 1000, LONGEST_NS * 1000
         for event in line.events:
             key = event.metadata_id
             name = names.get(key)
             if name is None:
-                builder.refuse(f"an event whose name, number {key}, is not there")
+                builder.refuse(f"an event whose name, number {key}, is missing")
             elif name >= 0 and not event.num_occurrences:
                 start_ps, duration_ps = begin_ps + event.offset_ps, event.duration_ps
                 if not (-farthest_ps < start_ps < farthest_ps and 0 <= duration_ps < longest_ps):
@@ -152,8 +152,8 @@ class _Reader:
                     )
                     continue
                 self._say(event.stats)
-                if key in beside:
-                    self._say(beside[key])
+                if key in shared:
+                    self._say(shared[key])
                 builder.add(place, name, start_ps // 1000, (start_ps + duration_ps) // 1000)
 
     def _say(self, stats: Iterable[Any]) -> None:

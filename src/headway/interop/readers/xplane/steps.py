@@ -118,4 +118,4 @@ def _numbered(said: Ints) -> tuple[Ints, tuple[str, ...]]:
     fit = (said >= 0) & (said < LARGEST_NUMBER)
     if fit.all() and (np.diff(said) > 0).all():
         return said, ()
-    return np.arange(len(said)), ("Steps' numbers repeat or cannot be: steps are counted from 0.",)
+    return np.arange(len(said)), ("The numbers of steps repeat or are impossible: steps are counted from 0.",)

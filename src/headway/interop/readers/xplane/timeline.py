@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.arrays import Ints
-from headway.interop.readers.xplane.asked import Asked
 from headway.interop.readers.xplane.assemble import LONGEST_NAME, Collectives, Work, assemble
 from headway.interop.readers.xplane.devices import Device
 from headway.interop.readers.xplane.instructions import (
@@ -16,21 +15,22 @@ from headway.interop.readers.xplane.instructions import (
     COMPUTES,
     ENDS,
     NOTHING,
-    Executed,
+    ExecutedInstructions,
     executed,
     phases,
 )
+from headway.interop.readers.xplane.launch_steps import LaunchSteps
 from headway.interop.readers.xplane.profile import Profile
 from headway.interop.readers.xplane.programs import group_name, whole_bytes
 from headway.interop.readers.xplane.steps import Steps, following
 from headway.intervals import Spans
 from headway.trace.events import Events, texts
 
-NO_SIZES = "The profile does not tell how much collectives carry, nor which devices each of them joins."
+NO_SIZES = "The profile does not say how much collectives carry, nor which devices take part in each of them."
 
 
 def device_events(
-    profile: Profile, device: Device, asked: Asked, rank: int | None, world: int | None, reading: Spans
+    profile: Profile, device: Device, asked: LaunchSteps, rank: int | None, world: int | None, reading: Spans
 ) -> tuple[Events, dict[str, tuple[int, ...]], list[str]]:
     """One device's events, the groups that it communicates in, and what has to be said of both.
 
@@ -65,12 +65,14 @@ def device_events(
         notes.append(NO_SIZES)
     if len(work.event) and not any(what.phase for what in work.kinds):
         notes.append(
-            "The profile does not tell forward, backward and update apart: all of it counts as forward."
+            "The profile does not distinguish forward, backward and update: all of it counts as forward."
         )
     return events, {name: members for name, members in groups if name}, notes
 
 
-def _stretches(profile: Profile, did: Executed, said: Steps | None, place: Ints) -> tuple[Steps, Ints]:
+def _stretches(
+    profile: Profile, did: ExecutedInstructions, said: Steps | None, place: Ints
+) -> tuple[Steps, Ints]:
     """When the device was at each step, from its first event to the next one's; and the events' places in these."""
     inside = place >= 0
     if not inside.any():
@@ -90,7 +92,9 @@ def _stretches(profile: Profile, did: Executed, said: Steps | None, place: Ints)
     return steps, places
 
 
-def _groups(did: Executed, rank: int | None, world: int | None) -> list[tuple[str, tuple[int, ...]]]:
+def _groups(
+    did: ExecutedInstructions, rank: int | None, world: int | None
+) -> list[tuple[str, tuple[int, ...]]]:
     """The group that each kind of event communicates in: its name and members, where they are known."""
     everybody = tuple(range(world or 0))
     found: dict[int, tuple[str, tuple[int, ...]]] = {}  # by the list of groups, of which there are few
@@ -103,7 +107,7 @@ def _groups(did: Executed, rank: int | None, world: int | None) -> list[tuple[st
 
 
 def _collectives(
-    profile: Profile, did: Executed, place: Ints, groups: Sequence[tuple[str, tuple[int, ...]]]
+    profile: Profile, did: ExecutedInstructions, place: Ints, groups: Sequence[tuple[str, tuple[int, ...]]]
 ) -> Collectives:
     rows = np.flatnonzero(did.role(COMMUNICATES))
     start, end = profile.start_ns[did.event], profile.end_ns[did.event].copy()
@@ -133,7 +137,7 @@ def _members(groups: Sequence[tuple[int, ...]], rank: int | None) -> tuple[int, 
     return next((group for group in groups if rank in group), ())
 
 
-def _end_with_their_ends(did: Executed, rows: Ints, end: Ints) -> None:
+def _end_with_their_ends(did: ExecutedInstructions, rows: Ints, end: Ints) -> None:
     """Collectives that one instruction begins last until another one ends: the first with the first."""
     waiting: dict[str, deque[int]] = {}
     ends = did.role(ENDS)
