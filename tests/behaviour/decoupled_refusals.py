@@ -84,7 +84,7 @@ def hook_registered_after_wrapping() -> None:
     loss(net).backward()
 
 
-@refused("not compiled as a whole")
+@refused("cannot be compiled as a whole")
 def compiled_as_a_whole() -> None:
     wrapped().compile()
 
@@ -200,13 +200,13 @@ def gradient_of_gradient() -> None:
     loss(ours).backward(create_graph=True)
 
 
-@refused("changed its dtype")
+@refused("dtype or device was changed")
 def converted_later() -> None:
     ours = wrapped().double()
     ours(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
 
 
-@refused("to and fro")
+@refused("even if changed back")
 def converted_to_and_fro() -> None:
     ours = wrapped()
     loss(ours).backward()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import gc
-import os
-import signal
 import socket
 import struct
 import sys
@@ -17,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
 
 from headway import torch_private
-from headway.errors import CommunicationError, HeadwayError, UnsupportedError
+from headway.errors import CommunicationError
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
@@ -54,9 +50,9 @@ class Log:
         assert start_ns <= end_ns
         self.events.append(("update", "update", bucket))
 
-    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+    def background_update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         assert start_ns <= end_ns
-        self.events.append(("update beside", "update", bucket))
+        self.events.append(("background update", "update", bucket))
 
     def mark(self, what: str) -> None:
         self.events.append(("mark", what, -1))
@@ -120,213 +116,6 @@ def lone_reader(rank: int, world_size: int) -> list[float]:
         wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
     return [p.sum().item() for p in wrapped.parameters()]
-
-
-def destroyed_with_work_under_way(rank: int, world_size: int) -> dict[str, Any]:
-    """The group is destroyed right after step(): parameters must be up to date and plain."""
-    usual_s = sys.getswitchinterval()
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    destroy_process_group()
-    assert all(type(p) is nn.Parameter for p in wrapped.parameters())
-    assert not [t for t in threading.enumerate() if t.name == "headway-communication"]
-    with torch.no_grad():
-        value = wrapped(torch.ones(1, 6, dtype=torch.float64)).sum().item()
-    refused = ""
-    try:
-        wrapped(torch.ones(1, 6, dtype=torch.float64))
-    except ValueError as error:
-        refused = str(error)
-    return {"value": value, "interval_restored": sys.getswitchinterval() == usual_s, "refused": refused}
-
-
-def collected(rank: int, world_size: int) -> dict[str, Any]:
-    """Wrapped models that go out of use leave plain parameters and no threads, and can be wrapped again."""
-    inner = model()
-    for index in range(3):
-        wrapped = DecoupledDataParallel(inner, bucket_cap_mb=0.0004)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-        step(wrapped, optimizer, rank, index)
-        cycle: list[Any] = [wrapped]
-        cycle.append(cycle)
-        del wrapped, cycle
-        if index == 1:  # garbage is collected by whichever thread allocates
-            collector = threading.Thread(target=gc.collect)
-            collector.start()
-            collector.join()
-        else:
-            gc.collect()
-            assert all(type(p) is nn.Parameter for p in inner.parameters())
-    threads = [t.name for t in threading.enumerate()]
-    return {
-        "threads": threads.count("headway-communication"),
-        "peers": threads.count("headway-peers"),
-        "sum": sum(p.sum().item() for p in inner.parameters()),
-    }
-
-
-def state_outlives_its_wrapper(rank: int, world_size: int) -> dict[str, Any]:
-    """Each wrapper is dropped behind a step: the sharded state is whole for one rank that looks, and serves the next.
-
-    A rank may look, wrap again or train without a wrapper when another has not dropped its own yet.
-    """
-    results = {}
-    for name, wrap in (("stock", nn.parallel.DistributedDataParallel), ("ours", DecoupledDataParallel)):
-        inner = model()
-        optimizer = torch.optim.Adam(inner.parameters(), lr=0.01)
-        looked = []
-        for index in range(3):
-            wrapped = wrap(inner)
-            step(wrapped, optimizer, rank, index)
-            if rank == index:
-                time.sleep(0.3)
-            del wrapped
-            if rank == 0 and index == 1:
-                looked = [state["exp_avg"].sum().item() for state in optimizer.state_dict()["state"].values()]
-        optimizer.step()
-        results[name] = [p.detach().flatten().tolist() for p in inner.parameters()]
-        results[f"{name} looked"] = looked
-    return results
-
-
-_kept: list[Any] = []
-
-
-def collected_on_one_rank(rank: int, world_size: int) -> list[float]:
-    """Rank 0 keeps its model, and looks at gradients, when the other's is gone; then the group is destroyed."""
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    inner = wrapped.module
-    if rank:
-        del wrapped, optimizer
-        gc.collect()
-        dist.barrier()
-    else:
-        dist.barrier()
-        for parameter in wrapped.parameters():
-            assert parameter.grad is not None
-    dist.destroy_process_group()
-    return [float(p.detach().sum()) for p in inner.parameters()]
-
-
-def ends_while_another_saves(rank: int, world_size: int, how: str) -> None:
-    """Rank 1 comes to its end while rank 0 has yet to save an optimizer's state, of which rank 1 has a share."""
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
-    for index in range(2):
-        step(wrapped, optimizer, rank, index)
-    if how == "the model is kept":
-        _kept.append(wrapped)
-    if rank == 1:
-        if how == "the script exits":
-            sys.exit(0)
-        return
-    time.sleep(1.0)
-    moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
-    assert sum(m.numel() for m in moments) == sum(p.numel() for p in wrapped.parameters())
-    assert all((m != 0).any() for m in moments)
-
-
-def leaves_without_a_word(rank: int, world_size: int) -> None:
-    """Rank 1 ends its script right after step(), rank 0 is late and needs its part of the gathers."""
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    if rank == 1:
-        sys.exit(0)
-    time.sleep(0.5)
-    wrapped.state_dict()
-    sys.exit(0)
-
-
-def raises(rank: int, world_size: int) -> None:
-    """One rank raises in the middle; nobody may hang."""
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    if rank == 1:
-        raise KeyError("a fault of the script")
-    step(wrapped, optimizer, rank)
-    list(wrapped.state_dict().values())
-    step(wrapped, optimizer, rank)
-
-
-def an_update_fails(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 1's optimizer has a learning rate that is none, as its channels' threads find out."""
-    parsing: list[str] = []
-    parse = ast.parse
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        parsing.append(threading.current_thread().name)
-        return parse(*arguments, **options)
-
-    ast.parse = noted
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    wrapped.flush()
-    if rank == 1:
-        optimizer.param_groups[0]["lr"] = "fast"
-    found = {"error": "", "message": "", "cause": ""}
-    try:
-        for index in range(3):
-            step(wrapped, optimizer, rank, index)
-            list(wrapped.state_dict().values())
-    except HeadwayError as error:
-        cause = type(error.__cause__).__name__
-        found = {"error": type(error).__name__, "message": str(error), "cause": cause}
-    ast.parse = parse
-    return {**found, "parsing": parsing}
-
-
-def killed(rank: int, world_size: int) -> str:
-    """Rank 1 is killed in the middle of a step."""
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    message = ""
-    try:
-        for index in range(50):
-            if rank == 1 and index == 3:
-                wrapped.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-            step(wrapped, optimizer, rank, index)
-            wrapped.flush()
-    except CommunicationError as error:
-        message = str(error)
-        again = ""
-        try:
-            wrapped.state_dict()
-            step(wrapped, optimizer, rank)
-        except CommunicationError as error_again:
-            again = str(error_again)
-        assert again
-    assert message
-    return message
-
-
-def forked(rank: int, world_size: int) -> list[int]:
-    """A forked process may not wait for a thread that it does not have; its end disturbs nobody."""
-    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-    step(wrapped, optimizer, rank)
-    statuses = []
-    for reads in (True, False):
-        child = os.fork()
-        if child == 0:
-            status = 3
-            try:
-                if reads:
-                    wrapped.state_dict()
-            except UnsupportedError:
-                status = 4
-            del wrapped
-            gc.collect()
-            os._exit(status)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    step(wrapped, optimizer, rank)
-    return statuses
 
 
 def many_wraps_of_subgroups(rank: int, world_size: int) -> float:

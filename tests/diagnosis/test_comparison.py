@@ -33,7 +33,7 @@ def test_a_trace_did_not_change_from_itself(trace: Trace) -> None:
     assert same.change == 0
     assert set(same.parts_ms.values()) == {0.0}
     assert same.new_causes == same.gone_causes == ()
-    assert same.sentence.startswith(("No change", "One step tells nothing"))
+    assert same.sentence.startswith(("No change", "One step says nothing"))
     assert same.sentence.isprintable()
     json.loads(files.dump_json(same.to_document()))
 
@@ -104,7 +104,7 @@ def test_one_step_tells_nothing() -> None:
     for new, old in ((one, BASE), (BASE, one), (one, found_in(replace(JOB, steps=1)))):
         comparison = compare(new, old)
         assert not comparison.regressed
-        assert comparison.sentence.startswith("One step tells nothing of noise: the step went from ")
+        assert comparison.sentence.startswith("One step says nothing about noise: the step went from ")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])

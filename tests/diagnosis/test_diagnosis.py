@@ -172,7 +172,7 @@ def test_a_straggler_beside_slow_links_is_mentioned() -> None:
     job = SyntheticJob(bucket_bytes=(500_000, 12_000_000), slow={(2, "backward"): 18.0})
     found = diagnose(synthetic_trace(job))
     assert found.verdict.startswith("Communication is the bottleneck")
-    assert "besides, the others wait for rank 2" in found.verdict
+    assert "in addition, the others wait for rank 2" in found.verdict
 
 
 def test_nothing_wrong_is_said() -> None:
@@ -198,7 +198,7 @@ def test_one_big_late_bucket_is_named() -> None:
         (SyntheticJob(bucket_bytes=(10_000,) * 100, latency_ms=0.5), "100 collectives of 10.0 kB on average"),
         (
             SyntheticJob(blocking_loss=True, latency_ms=8, bucket_bytes=()),
-            "waits on the spot for 1 of them a step",
+            "because the program blocks on 1 of them a step",
         ),
         (
             SyntheticJob(bucket_bytes=(20_000_000,)),
@@ -215,7 +215,7 @@ def test_one_big_late_bucket_is_named() -> None:
         (SyntheticJob(bucket_bytes=(6_000_000,) * 4), "or hide it under forward as well"),
         (
             SyntheticJob(bucket_bytes=(84,), latency_ms=8),
-            "only 84 B: what they cost is the network's latency",
+            "only 84 B: their cost is the network's latency",
         ),
         (SyntheticJob(input_ms=20), "Input is the bottleneck: 37 %"),
         (SyntheticJob(rest_ms=30), "Time outside of the training passes is the bottleneck"),

@@ -13,7 +13,7 @@ from tests.diagnosis.truth import JOB, check_findings, found_in, only_finding, p
 from tests.synthetic import Connections, Extra, SyntheticJob, synthetic_trace, with_ranks
 
 from headway.diagnosis import diagnose
-from headway.diagnosis.findings import Finding, listed, milliseconds, replaced
+from headway.diagnosis.findings import Finding, listed, milliseconds, superseded
 from headway.model import ModelSpec
 from headway.trace.events import Kind
 from headway.trace.format import ClockFit, Trace
@@ -62,14 +62,14 @@ def test_they_are_found_where_nobody_noted_when_they_were_ready() -> None:
     trace = synthetic_trace(replace(LARGE, by_hand=True))
     events = {rank: rows.where(rows.kind != Kind.GRADIENT_READY) for rank, rows in trace.events.items()}
     finding = only_finding(diagnose(replace(trace, events=events)), "late_launch")
-    assert "set out only when backward is over, which costs" in finding.sentence
+    assert "start only when backward is over, which costs" in finding.sentence
 
 
 def test_without_a_model_nobody_knows_what_the_gradients_are() -> None:
     trace = synthetic_trace(replace(LARGE, by_hand=True))
     found = diagnose(replace(trace, model=ModelSpec(parameters=())))
     assert standing(found) == ["communication"]
-    assert "on the spot" in found.verdict
+    assert "the program blocks on" in found.verdict
 
 
 def test_what_is_reduced_after_backward_may_be_too_little_for_gradients() -> None:
@@ -102,11 +102,14 @@ def skewed(offsets_ms: dict[int, float], job: SyntheticJob = JOB, *, by: str = "
 
 @pytest.mark.parametrize(
     ("offset_ms", "says"),
-    [(-40.0, "looks late: it is 40 ms ahead"), (25.0, "makes all others look late: it is 25 ms behind")],
+    [
+        (-40.0, "makes it look late: it is 40 ms ahead"),
+        (25.0, "makes all others look late: it is 25 ms behind"),
+    ],
 )
 def test_a_clock_that_would_have_misled_is_told_first(offset_ms: float, says: str) -> None:
     found = diagnose(skewed({1: 0.1, 2: offset_ms, 3: -0.1}))
-    assert found.verdict.startswith(f"It is the clock of rank 2, not slowness, that {says} (± 0.05 ms)")
+    assert found.verdict.startswith(f"The clock of rank 2, not slowness, {says} (± 0.05 ms)")
     assert "Nothing stands out" in found.verdict
     (finding,) = [one for one in found.findings if one.cause == "clock_skew"]
     assert (finding.ranks, finding.cost_ms, finding.stands_out) == ((2,), 0.0, False)
@@ -115,7 +118,7 @@ def test_a_clock_that_would_have_misled_is_told_first(offset_ms: float, says: st
 def test_the_first_ranks_clock_is_told_by_the_others() -> None:
     found = diagnose(skewed({1: 40.0, 2: 40.1, 3: 40.0}))
     assert found.verdict.startswith(
-        "It is the clock of rank 0, not slowness, that looks late: it is 40 ms ahead"
+        "The clock of rank 0, not slowness, makes it look late: it is 40 ms ahead"
     )
 
 
@@ -141,7 +144,7 @@ def test_other_clocks_are_not_worth_a_word(trace: Trace) -> None:
 
 def test_a_slow_rank_whose_clock_is_off_as_well_is_called_both() -> None:
     found = diagnose(skewed({2: -40.0}, replace(JOB, slow={(2, "forward"): 15.0})))
-    assert found.verdict.startswith("It is also the clock of rank 2 that looks late")
+    assert found.verdict.startswith("The clock of rank 2 also makes it look late")
     assert "not slowness" not in found.verdict
     assert "Rank 2 is a straggler" in found.verdict
 
@@ -169,7 +172,7 @@ def test_of_two_the_costlier_is_told_first_and_both_are_found(job: SyntheticJob,
     assert [cause for cause in standing(found) if cause in causes] == causes
     assert found.verdict.startswith(found.findings[0].sentence.removesuffix("."))
     if causes[1] == "straggler":
-        assert "; besides, the others wait for rank 3 for " in found.verdict
+        assert "; in addition, the others wait for rank 3 for " in found.verdict
     check_findings(synthetic_trace(job), found)
 
 
@@ -237,12 +240,12 @@ def test_names_from_the_trace_break_no_line() -> None:
 def test_a_finer_finding_takes_the_place_of_what_it_explains() -> None:
     coarse, other = Finding("communication", 10.0, "Coarse."), Finding("input", 1.0, "Other.")
     finer = Finding("slow_link", 6.0, "Finer.")
-    assert replaced([coarse, other], finer, "communication") == [other, finer]
+    assert superseded([coarse, other], finer, "communication") == [other, finer]
     small = replace(finer, cost_ms=4.0)
-    assert replaced([coarse, other], small, "communication") == [coarse, other, small]
-    assert replaced([coarse, other], small, "communication", explains_ms=5.0) == [other, small]
+    assert superseded([coarse, other], small, "communication") == [coarse, other, small]
+    assert superseded([coarse, other], small, "communication", explains_ms=5.0) == [other, small]
     hidden = replace(finer, stands_out=False)
-    assert replaced([coarse, other], hidden, "communication") == [coarse, other, hidden]
+    assert superseded([coarse, other], hidden, "communication") == [coarse, other, hidden]
 
 
 def test_words() -> None:
@@ -269,15 +272,15 @@ def test_what_was_not_recorded_is_not_blamed(slow: dict[tuple[int, str], float])
     assert "rest" not in standing(found)
     assert "outside of" not in found.verdict
     if not slow and not standing(found):
-        assert found.verdict.startswith("Nothing stands out of what is recorded. Computation is not")
+        assert found.verdict.startswith("Nothing stands out in what was recorded. Computation was not")
 
 
 def test_a_lone_rank_is_told_what_cannot_be_known() -> None:
     trace = synthetic_trace(JOB)
     manifest = trace.manifest.model_copy(update={"ranks": trace.manifest.ranks[:1]})
     alone = replace(trace, manifest=manifest, events={0: trace.events[0]})
-    assert any("ranks that are not in this trace" in note for note in diagnose(alone).notes)
-    assert not any("ranks that are not" in note for note in diagnose(trace).notes)
+    assert any("ranks that are missing from this trace" in note for note in diagnose(alone).notes)
+    assert not any("ranks that are missing" in note for note in diagnose(trace).notes)
 
 
 def test_who_cannot_be_planned_for_is_told_what_to_record() -> None:

@@ -10,7 +10,7 @@ from tests.diagnosis.truth import JOB, found_in, only_finding, planted_ms, stand
 from tests.synthetic import MS, Extra, SyntheticJob, synthetic_trace
 
 from headway.diagnosis.communication import match
-from headway.diagnosis.imbalance import moves
+from headway.diagnosis.imbalance import is_moving
 from headway.diagnosis.stragglers import Blame
 from headway.diagnosis.timeline import rank_time
 
@@ -32,7 +32,7 @@ def test_ranks_that_are_late_in_turns(world_size: int) -> None:
     job = in_turns(world_size)
     finding = only_finding(found_in(job), "moving_imbalance")
     assert finding.ranks == ()
-    assert "for a different one each time" in finding.sentence
+    assert "each time for a different one" in finding.sentence
     # Spread evenly, what is planted would make every step longer by one part in so many ranks.
     shared_ms = planted_ms(job, extras=()) * (1 - 1 / world_size)
     assert finding.cost_ms == pytest.approx(shared_ms, rel=0.35)
@@ -100,10 +100,10 @@ def test_steps_that_are_set_apart_do_not_count() -> None:
     }  # every third time it is rank 1's stall
     starts = times[0].step_start_ns.tolist()
     found = [Blame(1 - rank, rank, step, starts[step], starts[step] + MS) for step, rank in late.items()]
-    assert moves(found, times, frozenset(range(0, 12, 3)))
+    assert is_moving(found, times, frozenset(range(0, 12, 3)))
     only_one = [blame for blame in found if blame.blamed == 1]
-    assert not moves(only_one, times)
-    assert not moves(only_one, times, frozenset(range(12)))
+    assert not is_moving(only_one, times)
+    assert not is_moving(only_one, times, frozenset(range(12)))
 
 
 @pytest.mark.parametrize("world_size", SIZES)

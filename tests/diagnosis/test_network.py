@@ -44,7 +44,7 @@ def test_other_traffic_at_times(every: int, world_size: int) -> None:
     )
     finding = only_finding(found_in(job), "other_traffic")
     assert finding.ranks == (1, 2 % world_size)
-    assert "is taken by other traffic at times" in finding.sentence
+    assert "carries other traffic at times" in finding.sentence
     assert "it delivers 800 Mbit/s where 8 Gbit/s is usual" in finding.sentence
     assert finding.cost_ms == pytest.approx(planted_ms(job, connections=Connections()), rel=0.1)
 

@@ -98,7 +98,7 @@ def test_shapes_and_types_are_free(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("use", VALUES.values(), ids=VALUES.keys())
-def test_a_value_is_used_freely_while_its_gradient_alone_is_under_way(
+def test_a_value_is_used_freely_while_its_gradient_alone_is_in_flight(
     entry: Entry, use: Callable[[Any], Any]
 ) -> None:
     entry.parameter.__class__ = deferred.DeferredGradient
@@ -108,7 +108,7 @@ def test_a_value_is_used_freely_while_its_gradient_alone_is_under_way(
     assert result is entry.parameter or type(result) is not deferred.DeferredGradient
 
 
-def test_a_gradient_under_way_is_noticed_by_readers_and_writers(entry: Entry) -> None:
+def test_a_gradient_in_flight_is_noticed_by_readers_and_writers(entry: Entry) -> None:
     entry.parameter.__class__ = deferred.DeferredGradient
     assert entry.parameter.grad is None
     entry.parameter.grad = torch.ones(2, 2)

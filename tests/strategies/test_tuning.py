@@ -40,7 +40,7 @@ def trial(measured_ms: float, predicted_ms: float | None, gather: GatherMode = "
         ([trial(100.4, None), trial(100, None)], 1),
     ],
 )
-def test_the_quickest_stays_and_ties_go_to_the_better_predicted(trials: list[Trial], chosen: int) -> None:
+def test_the_fastest_stays_and_ties_go_to_the_better_predicted(trials: list[Trial], chosen: int) -> None:
     assert choose(trials) == chosen
 
 
@@ -94,7 +94,7 @@ def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather:
 def test_another_form_is_tried_only_where_it_promises_enough() -> None:
     job = layered_job(
         [400_000] * 8, communication=1.5, optimizer_ms=80.0
-    )  # a share of the update is much quicker
+    )  # a share of the update is much faster
     in_force = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
     setting = setting_of(job, in_force, ("gradients", "parameters"))
     assert setting.learned is not None

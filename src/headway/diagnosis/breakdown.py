@@ -17,7 +17,7 @@ class Breakdown:
     """One rank's mean step in milliseconds, in parts that add up to it."""
 
     computation: float  # forward, backward and deferred updates, without what they waited for
-    exposed_communication: float  # waiting while a collective with all its members was under way
+    exposed_communication: float  # waiting while a collective with all its members was in flight
     straggler_wait: float  # waiting while every collective in flight still lacked a member
     input: float  # waiting for the data loader
     optimizer: float
@@ -37,7 +37,7 @@ PARTS: tuple[str, ...] = tuple(field.name for field in fields(Breakdown))
 
 
 def breakdown(time: RankTime) -> Breakdown:
-    """Split one rank's mean recorded step. What is summed is whole nanoseconds, so nothing is lost."""
+    """Split one rank's mean recorded step. Sums are of integer nanoseconds, so nothing is lost."""
     steps = len(time.step_start_ns)
     own = {
         "computation": time.per_step(time.forward).sum() + time.per_step(time.backward).sum(),

@@ -11,12 +11,13 @@ from headway.diagnosis.breakdown import NS_A_MS, Breakdown
 from headway.diagnosis.communication import Communications
 from headway.diagnosis.devices import idle_finding
 from headway.diagnosis.exposure import communication_cost_ms
-from headway.diagnosis.findings import HALF, Finding, replaced, told, unexplained
+from headway.diagnosis.findings import HALF, Finding, ranked, superseded, unexplained
 from headway.diagnosis.gradients import communication_shape
-from headway.diagnosis.imbalance import least_blame_ms, moves, uneven
+from headway.diagnosis.imbalance import is_moving, least_blame_ms, uneven
 from headway.diagnosis.launches import find_late_launch, launch_finding
 from headway.diagnosis.network import find_slow_link, link_finding
 from headway.diagnosis.pauses import longest_pause
+from headway.diagnosis.pipeline import EXPLAINED, pipeline_findings
 from headway.diagnosis.servers import server_finding
 from headway.diagnosis.skew import find_skew, skew_finding
 from headway.diagnosis.stalls import Stalls, find_stalls, stall_finding
@@ -41,18 +42,20 @@ def find_causes(
         return []
     found = _of_mean_step(trace, times, rows, mean, stragglers, blamed, steps)
     if (idle := idle_finding(times, trace.events, step_ms)) is not None:
-        found = replaced(found, idle, "rest")
+        found = superseded(found, idle, "rest")
     if (late := find_late_launch(trace, times, rows)) is not None:
         finding = launch_finding(late, step_ms)
-        found = replaced(found, finding, "communication", explains_ms=late.waited_ms)
+        found = superseded(found, finding, "communication", explains_ms=late.waited_ms)
     if (link := find_slow_link(trace, times, rows, steps)) is not None:
-        found = replaced(found, link_finding(link, step_ms), "communication")
+        found = superseded(found, link_finding(link, step_ms), "communication")
     if (served := server_finding(trace, times, rows, step_ms)) is not None:
-        found = replaced(found, served, "communication", "rest")
+        found = superseded(found, served, "communication", "rest")
+    if trace.stages and (waits := pipeline_findings(trace, steps, step_ms)):
+        found = [one for one in found if one.cause not in EXPLAINED] + waits
     if (skewed := find_skew(trace, step_ms)) is not None:
         slow = any(one.cause == "straggler" and skewed.rank in one.ranks for one in found)
         found.append(skew_finding(skewed, slow=slow))
-    return told(found, step_ms, plannable=bool(trace.model.parameters))
+    return ranked(found, step_ms, plannable=bool(trace.model.parameters))
 
 
 def _of_mean_step(
@@ -79,13 +82,15 @@ def _of_mean_step(
     )
     stalls = find_stalls(times, trace.events, steps)
     if stalls is None:
-        return usual(stragglers, moving=moves(blamed, times), waits=_waits(late_ms, own_ms, mean.total_ms))
+        return usual(
+            stragglers, moving=is_moving(blamed, times), waits=_waits(late_ms, own_ms, mean.total_ms)
+        )
     finding = stall_finding(stalls, mean.total_ms, len(times))
     steady = tuple(one for one in stragglers if not (finding.stands_out and _only_stalls(one, stalls)))
     calm_ms = np.delete(late_ms, sorted(stalls.disturbed))
     found = usual(
         steady,
-        moving=moves(blamed, times, stalls.disturbed),
+        moving=is_moving(blamed, times, stalls.disturbed),
         waits=_waits(calm_ms, own_ms, mean.total_ms - stalls.cost_ms),
     )
     part = stalls.where if stalls.where in CAUSES else REST

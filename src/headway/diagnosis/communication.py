@@ -1,4 +1,4 @@
-"""Communication seen from all ranks at once: which events are one collective, and who came to it last."""
+"""Communication seen from all ranks at once: which events are one collective, and which rank arrived last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.trace.messages import inner_messages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Communications:
-    """Every rank's communication events as columns, one row an event.
+    """Every rank's communication events as columns, one row per event.
 
     Rows of one ``instance`` are the members' views of one collective (or of one message). ``arrival_ns`` is when
     its last member asked for it, at most this row's end; ``last_rank`` is that member. A rank that did
@@ -57,9 +57,9 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
     Pushes to parameter servers that have a sequence are matched like collectives: a server that waits for all workers
     answers them together.
 
-    A collective is one thing, whoever carries it out: the messages that it consists of are left out, or else whoever
-    waits for its last member would seem to wait for its messages, and its bytes would count twice. With ``messages``
-    they are there, ``inner`` of their collective.
+    A collective is one thing, whatever carries it out: the messages that it consists of are left out, as otherwise a
+    rank that waits for its last member would seem to wait for its messages, and its bytes would count twice. With
+    ``messages`` they are included, and marked ``inner``.
     """
     rows: list[tuple[int, Event]] = []
     parts: list[bool] = []
@@ -102,7 +102,7 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
 
 
 def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:
-    """Number the instances from 0. The how-manieth of equal keys on one rank tells repeats apart."""
+    """Number the instances from 0. Repeats of one key on one rank are told apart by their order."""
     numbers: dict[tuple[object, ...], int] = {}
     seen: dict[tuple[object, ...], int] = {}
     found = np.zeros(len(rows), dtype=np.int64)

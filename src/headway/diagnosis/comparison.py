@@ -58,7 +58,7 @@ class Comparison:
         steps = f"{milliseconds(self.baseline_step_ms)} to {milliseconds(self.step_ms)}"
         difference_ms = self.step_ms - self.baseline_step_ms
         if self.steps < 2:
-            return f"One step tells nothing of noise: the step went from {steps}; record more of them to compare."
+            return f"One step says nothing about noise: the step went from {steps}; record more steps to compare."
         if abs(difference_ms) <= self.noise_ms:
             return f"No change that exceeds noise: the step went from {steps} (noise {milliseconds(self.noise_ms)})."
         part = max(self.parts_ms, key=lambda one: self.parts_ms[one] * difference_ms)
@@ -87,7 +87,7 @@ class Comparison:
 
 
 def unlike(new: Trace, baseline: Trace) -> str:
-    """In words, how two traces are of jobs that differ; empty where nothing says that they do.
+    """In words, how the jobs of two traces differ; empty where nothing shows that they do.
 
     Raises TraceError where they are of different frameworks: their steps are not the same thing.
     """

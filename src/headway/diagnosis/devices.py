@@ -1,4 +1,4 @@
-"""Devices that stand idle: told from traces that time a device's kernels rather than its host."""
+"""Idle devices: found in traces that time a device's kernels rather than its host."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def idle_finding(times: dict[int, RankTime], events: dict[int, Events], step_ms:
     if synchronising_ns > MOSTLY * idle_ns:
         cause = "synchronisation"
         sentence = (
-            f"The device stands idle for {cost} because the program waits for it on the spot {count / steps:.3g} times "
-            "a step and launches more only then; drop what synchronises (.item(), .cpu(), printing losses, "
+            f"The device is idle for {cost} because the program synchronises with it {count / steps:.3g} times "
+            "a step and launches nothing meanwhile; remove what synchronises (.item(), .cpu(), printing losses, "
             "torch.cuda.synchronize)."
         )
     else:
         cause = "launch_bound"
         sentence = (
-            f"The device stands idle for {cost} because its host does not launch work fast enough; launch less, with "
-            "larger batches, fused operators, torch.compile or CUDA graphs, and look at what else the host does."
+            f"The device is idle for {cost} because its host does not launch work fast enough; launch fewer kernels, "
+            "with larger batches, fused operators, torch.compile or CUDA graphs, and look at what else the host does."
         )
     return Finding(cause, cost_ms, sentence, (), cost_ms >= STANDS_OUT * step_ms)

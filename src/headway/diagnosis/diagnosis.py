@@ -26,7 +26,7 @@ from headway.trace.format import Trace
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How a rank's clock was brought onto rank 0's."""
+    """How a rank's clock was aligned with rank 0's."""
 
     offset_us: float
     drift_ppm: float
@@ -38,8 +38,8 @@ class Diagnosis:
     """Where a recorded job's time went.
 
     ``step_ms`` is the mean step over ranks and recorded steps, and ``breakdown`` each rank's mean step in parts that
-    add up to it. ``findings`` are what makes steps longer, the first of them in ``verdict``. ``critical_path``
-    belongs to ``typical_step``, the step of median length, and adds up to that.
+    add up to it. ``findings`` are the causes that make steps longer; ``verdict`` names the first of them.
+    ``critical_path`` is that of ``typical_step``, the step of median length, and adds up to it.
     """
 
     verdict: str
@@ -101,7 +101,7 @@ class Diagnosis:
 def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
     """Find where the time of ``trace`` went.
 
-    Raises TraceError where the ranks share no recorded step, ClusterError where ``cluster`` does not fit.
+    Raises TraceError if the ranks share no recorded step, ClusterError if ``cluster`` does not fit.
     """
     steps = _common_steps(trace)
     rows = match(trace)
@@ -156,7 +156,7 @@ def _common_steps(trace: Trace) -> tuple[int, ...]:
         raise TraceError(
             "no step was recorded on every rank",
             got=trace.path,
-            expected="at least one whole step that all ranks share",
+            expected="at least one complete step that all ranks share",
             fix="Record more steps.",
         )
     return tuple(sorted(steps))
@@ -187,19 +187,19 @@ def _notes(
         )
     if trace.missing_ranks:
         notes.append(
-            "Communication with ranks that are not in this trace holds what was waited for them, which cannot be told "
-            "apart."
+            "Communication with ranks that are missing from this trace includes the time spent waiting for them: the "
+            "two cannot be told apart."
         )
     blank = [rank for rank, time in times.items() if not len(time.forward) and not len(time.backward)]
     if blank:
         notes.append(
-            f"No forward or backward was recorded on {_ranks(blank)}: that time counts as rest, and causes of lateness "
-            "there stay unknown."
+            f"No forward or backward was recorded on {_ranks(blank)}: that time counts as rest, and why ranks are late "
+            "there is unknown."
         )
     silent = [rank for rank in times if not (rows.rank == rank).any()]
     if silent and len(times) > 1:
         notes.append(
-            f"No communication was recorded on {_ranks(silent)}: what others wait for there is rest."
+            f"No communication was recorded on {_ranks(silent)}: time spent waiting for it there counts as rest."
         )
     alone = np.bincount(rows.instance)[rows.instance] == 1 if len(rows) else np.zeros(0, dtype=bool)
     alone &= rows.kind == Kind.COLLECTIVE
@@ -211,8 +211,8 @@ def _notes(
     vague = max(clock, key=lambda rank: clock[rank].uncertainty_us, default=None)
     if vague is not None and clock[vague].uncertainty_us / 1e3 > 0.02 * step_ms:
         notes.append(
-            f"Clocks are aligned to {clock[vague].uncertainty_us:.0f} us at best on rank {vague}, more than 2 % of a "
-            "step: smaller differences between ranks mean nothing."
+            f"The clock of rank {vague} is known only to within {clock[vague].uncertainty_us:.0f} us, more than 2 % of "
+            "a step: smaller differences between ranks mean nothing."
         )
     return tuple(notes)
 

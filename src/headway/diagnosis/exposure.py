@@ -23,8 +23,9 @@ MOST = 0.5  # of what is waited: what a cause that is told has to explain
 def communication_cost_ms(times: dict[int, RankTime], rows: Communications) -> float:
     """By how much a mean step would be shorter without communication, in ms.
 
-    Where ranks communicate all together, who waits for it longer than another rank does waits for that rank as well,
-    and would go on to: what counts is who waits least, in each step anew. Else it is the mean over ranks.
+    Where all ranks communicate together, a rank that waits for it longer than another does also waits for that other
+    rank, and would still do so: what counts is the rank that waits least, in each step. Otherwise it is the mean over
+    ranks.
     """
     exposed = np.stack([time.per_step(time.exposed) for time in times.values()])
     collective = rows.where(rows.kind == Kind.COLLECTIVE)
@@ -40,8 +41,8 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
     if not shape.backward_ms and not mean.computation:
         return (
             f"{shape.blocking_name or 'communication'}, {shape.collectives:.3g} collectives of "
-            f"{format_bytes(shape.mean_bytes)} on average a step; what was computed meanwhile is not recorded, so why "
-            "nothing hides it cannot be said"
+            f"{format_bytes(shape.mean_bytes)} on average a step; computation was not recorded, so it is unknown why "
+            "nothing hides them"
         )
     if shape.sharded:
         return (
@@ -52,8 +53,8 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
     if shape.blocking_ms > MOST * mean.exposed_communication:
         others = " and others" if shape.blocking_kinds > 1 else ""
         return (
-            f"{shape.blocking_name or 'communication'}{others} outside of the gradients, because the program waits on "
-            f"the spot for {shape.blocking_count:.3g} of them a step; drop them, do them less often, or start them "
+            f"{shape.blocking_name or 'communication'}{others} outside of the gradients, because the program blocks on "
+            f"{shape.blocking_count:.3g} of them a step; remove them, call them less often, or start them "
             "asynchronously"
         )
     return _latency(shape) or _link(shape, mean.exposed_communication) or _buckets(shape)
@@ -65,9 +66,9 @@ def _latency(shape: CommunicationShape) -> str:
         return _many(shape)
     if 0 < shape.gradient_bytes < SMALL_BYTES:
         return (
-            f"gradients, of which there are only {format_bytes(shape.gradient_bytes)}: what they cost is the network's "
-            "latency, which no other buckets change; communicate less often (larger batches, accumulation), or over a "
-            "network of less latency"
+            f"gradients, of which there are only {format_bytes(shape.gradient_bytes)}: their cost is the network's "
+            "latency, which other bucket sizes do not change; communicate less often (larger batches, accumulation), "
+            "or over a network with lower latency"
         )
     return ""
 
@@ -78,15 +79,15 @@ def _link(shape: CommunicationShape, exposed_ms: float) -> str:
     if not shape.backward_ms or not shape.buckets or beyond_ms < MOST * exposed_ms:
         return ""
     return (
-        f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it, "
-        f"{milliseconds(shape.volume_ms)} for the bytes alone, and forward and backward, all that could hide that, "
+        f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it "
+        f"({milliseconds(shape.volume_ms)} for the bytes alone), while forward and backward, all that could hide that, "
         f"take {milliseconds(shape.hiding_ms)}: the link is the limit, and other buckets gain little; use a faster "
         "link or send less (larger batches, accumulation, lower precision)"
     )
 
 
 def _buckets(shape: CommunicationShape) -> str:
-    """Gradients that could be hidden, but set out too late or in too many pieces."""
+    """Gradients that could be hidden, but start too late or in too many pieces."""
     if shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES:
         return _many(shape)
     share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0

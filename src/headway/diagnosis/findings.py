@@ -37,7 +37,7 @@ class Finding:
         }
 
 
-def replaced(
+def superseded(
     found: Sequence[Finding], finer: Finding, *coarser: str, explains_ms: float = -1.0
 ) -> list[Finding]:
     """``found`` with ``finer``, in place of the coarser findings that it explains by half or more.
@@ -65,7 +65,7 @@ def _without_plans(sentence: str) -> str:
     return sentence.replace(PLANS, " (headway optimize finds them from a trace of headway record)")
 
 
-def told(found: Sequence[Finding], step_ms: float, *, plannable: bool = True) -> list[Finding]:
+def ranked(found: Sequence[Finding], step_ms: float, *, plannable: bool = True) -> list[Finding]:
     """Findings in the order in which they are told: those that stand out first, the costliest before the others.
 
     None costs more than the step, and what a sentence quotes of the trace can break no line. Where a trace names no

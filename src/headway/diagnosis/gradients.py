@@ -1,4 +1,4 @@
-"""Why communication is exposed: what the gradients' buckets look like, and when they set out."""
+"""Why communication is exposed: what the gradients' buckets look like, and when they start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CommunicationShape:
     buckets: int
     gradient_bytes: int  # the sum of the buckets' sizes
     largest_bytes: int
-    largest_ready: float  # how much of backward was computed when the largest bucket set out, from 0 to 1
+    largest_ready: float  # how much of backward was computed when the largest bucket started, from 0 to 1
     first_ready: float  # the same for the first bucket
     busy_ms: float  # communication with all members there, a step
     volume_ms: float  # what the gradients' bytes alone take of it, at the best rate that large buckets reach

@@ -12,24 +12,26 @@ import numpy.typing as npt
 from headway.diagnosis.stragglers import Blame
 from headway.diagnosis.timeline import RankTime
 
-MOST_STEPS = 0.6  # ranks that are the one waited for in this share of the steps are stragglers
+MOST_STEPS = 0.6  # ranks that the others wait for in this share of the steps are stragglers
 LEAST_COST = 0.25  # of the mean: steps that cost less do not count
 MOST_COST = 0.9  # of all waiting: a rank that causes so much of it is to blame, in however few steps
 MOVING_STANDS_OUT = 0.10  # of the step
 STRAGGLER_STANDS_OUT = 0.05
-LEAST_STEPS = 5  # of fewer nobody can say that it is another rank each time
+LEAST_STEPS = 5  # of fewer it cannot be said that it is a different rank each time
 NOISE = 0.08  # of a step: how much the work of equal workers varies, as a standard deviation
 LEAST_NOISE = 0.06  # where the recording shows less than that, it has too few steps to know
-SPREAD_OF_WAITS = 0.6  # standard deviation, over steps, of what the mean rank waits, in those of its work
+SPREAD_OF_WAITS = (
+    0.6  # standard deviation, over steps, of the wait averaged over ranks, in those of a rank's work
+)
 SURE = 3.0  # standard errors
 CHANCE = 0.01  # how likely it may be at most that a rank is waited for so often by chance alone
 
 
-def moves(found: list[Blame], times: dict[int, RankTime], apart: frozenset[int] = frozenset()) -> bool:
-    """Whether it is another rank each time that is waited for.
+def is_moving(found: list[Blame], times: dict[int, RankTime], apart: frozenset[int] = frozenset()) -> bool:
+    """Whether ranks wait for a different rank each time.
 
-    It is not where ranks that are the one waited for more often than by chance are so in most of the steps, nor where
-    one rank causes nearly all the waiting. Steps in ``apart``, which holds their places in the recording, do not count.
+    They do not where ranks that are waited for more often than by chance account for most of the steps, nor where
+    one rank causes nearly all the waiting. Steps in ``apart``, as indices into the recording, do not count.
     """
     starts = np.min([time.step_start_ns for time in times.values()], axis=0)
     costs: dict[int, dict[int, int]] = {}
@@ -56,10 +58,10 @@ def moves(found: list[Blame], times: dict[int, RankTime], apart: frozenset[int] 
 def uneven(late_ms: npt.NDArray[np.float64], step_ms: float, ranks: int) -> bool:
     """Whether ranks wait for one another for more than equal workers do.
 
-    ``late_ms`` is what the mean rank waits for others in each step. Of workers whose work varies by ``NOISE`` the
-    slowest takes some of that longer than the mean: the expected maximum of normal values (Blom, 1958), give or take
-    what so few steps leave open. The worst tenth of the steps, and one at least, does not count: what happens once is
-    no imbalance.
+    ``late_ms`` is how long ranks wait for others in each step, averaged over ranks. Of workers whose work varies by
+    ``NOISE``, the slowest takes longer than the mean by the expected maximum of normal values (Blom, 1958), plus what
+    so few steps leave uncertain. The worst tenth of the steps, at least one, does not count: what happens once is no
+    imbalance.
     """
     steps = len(late_ms)
     if steps < LEAST_STEPS or ranks < 2:
@@ -71,9 +73,9 @@ def uneven(late_ms: npt.NDArray[np.float64], step_ms: float, ranks: int) -> bool
 
 
 def least_blame_ms(own_ms: npt.NDArray[np.float64], step_ms: float) -> float:
-    """From which blame on a rank stands out: what chance gives two equal workers is less.
+    """The blame from which a rank stands out: more than two equal workers would get by chance.
 
-    ``own_ms`` is how long each rank's steps (rows) took without waits. Their spread is that of the calmer ranks.
+    ``own_ms`` is how long each rank's steps (rows) took without waits. Their spread is that of the median rank.
     """
     spread = np.sort(1.4826 * np.median(np.abs(own_ms - np.median(own_ms, axis=1, keepdims=True)), axis=1))
     noise_ms = max(LEAST_NOISE * step_ms, float(spread[(len(spread) - 1) // 2]))
@@ -81,10 +83,10 @@ def least_blame_ms(own_ms: npt.NDArray[np.float64], step_ms: float) -> float:
 
 
 def _often(steps: int, ranks: int) -> int:
-    """In how many of these steps a rank has to be the one waited for, if that is not to be chance.
+    """In how many of these steps the others must wait for one rank for that not to be chance.
 
-    Were each step to choose among the ranks at random, then one would be chosen that often in a share of CHANCE of all
-    recordings at most: the tail of a binomial distribution, for every rank. All steps are enough, however few.
+    If each step chose among the ranks at random, some rank would be chosen that often in at most a share of CHANCE of
+    all recordings: the tail of a binomial distribution, for every rank. All steps are enough, however few.
     """
     chance = 0.0
     for often in range(steps, 0, -1):

@@ -1,4 +1,4 @@
-"""Late launches: gradients that set out long after they were ready, although nothing kept them."""
+"""Late launches: gradients whose reduction starts long after they were ready, although nothing prevents it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def launch_finding(late: LateLaunch, step_ms: float) -> Finding:
     many = f"{late.collectives:.0f} collectives" if late.collectives > 1.5 else "one collective"
     ready = "" if late.ready_ms is None else f" {milliseconds(late.ready_ms)} after they were ready,"
     sentence = (
-        f"Gradients are launched late: {format_bytes(late.size_bytes)} in {many} set out only when backward is over,"
+        f"Gradients are launched late: {format_bytes(late.size_bytes)} in {many} start only when backward is over,"
         f"{ready} which costs {of_each_step(late.cost_ms, step_ms)}; start each "
         "as soon as it is ready, as DistributedDataParallel does."
     )

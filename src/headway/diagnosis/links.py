@@ -52,13 +52,13 @@ def find_links(
 ) -> tuple[Link, ...]:
     """Add up what ranks sent to each other, host by host. ``rows`` are ``match(trace)``.
 
-    What a rank sent is taken from the first of these that its recording holds: what its kernel counted of each
+    What a rank sent is taken from the first of these that its recording holds: what its kernel counted for each
     connection (events of the kind ``link``), the messages of its collectives, or the assumption that a collective is
-    a ring through its members (``sent_volumes``). By the kernel, a link is in use while a connection is busy, where
-    several are taken to be busy independently of each other, and no shorter than delivery took; otherwise while a
-    collective with all its members is under way.
+    a ring through its members (``sent_volumes``). By the kernel's counts, a link is in use while a connection is busy:
+    several connections are taken to be busy independently of each other, and none for less time than delivery took.
+    Otherwise it is in use while a collective with all its members is in flight.
 
-    Where all ranks share one host, the one entry is that host's memory. Raises ClusterError where ``cluster`` does not
+    If all ranks share one host, the only entry is that host's memory. Raises ClusterError if ``cluster`` does not
     fit the trace.
     """
     hosts = _hosts(trace, cluster)

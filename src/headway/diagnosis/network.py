@@ -102,8 +102,8 @@ def link_finding(link: SlowLink, step_ms: float) -> Finding:
     else:
         cause = "other_traffic"
         sentence = (
-            f"The {name} is taken by other traffic at times: in {percent(link.share)} of the steps it delivers "
-            f"{rates}, and {cost}; look at who else sends there, or send less meanwhile."
+            f"The {name} carries other traffic at times: in {percent(link.share)} of the steps it delivers "
+            f"{rates}, and {cost}; look for what else sends over it, or send less at those times."
         )
     return Finding(cause, link.cost_ms, sentence, link.ranks, link.cost_ms >= STANDS_OUT * step_ms)
 

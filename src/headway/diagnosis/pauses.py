@@ -16,7 +16,7 @@ OTHER_ADVICE = "look at what happens there, such as checkpoints, evaluation, log
 
 
 class Pause(NamedTuple):
-    """What pauses of one name take outside of the passes and the optimizer, in the mean step of the mean rank."""
+    """How long pauses of one name take outside of the passes and the optimizer, averaged over steps and ranks."""
 
     name: str
     mean_ms: float

@@ -8,12 +8,12 @@ from headway.diagnosis.findings import Finding, milliseconds
 from headway.trace.format import Trace
 
 LEAST_SHARE = 0.05  # of a step: an offset that would be taken for a straggler
-LONGEST_NS = 60e9  # clocks further apart never were meant to agree, and mislead nobody
+LONGEST_NS = 60e9  # clocks further apart were never meant to agree, and mislead nobody
 
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """A clock that was off: by how much it was behind the others' (below 0: ahead), and how sure that is."""
+    """A clock that was off: by how much it was behind the others' (negative: ahead), and the uncertainty of that."""
 
     rank: int
     behind_ns: float
@@ -21,9 +21,9 @@ class Skew:
 
 
 def find_skew(trace: Trace, step_ms: float) -> Skew | None:
-    """The clock that was furthest off, of those that were set right by causality and would have misled.
+    """The clock that was furthest off, of those that were corrected by causality and would have misled.
 
-    Fits are counted from rank 0's clock. It is the one that was off where most of the others lie apart from it alike.
+    Offsets are relative to rank 0's clock. If most of the other clocks have the same offset, rank 0's was off.
     """
     fits = {info.rank: info.clock for info in trace.manifest.ranks}
     told = {rank: fit for rank, fit in fits.items() if fit.by == "causality"}
@@ -45,21 +45,17 @@ def find_skew(trace: Trace, step_ms: float) -> Skew | None:
 
 
 def skew_finding(skew: Skew, *, slow: bool) -> Finding:
-    """A misleading clock in words. It costs nothing, and so stands behind whatever does.
+    """A misleading clock in words. It costs nothing, and so comes after whatever does.
 
-    ``slow`` says whether that rank is a straggler even so.
+    ``slow`` says whether that rank is a straggler all the same.
     """
     ahead = skew.behind_ns < 0
-    looks = "looks late" if ahead else "makes all others look late"
+    looks = "makes it look late" if ahead else "makes all others look late"
     by = milliseconds(abs(skew.behind_ns) / 1e6)
     within = milliseconds(skew.uncertainty_ns / 1e6)
-    it_is = (
-        f"It is also the clock of rank {skew.rank}"
-        if slow
-        else f"It is the clock of rank {skew.rank}, not slowness,"
-    )
+    clock = f"The clock of rank {skew.rank} also" if slow else f"The clock of rank {skew.rank}, not slowness,"
     sentence = (
-        f"{it_is} that {looks}: it is {by} {'ahead' if ahead else 'behind'} (± {within}) and was set right here, from "
-        "what the ranks did together; keep that host's clock in step (chrony, PTP)."
+        f"{clock} {looks}: it is {by} {'ahead' if ahead else 'behind'} (± {within}) and was corrected here, from "
+        "what the ranks did together; keep that host's clock synchronised (chrony, PTP)."
     )
     return Finding("clock_skew", 0.0, sentence, (skew.rank,), False)

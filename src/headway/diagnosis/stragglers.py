@@ -1,4 +1,4 @@
-"""Stragglers: blamed by who arrives last, never by the length of a phase.
+"""Stragglers: the ranks that arrive last are blamed, never those with the longest phases.
 
 A rank that is slow in its backward makes the backward of every other rank look just as long, because the others
 wait there. What tells them apart is the arrival: while the others wait for a collective that lacks one member,
@@ -57,10 +57,10 @@ class Blame(NamedTuple):
 
 
 def blames(times: dict[int, RankTime], communications: Communications) -> list[Blame]:
-    """Say of every stretch of waiting for a straggler whom it was for.
+    """Say which rank every stretch of waiting for a straggler was for.
 
-    A stretch belongs to the last arriver of the collective in flight that is completed first. Where that rank was
-    itself waiting for another meanwhile, the blame passes on.
+    A stretch belongs to the last rank to arrive at the collective in flight that is completed first. Where that rank
+    was itself waiting for another at that time, the blame passes on.
     """
     direct = {rank: list(_direct(time, communications.of_rank(rank))) for rank, time in times.items()}
     starts = {
@@ -75,7 +75,7 @@ def blames(times: dict[int, RankTime], communications: Communications) -> list[B
 
 
 def _direct(time: RankTime, own: Communications) -> Iterator[Blame]:
-    """Cut this rank's waiting where collectives are asked for or completed; who completes first is awaited."""
+    """Cut this rank's waiting where collectives are requested or completed; the first to complete is awaited."""
     pending = own.where(own.arrival_ns > own.enqueue_ns)
     windows = intervals.union(time.step_start_ns, time.step_end_ns)
     waiting = intervals.intersect(time.straggling, windows)
@@ -126,7 +126,7 @@ def find_stragglers(
     step_ms: float,
     uncertainty_ms: float = 0.0,
 ) -> tuple[Straggler, ...]:
-    """Name the ranks whose blame stands above the noise, worst first.
+    """Name the ranks whose blame exceeds the noise, worst first.
 
     The floor is the largest of 2 % of the step, 0.5 ms and the clocks' uncertainty.
     """
@@ -171,7 +171,7 @@ def _explained(
 
 
 def _barriers(times: dict[int, RankTime], rows: Communications) -> Ints:
-    """Instances that some rank waited for on the spot, outside of backward: all ranks leave them together."""
+    """Instances that some rank blocked on, outside of backward: all ranks leave them together."""
     found = []
     for rank, time in times.items():
         own = rows.where((rows.rank == rank) & (rows.bucket < 0) & (rows.kind == Kind.COLLECTIVE))
@@ -185,8 +185,8 @@ def _windows(
 ) -> dict[int, tuple[int, int]]:
     """For each member: from its arrival at the last point where all met before, to its arrival here.
 
-    That point is the latest collective of the same group that belongs to an earlier step or was waited for on the
-    spot; where there is none it is the start of the recording's first step. ``own`` are the straggler's rows.
+    That point is the latest collective of the same group that belongs to an earlier step or that a rank blocked on;
+    if there is none, it is the start of the first recorded step. ``own`` are the straggler's rows.
     """
     here = _enqueues(all_rows, instance)
     row = int(np.flatnonzero(own.instance == instance)[0])

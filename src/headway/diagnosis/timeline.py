@@ -30,7 +30,7 @@ class RankTime:
     A moment that several events cover belongs to the first of: wait, optimizer, input, backward, forward.
     Waits are split: ``exposed`` while some collective that this rank has in flight has all of its members,
     ``straggling`` while all of those in flight still lack one; the remainder belongs to nothing. What the program did
-    on its own account while it waited for input (``paused``, such as a garbage collection) is no waiting for input.
+    itself while it waited for input (``paused``, such as a garbage collection) is not waiting for input.
     """
 
     rank: int

@@ -40,10 +40,10 @@ _SHARE_WORDS = {
 
 
 class Waits(NamedTuple):
-    """What the mean rank waits for the last to arrive, ``mean_ms`` a step, and what of that would be noise.
+    """How long ranks wait for the last to arrive, ``mean_ms`` a step averaged over ranks, and what of that is noise.
 
-    ``uneven`` is whether it is more than equal workers wait for one another, ``least_blame_ms`` from which blame on a
-    rank stands out.
+    ``uneven`` is whether it is more than equal workers wait for one another; blame on a rank stands out from
+    ``least_blame_ms`` upwards.
     """
 
     mean_ms: float
@@ -64,8 +64,8 @@ def usual_findings(
 ) -> list[Finding]:
     """What the parts of the mean step say: stragglers, imbalance, communication, input, and what is left.
 
-    ``moving`` says whether ranks are late in turns, ``pause`` what the program does most besides training;
-    ``communication_ms`` is what communication costs of a step.
+    ``moving`` says whether ranks take turns in being late, ``pause`` what the program does most besides training;
+    ``communication_ms`` is what communication costs a step.
     """
     step_ms = mean.total_ms
     found = []
@@ -78,8 +78,8 @@ def usual_findings(
         found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
     else:
         sentence = (
-            f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, for a different one each time; "
-            "look for uneven inputs or noisy machines, as no single rank is to blame."
+            f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, each time for a different one; "
+            "no single rank is to blame: look for uneven inputs or noisy machines."
         )
         found.append(Finding("moving_imbalance", waits.mean_ms, sentence, (), waits.uneven))
     of_step = f"{percent(mean.exposed_communication / step_ms)} of each {milliseconds(step_ms)} step"
@@ -148,8 +148,8 @@ def _costliest(
     if second is None:
         return first.sentence
     waited_ms = sum(one.blame_ms for one in stragglers if one.rank in second.ranks)
-    besides = f"; besides, the others wait for {listed(second.ranks)} for {percent(waited_ms / step_ms)}."
-    return first.sentence.removesuffix(".") + besides
+    also = f"; in addition, the others wait for {listed(second.ranks)} for {percent(waited_ms / step_ms)} of the step."
+    return first.sentence.removesuffix(".") + also
 
 
 def _straggler(stragglers: tuple[Straggler, ...], step_ms: float, cause: str) -> str:
@@ -173,7 +173,7 @@ def _nothing(mean: Breakdown, step_ms: float, world_size: int) -> str:
     second = max(others, key=lambda part: others[part])
     if not mean.computation:
         return (
-            "Nothing stands out of what is recorded. Computation is not, and may be all of the "
+            "Nothing stands out in what was recorded. Computation was not recorded, and may be all of the "
             f"{percent(mean.rest / step_ms)} of each {milliseconds(step_ms)} step that nothing else accounts for."
         )
     alone = " on the only rank" if world_size == 1 else ""

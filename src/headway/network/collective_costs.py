@@ -25,8 +25,8 @@ from headway.collectives.algorithms import (
 from headway.collectives.dataflow import ProgramOf, alone
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import native
-from headway.network.beside import Timing, Work, repeat, timed
 from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost
+from headway.network.interference import Timing, Work, repeat, timed
 from headway.simulation.engine import play
 
 STEADY = 0.03
@@ -92,7 +92,7 @@ class Effort:
     repeats: int
     most_repeats: int
     longest_s: float
-    beside_rounds: int
+    interference_rounds: int
 
 
 THOROUGH = Effort(
@@ -101,7 +101,7 @@ THOROUGH = Effort(
     repeats=5,
     most_repeats=11,
     longest_s=0.15,
-    beside_rounds=3,
+    interference_rounds=3,
 )
 # What plans are made of by default; rings of several pieces are taken to cost what their messages do.
 SHORT = Effort(
@@ -110,7 +110,7 @@ SHORT = Effort(
     repeats=3,
     most_repeats=5,
     longest_s=0.12,
-    beside_rounds=2,
+    interference_rounds=2,
 )
 
 

@@ -14,7 +14,7 @@ from headway.simulation.engine import play
 LARGE = 2  # sizes that decide about bytes
 HALVINGS = 10  # to a thousandth
 FACTORS = (1.0, 100.0)
-MOST_QUICKER = 4.0  # than links were measured
+MOST_SPEEDUP = 4.0  # over the links as they were measured
 
 
 class Measured(NamedTuple):
@@ -59,7 +59,7 @@ def fit_cost(cluster: Cluster, programs: Sequence[ProgramOf], measured: Sequence
     size.
     """
     fit = _Fit(cluster, programs)
-    cost, ratios = fit.bytes_beside(measured[0], measured[-min(LARGE, len(measured)) :])
+    cost, ratios = fit.bytes_and_messages(measured[0], measured[-min(LARGE, len(measured)) :])
     factor = min(max(min(ratios), FACTORS[0]), FACTORS[1])
     cost = cost.model_copy(update={"byte_factor": factor})
     by_size = tuple(
@@ -88,8 +88,8 @@ def as_fast_as_seen(
     Goodput that was measured while something disturbed the machine is too low, and everything would be laid to
     links that are not so slow.
     """
-    taken = [_Fit(cluster, programs).bytes_beside(seen[0], seen[-1:])[1][0] for programs, seen in rings]
-    factor = max(min(taken, default=1.0), 1 / MOST_QUICKER)
+    taken = [_Fit(cluster, programs).bytes_and_messages(seen[0], seen[-1:])[1][0] for programs, seen in rings]
+    factor = max(min(taken, default=1.0), 1 / MOST_SPEEDUP)
     if factor >= 1:
         return cluster
     if len(cluster.hosts) == 1:
@@ -119,7 +119,9 @@ class _Fit:
         """What replay says."""
         return replayed_seconds(self._cluster, self._programs, measured.size_bytes, cost, measured.turns)
 
-    def bytes_beside(self, tiny: Measured, large: Sequence[Measured]) -> tuple[AlgorithmCost, list[float]]:
+    def bytes_and_messages(
+        self, tiny: Measured, large: Sequence[Measured]
+    ) -> tuple[AlgorithmCost, list[float]]:
         """What ``tiny`` says of messages, and how many times as long as links take ``large`` ones took in addition."""
         cost = self.message(tiny, AlgorithmCost())
         return cost, [each.seconds / self.seconds(each, cost) for each in large]

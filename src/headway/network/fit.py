@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headway.cluster import DEFERRED_UPDATE, STEP_CALL, UPDATE_BESIDE, AlgorithmCost, Cluster, Host
+from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import ALGORITHMS, KINDS, NATIVE, NCCL, cost_name, sent_bytes
 from headway.errors import TraceError
-from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.graph.update_cost import background_update_cost, is_background
 from headway.intervals import Intervals
+from headway.network.message_fit import Rates, message_rates
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
@@ -37,10 +38,15 @@ class BusyPeriod:
 def cluster_from_trace(trace: Trace) -> Cluster:
     """Fit the links of the job that was recorded: one rate for all hosts, and the collective's overhead.
 
-    Busy time against the number of collectives and the bytes sent, over the periods in which gradients were in flight,
-    robustly; ``source`` says how far off that is. Raises TraceError where the trace holds no collective of gradients,
-    or where ranks of one host are not consecutive.
+    Those of a pipeline are the rates of messages between its stages. Others are fitted from busy time against the
+    number of collectives and the bytes sent, over the periods in which gradients were in flight, robustly; ``source``
+    says how far off that is. Raises TraceError where the trace holds no collective of gradients, or where ranks of one
+    host are not consecutive.
     """
+    if trace.stages and (rates := message_rates(trace, DEFAULT_LATENCY_US)):
+        return _with_rates(
+            _cluster(trace, 100.0, host_costs(trace), "fitted from the messages of a trace"), rates
+        )
     periods, names = busy_periods(trace)
     if trace.world_size == 1 or not periods:
         if trace.world_size > 1:
@@ -56,7 +62,7 @@ def cluster_from_trace(trace: Trace) -> Cluster:
             fix="Measure the links with headway probe and pass --cluster.",
         )
     cost = AlgorithmCost(overhead_us=fit.overhead_ns / 1e3, fit_error=fit.error)
-    source = f"fitted from a trace, a median of {fit.error:.1%} off its collectives"
+    source = f"fitted from the trace, with a median error of {fit.error:.1%} for its collectives"
     return _cluster(trace, 8.0 / fit.ns_per_byte, dict.fromkeys(names, cost) | host_costs(trace), source)
 
 
@@ -78,11 +84,12 @@ def host_costs(trace: Trace) -> dict[str, AlgorithmCost]:
     calls_ns = _step_calls_ns(trace)
     if not calls_ns:
         return {}
-    updates_ns = [update_cost_beside(e, trace.world_size).overhead_ns for e in trace.events.values()]
+    updates_ns = [background_update_cost(e, trace.world_size).overhead_ns for e in trace.events.values()]
     return {
         STEP_CALL: AlgorithmCost(overhead_us=float(np.mean(calls_ns)) / 1e3),  # each of several calls pays it
         **dict.fromkeys(
-            (DEFERRED_UPDATE, UPDATE_BESIDE), AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3)
+            (DEFERRED_UPDATE, BACKGROUND_UPDATE),
+            AlgorithmCost(overhead_us=float(np.median(updates_ns)) / 1e3),
         ),
     }
 
@@ -91,7 +98,7 @@ def _step_calls_ns(trace: Trace) -> list[int]:
     """What the calls of ``optimizer.step()`` took, but for waits, where updates were done off the main thread."""
     found: list[int] = []
     for events in trace.events.values():
-        if any(is_beside(row) for row in events.of_kind(Kind.UPDATE)):
+        if any(is_background(row) for row in events.of_kind(Kind.UPDATE)):
             waits = Intervals((row.start_ns, row.end_ns) for row in events.of_kind(Kind.WAIT))
             calls = events.of_kind(Kind.OPTIMIZER)
             found += [round(c.duration_ns * (1 - waits.share_of(c.start_ns, c.end_ns))) for c in calls]
@@ -206,6 +213,19 @@ def _cluster(trace: Trace, gbps: float, costs: dict[str, AlgorithmCost], source:
         library=library,
         source=source,
     )
+
+
+def _with_rates(cluster: Cluster, rates: Rates) -> Cluster:
+    hosts = tuple(
+        host.model_copy(
+            update={
+                "up_gbps": rates.up.get(host.name, host.up_gbps),
+                "down_gbps": rates.down.get(host.name, host.down_gbps),
+            }
+        )
+        for host in cluster.hosts
+    )
+    return cluster.model_copy(update={"hosts": hosts, "local_gbps": rates.local or DEFAULT_LOCAL_GBPS})
 
 
 def _hosts_of_all(trace: Trace) -> list[str]:

@@ -47,7 +47,7 @@ class _RuntimeObserver(observer.Observer):
     def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns))
 
-    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+    def background_update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(
             StrategySpan(
                 Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns, stream=Stream.COMMUNICATION
@@ -141,15 +141,15 @@ def record(
     """Record the optimizer steps ``first_step`` to ``stop_step - 1`` that run inside the block, as a trace.
 
     Every rank enters the block, after ``init_process_group``, with the same ``folder`` on a file system that all
-    ranks see. ``model`` is the wrapped model, where it was wrapped before the block. Rank 0 assembles the trace
+    ranks see. ``model`` is the wrapped model, if it was wrapped before the block. Rank 0 assembles the trace
     when the block ends.
 
-    The steps before ``first_step`` warm up. ``detail`` "operators" or "kernels" records what modules are made of, and
-    costs more. Rank 0 opens a port for the others to compare clocks with, unless ``clock_server`` is False; clocks are
-    then aligned by what ranks did together, less exactly. Ranks do not measure links as under ``headway record``.
+    The steps before ``first_step`` are warm-up. ``detail`` "operators" or "kernels" records more than modules, and
+    costs more. Rank 0 opens a port so that the others can compare clocks, unless ``clock_server`` is False; clocks are
+    then aligned by what ranks did together, less exactly. Links are not measured as under ``headway record``.
 
-    Raises LaunchError without a process group and, on rank 0, where the block ends before ``first_step`` steps;
-    TraceError where the folder exists.
+    Raises LaunchError without a process group and, on rank 0, if the block ends before ``first_step`` steps;
+    TraceError if the folder exists.
     """
     if not dist.is_initialized():
         raise LaunchError(
@@ -206,4 +206,4 @@ def _prepare(out: Path, staging: Path) -> None:
     if failure is not None:
         raise failure
     if bool(verdict):
-        raise TraceError("the recording cannot be written", got=out, fix="Rank 0 says why.")
+        raise TraceError("the recording cannot be written", got=out, fix="See the message of rank 0.")

@@ -63,7 +63,7 @@ def _receive_one(store: Any, token: str, rank: int, folder: Path, patience: time
     store.wait([key], patience)
     name, _, size = store.get(key).decode(errors="replace").partition(" ")
     if not _NAME.match(name) or not size.isdecimal() or not 0 < int(size) <= MAX_FILE_BYTES:
-        raise TraceError("a rank's file was announced wrongly", got=f"{name} {size}")
+        raise TraceError("the announcement of a rank's file cannot be read", got=f"{name} {size}")
     with files.file_written_whole(folder / name, TraceError) as file:
         for number in range(-(-int(size) // PIECE_BYTES)):
             store.wait([f"{key}/{number}"], patience)

@@ -14,7 +14,7 @@ MODULES_UNSEEN = (
     "begins."
 )
 FORWARD_UNSEEN = (
-    "Forward runs inside compiled code and is not seen: it counts as rest. To see it compile the model before it is "
+    "Forward runs inside compiled code and is not seen: it counts as rest. To see it, compile the model before it is "
     "wrapped: DistributedDataParallel(torch.compile(model))."
 )
 

@@ -207,7 +207,7 @@ def _endpoint(address: Any) -> Endpoint:
 
 
 def _told(descriptor: int) -> tuple[int, int, int] | None:
-    """Bytes that arrived, microseconds in which some were under way and there was room, and a rate of arrival.
+    """Bytes that arrived, microseconds in which some were in flight and there was room, and a rate of arrival.
 
     None for what is no TCP socket, or where the kernel tells less.
     """

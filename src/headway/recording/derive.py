@@ -39,7 +39,7 @@ class StrategySpan:
 
 
 def collective_rows(observed: Iterable[ObservedCollective], spans: Iterable[StrategySpan]) -> list[Event]:
-    """Collective events. Buckets number the all-reduces that a backward issues, in each step anew."""
+    """Collective events. Buckets number the all-reduces that a backward issues, from 0 in each step."""
     rows: list[Event] = []
     bucket_count: dict[int, int] = defaultdict(int)
     free_ns: dict[str, list[int]] = defaultdict(lambda: [0] * GLOO_THREADS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,14 +42,26 @@ def model_described(
     )
 
 
-def strategy_in_force(model: nn.Module | None) -> tuple[str, InForce]:
-    """The name of the strategy that a wrapped model is trained under, and what is in force; "" without a model.
+def stage_described(
+    stage: Any, activation_bytes: Mapping[int, int], optimizer: torch.optim.Optimizer | None
+) -> ModelSpec:
+    """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
+    return model_spec(stage.submod).model_copy(
+        update={
+            "activation_bytes": activation_bytes.get(stage.stage_index, 0),
+            "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer),
+        }
+    )
 
-    A strategy that builds on another is asked before it.
+
+def strategy_in_force(*trained: object) -> tuple[str, InForce]:
+    """The name of the strategy that a wrapped model, or a stage, is trained under, and what is in force.
+
+    The name is "" where nothing is trained under any. A strategy that builds on another is asked before it.
     """
-    if model is not None:
+    for each in trained:
         for name, plugin in reversed(plugins().items()):
-            if (found := plugin.recognise(model)) is not None:
+            if each is not None and (found := plugin.recognise(each)) is not None:
                 return name, found
     return "", InForce({})
 

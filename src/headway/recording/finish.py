@@ -82,7 +82,9 @@ def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Atte
     deadline = time.monotonic() + wait_s
     while True:
         if not staging.is_dir():
-            raise TraceError("the recording vanished while it was made", got=staging, fix="Record again.")
+            raise TraceError(
+                "the recording's folder was removed while recording", got=staging, fix="Record again."
+            )
         folders = [each for each in staging.glob(f"{ATTEMPT}*") if each.is_dir()] or [staging]
         attempts = sorted((_attempt(each, world_size) for each in folders), key=lambda each: each.rank[1])
         newest = attempts[-1]
@@ -165,7 +167,7 @@ def _why_nothing(idle: Sequence[dict[str, object]]) -> LaunchError:
     if not idle:
         return LaunchError(
             "nothing was recorded",
-            got="a command none of whose ranks initialised a process group",
+            got="a command of which no process initialised a process group",
             expected="torchrun, or another launcher, of ranks that call init_process_group",
             fix="Check that the command starts ranks whose Python can import headway, and is not told -I or -E.",
         )

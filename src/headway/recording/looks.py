@@ -1,8 +1,8 @@
-"""A script's own looks at gradients and values, which pass no function that could be replaced.
+"""A script's own reads of gradients and parameters, which call no function that could be replaced.
 
-``.grad`` is watched between backward and step, values between a step and the next forward. Meanwhile the class of each
-plain parameter is changed in place, to one that notes being looked at (``noticing``); at other times nothing costs
-anything. Where code has been compiled parameters are left alone: they would have it compiled anew.
+``.grad`` is watched between backward and step, parameters between a step and the next forward. For that time the class
+of each plain parameter is changed in place, to one that records being read (``noticing``); at other times it costs
+nothing. Where code has been compiled, parameters are left alone: changing their class would cause a recompilation.
 """
 
 from __future__ import annotations

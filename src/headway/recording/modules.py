@@ -36,7 +36,7 @@ class Between(Protocol):
 class JobHook:
     """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing.
 
-    In compiled code it does nothing either: else that would be compiled anew for all that a hook looks at.
+    In compiled code it does nothing either: otherwise whatever a hook reads could cause a recompilation.
     """
 
     def __init__(self, observe: Callable[..., None] | None) -> None:
@@ -78,7 +78,7 @@ class ModuleWatch:
         self.passes_compiled = False  # whether what is compiled calls the wrapper
         self._first_phase = "enter"
         self._pass_start_ns = 0
-        self._backward: _Backward | None = None  # the one under way
+        self._backward: _Backward | None = None  # the one in progress
         self._backwards: list[_Backward] = []
         self._original_backward: Callable[..., Any] | None = None
         self._to_mark: list[tuple[Any, Callable[..., None]]] = []  # nodes of this pass, and what marks them
@@ -86,7 +86,7 @@ class ModuleWatch:
 
     def count_activations(self, root: nn.Module) -> None:
         """Sum what the innermost modules of ``root`` put out in the next forward, into ``activation_bytes``."""
-        self._stop_counting = _count_outputs(root)
+        self._stop_counting = count_outputs(root)
 
     def attach(self, model: nn.Module, root: nn.Module) -> None:
         """Watch ``model`` (the wrapper that is called) and the modules and parameters of ``root`` inside it."""
@@ -205,26 +205,26 @@ class ModuleWatch:
             self._between.looking_ends()
             self._mark_nodes()  # of a pass that has not ended
             before, now.phase = now.phase, "backward"
-            self._backward = under_way = _Backward(now.step, time.monotonic_ns())
+            self._backward = current = _Backward(now.step, time.monotonic_ns())
             try:
                 original(*args, **kwargs)
             finally:
                 self._backward = None
                 now.phase = before
-            under_way.end_ns = time.monotonic_ns()
-            self._backwards.append(under_way)
-            self.compute_ends_ns[under_way.end_ns] = under_way.compute_end_ns or under_way.end_ns
+            current.end_ns = time.monotonic_ns()
+            self._backwards.append(current)
+            self.compute_ends_ns[current.end_ns] = current.compute_end_ns or current.end_ns
             self._between.backward_ended()
 
         torch.autograd.backward = backward
 
     def backward(self) -> _Backward | None:
-        """The backward under way, which will be told of the end of its graph: DDP waits for its buckets after that."""
-        under_way = self._backward
-        if under_way is not None and not under_way.asked:
-            under_way.asked = True
-            torch_private.queue_backward_callback(under_way.graph_done)
-        return under_way
+        """The backward in progress, told of the end of its graph later: DDP waits for its buckets after that."""
+        current = self._backward
+        if current is not None and not current.asked:
+            current.asked = True
+            torch_private.queue_backward_callback(current.graph_done)
+        return current
 
 
 def _remove(handles: list[Any]) -> None:
@@ -304,9 +304,9 @@ class _Leave(JobHook):
                 self._watch.mark_begin(node, self._begins)
 
     def _backward_begins(self, _gradients: Any) -> None:
-        under_way = self._watch.backward()
-        if under_way is not None:
-            under_way.marks.append((time.monotonic_ns(), self._name))
+        current = self._watch.backward()
+        if current is not None:
+            current.marks.append((time.monotonic_ns(), self._name))
 
 
 class _Ready(JobHook):
@@ -324,7 +324,7 @@ class _Ready(JobHook):
             self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
 
 
-def _count_outputs(root: nn.Module) -> Callable[[], int]:
+def count_outputs(root: nn.Module) -> Callable[[], int]:
     """Sum the bytes that the innermost modules put out, until the result is called."""
     total = 0
 

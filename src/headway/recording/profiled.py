@@ -44,7 +44,7 @@ class ProfiledSteps:
             self._profiler.step()
 
     def end(self) -> None:
-        """Stop, and keep what was profiled beside the recording until it is read."""
+        """Stop, and keep what was profiled apart from the recording until it is read."""
         if self._profiler is not None:
             if self.detail == "kernels" and torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -104,7 +104,7 @@ class ProfiledSteps:
 
 
 def _wall_clock_ahead_ns() -> int:
-    """By how much the profiler's clock, the wall clock, is ahead of the monotonic one: the quickest of a few looks."""
+    """By how much the profiler's clock, the wall clock, is ahead of the monotonic one: the fastest of a few looks."""
     looks = []
     for _ in range(_EXCHANGES):
         before_ns = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Reads of gradients between backward and step, and of values after it: what for, when, and of which parameters."""
+"""Reads of gradients between backward and step, and of parameters after it: what for, when, and of which parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.trace.events import SHARDED, Event, Kind, Read, Stream
 
 
 class ReadWatch:
-    """Tells ``put`` of reads of one model's gradients and values on the thread that made it, while attached."""
+    """Reports reads of one model's gradients and parameters, on the thread that made it, to ``put`` while attached."""
 
     def __init__(self, now: Now, put: Callable[[Event], None]) -> None:
         self._now = now
@@ -46,14 +46,14 @@ class ReadWatch:
         self._parameters = {}
 
     def backward_ended(self) -> None:
-        """The script may look at gradients from here on."""
+        """The script may read gradients from here on."""
         now = self._now
         watched = self._watches_looks and now.recording and not now.phase
         if watched and threading.get_ident() == self._thread:
             self._looks.open(self._parameters)
 
     def stepped(self) -> None:
-        """The optimizer has stepped: the script may look at values from here on."""
+        """The optimizer has stepped: the script may read parameters from here on."""
         if self._watches_looks and threading.get_ident() == self._thread:
             self._value_looks.open(self._parameters)
 
@@ -63,7 +63,7 @@ class ReadWatch:
         self._value_looks.close()
 
     def leave_parameters(self) -> None:
-        """Code is about to be compiled, which has to find ordinary parameters: looks are not watched any more."""
+        """Code is about to be compiled, which must find ordinary parameters: from here on reads are not watched."""
         self._watches_looks = False
         self.looking_ends()
 
@@ -81,7 +81,7 @@ class ReadWatch:
             return
         names = self._read_of(tensors)
         if names:
-            self._looks.flush()  # so that looks before and after it are told apart
+            self._looks.flush()  # so that reads before and after it are separate
             algorithm = SHARDED if sharded else ""
             self._put_read(what_for, names, self._with_gradients(), start_ns, end_ns, algorithm)
 

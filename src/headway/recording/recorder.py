@@ -35,7 +35,7 @@ from headway.recording.derive import (
     transfer_rows,
     wait_rows,
 )
-from headway.recording.description import model_described, refusals, strategy_in_force
+from headway.recording.description import model_described, refusals, stage_described, strategy_in_force
 from headway.recording.groups import GroupWatch
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch
@@ -176,7 +176,7 @@ class Recorder:
         on_device = any(parameter.device.type != "cpu" for parameter in root.parameters())
         if on_device and self.options.detail != "kernels":
             raise UnsupportedError(
-                "host clocks do not time work on a device",
+                "host clocks cannot time work on a device",
                 got="parameters that are not on the CPU",
                 fix="Record with --detail kernels.",
             )
@@ -195,8 +195,8 @@ class Recorder:
         kept, other = (root, recorded) if larger else (recorded, root)
         self._others.append(f"{type(other).__name__} ({format_bytes(_gradient_bytes(other))})")
         message = (
-            f"more than one model was wrapped; {type(kept).__name__} is recorded by modules and gradients, "
-            f"{type(other).__name__} by what it communicates"
+            f"more than one model was wrapped; modules and gradients are recorded of {type(kept).__name__}, "
+            f"only communication and updates of {type(other).__name__}"
         )
         warnings.warn(message, HeadwayWarning, stacklevel=3)
         if self._now.step == 0:
@@ -301,7 +301,7 @@ class Recorder:
             self._watch.watch_backward()
 
     def _watch_memory(self, *, first: bool) -> None:
-        """Watch the last pass before those recorded, or the ``first`` where the second is that: DDP makes buckets anew.
+        """Watch the last pass before those recorded, but the ``first`` if that is the second: DDP rebuilds its buckets.
 
         With ``detail`` kernels nothing is watched.
         """
@@ -398,7 +398,7 @@ class Recorder:
         self._watch.forget()
         self._tap.observed.clear()
         self._messages.observed.clear()
-        self._pipelines.observed.clear()
+        self._pipelines.forget()
         self._connections.close()
         self._clocks.close()
 
@@ -410,6 +410,10 @@ class Recorder:
         model = model_described(
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
+        stages = self._pipelines.stages
+        if self._root is None and len(stages) == 1:
+            (stage,) = stages.values()
+            model = stage_described(stage, self._pipelines.activation_bytes, self._step_clock.optimizer)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)
         peers = {}
@@ -420,7 +424,7 @@ class Recorder:
         last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
-        name, in_force = strategy_in_force(self._model)
+        name, in_force = strategy_in_force(self._model, *stages.values())
         self.may_be_measured = bool(name) and plugin_named(name).measured_after_recordings
         info = RankInfo(
             rank=rank,

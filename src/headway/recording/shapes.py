@@ -1,4 +1,4 @@
-"""Jobs of another shape than one wrapped model: several of them, or one that is sharded without a wrapper."""
+"""Jobs other than one wrapped model: several of them, or one that is sharded without a wrapper."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SHARDED = (
 def several_models(others: Sequence[str]) -> str:
     """What to say of models that were wrapped besides the one that is recorded."""
     return (
-        f"{1 + len(others)} models were wrapped: modules and gradients are those of the one with the most bytes. Of "
-        f"{', '.join(others)} only communication and updates are seen, and no plan is made for the job."
+        f"{1 + len(others)} models were wrapped: modules and gradients are those of the one with the most bytes. Only "
+        f"communication and updates of {', '.join(others)} are recorded, and no plan is made for the job."
     )
 
 

@@ -149,7 +149,7 @@ def _references(rank: int, world_size: int, names: list[str]) -> dict[str, Seen 
         try:
             CASES[name].script(job)
             job.finish()
-            # As arrays, which are pickled quickly.
+            # As arrays, which are pickled fast.
             mine[name] = {what: None if v is None else v.numpy() for what, v in job.seen.items()}
         except Exception:
             mine[name] = traceback.format_exc()

@@ -95,7 +95,7 @@ for _other, _through_wrapper, _find_unused in (
 
 
 @case()
-def a_forward_under_no_sync_beside_another(job: Job) -> None:
+def a_forward_under_no_sync_concurrent_with_another(job: Job) -> None:
     model = job.wrap(mlp())
     optimizer = sgd(model)
     for step in range(4):

@@ -34,11 +34,11 @@ def _run(command: list[str], timeout_s: float) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
-Ended = Callable[[str], tuple[Path, dict[str, int | None]]]
+CommandOutcome = Callable[[str], tuple[Path, dict[str, int | None]]]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> CommandOutcome:
     """Runs all jobs of a kind at the first one's test."""
 
     @cache
@@ -58,7 +58,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         for job in failure_cases.jobs(exhaustive=which == "exhaustive")
     ],
 )
-def test_every_peer_names_the_rank_that_failed(ended: Ended, which: str, job: tuple[str, str, str]) -> None:
+def test_every_peer_names_the_rank_that_failed(
+    ended: CommandOutcome, which: str, job: tuple[str, str, str]
+) -> None:
     folder, statuses = ended(which)
     name = failure_cases.name_of(*job)
     for rank in range(failure_cases.WORLD_SIZE):

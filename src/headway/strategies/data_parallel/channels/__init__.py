@@ -1,1 +1,1 @@
-"""What carries buckets between ranks beside a training thread: channels, their groups and streams, and who watches."""
+"""What carries buckets between ranks while a thread trains: channels, their groups and streams, and who watches."""

@@ -1,4 +1,4 @@
-"""Channels: threads that run one wrapped model's collectives beside training, each on a process group of its own."""
+"""Channels: threads that run a wrapped model's collectives during training, each on a process group of its own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Job:
         self.error: HeadwayError | None = None
 
     def check(self) -> None:
-        """Raise what the job failed of, if it did: an error of its own for everybody who looks."""
+        """Raise what the job failed with, if it did: a new error for each caller."""
         if self.error is not None:
             raise type(self.error)(str(self.error)) from self.error.__cause__
 
@@ -223,7 +223,7 @@ class Channels:
             kind = type(error).__name__
             self._culprit(f"an internal error, {kind}")
             failure = InternalError(
-                f"rank {self._rank}: {job} failed of an internal error and not of a connection: "
+                f"rank {self._rank}: {job} failed with an internal error, not a lost connection: "
                 f"{kind}: {one_line(str(error), 200)}. Report it, unless the optimizer's settings are to blame."
             )
         failure.__cause__ = error

@@ -35,8 +35,8 @@ class Collective:
 class Observer(Protocol):
     """Told of finished work, as it finishes. All times are ``time.monotonic_ns()`` of this process.
 
-    ``collective`` and ``update_beside`` are called on communication threads, ``wait`` and ``update`` on the thread that
-    trains. What an observer raises is not caught, so it should not raise. ``owner`` tells the buckets of several
+    ``collective`` and ``background_update`` are called on communication threads, ``wait`` and ``update`` on the thread
+    that trains. What an observer raises is not caught, so it should not raise. ``owner`` tells the buckets of several
     wrapped models apart: it is the engine that they are of.
     """
 
@@ -53,8 +53,8 @@ class Observer(Protocol):
     def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """What was due for a bucket was applied to its parameters: the update, or values that ranks had gathered."""
 
-    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
-        """This rank's share of a bucket was updated, beside training."""
+    def background_update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+        """This rank's share of a bucket was updated, off the training thread."""
 
 
 class NullObserver:
@@ -71,7 +71,7 @@ class NullObserver:
     def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Ignore."""
 
-    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+    def background_update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Ignore."""
 
 

@@ -1,4 +1,4 @@
-"""What stock DDP holds: its buckets, beside the gradients unless ``gradient_as_bucket_view`` makes one of both."""
+"""What stock DDP holds: its buckets, apart from the gradients unless ``gradient_as_bucket_view`` makes one of both."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
 
         return Reactions(graph, job)
 
-    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
-        return footprint.footprint(job.model, schedule, job.world_size)
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
     def propose(self, job: Job) -> Proposal:
         """The default, and caps of many sizes."""

@@ -23,19 +23,20 @@ def cap_bytes(bucket_cap_mb: float | None) -> int:
 
 
 class DistributedDataParallelStrategy(Strategy):
-    """Stock DDP with one all-reduce a bucket. ``scheduling.fusion.bucket_caps_mb`` writes groups as caps."""
+    """Stock DDP with one all-reduce per bucket."""
 
     name: ClassVar[str] = "ddp"
 
     bucket_cap_mb: Cap | None = None
-    """How much a bucket takes at most (MiB); 0 makes a bucket of every parameter, null leaves torch's default."""
+    """The size of a bucket at most, in MiB; 0 makes one bucket per parameter, null leaves torch's default."""
 
     bucket_caps_mb: tuple[Cap, ...] = Field(default=(), max_length=100_000)
-    """A cap for every bucket (MiB), in the order of readiness; the last one is for all that follow."""
+    """A cap for each bucket, in MiB, in the order in which gradients become ready; the last one is for all later
+    buckets."""
 
     wire: tuple[Wire | None, ...] = Field(default=(), max_length=100_000)
-    """What every bucket is sent as, ``{dtype, codec}`` or null for as it is; the last one is for all that follow. It
-    changes numerics, so only plans written by hand have it; what casting takes is not predicted."""
+    """What each bucket is sent as, null for unchanged; the last one is for all later buckets. It changes numerics, so
+    only plans written by hand have it; the time for casting is not predicted."""
 
     @model_validator(mode="after")
     def _one_kind_of_cap(self) -> Self:

@@ -20,7 +20,7 @@ from headway.strategies.plugin import InForce
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
     """The arguments of DistributedDataParallel that ``strategy`` decides, torch's defaults among them.
 
-    They are all there, so that a script's own bucket sizes never stay in force beside a plan: None is torch's default.
+    They are all there, so that a script's own bucket sizes never stay in force under a plan: None is torch's default.
     Raises UnsupportedError where this torch does not take a cap for every bucket and the strategy has them.
     """
     decided: dict[str, Any] = {"bucket_cap_mb": strategy.bucket_cap_mb}

@@ -34,5 +34,5 @@ class Asking:
         deadline = time.monotonic() + self._peers.timeout_s
         while not holds():
             if self._condition.failure is not None or self._condition.closed or time.monotonic() > deadline:
-                raise UnsupportedError("a rank did not come to the point that another asked it about")
+                raise UnsupportedError("a rank did not reach the point that another rank asked about")
             time.sleep(POLL_S)

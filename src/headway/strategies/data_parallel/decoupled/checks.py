@@ -34,13 +34,13 @@ def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
             )  # fmt: skip
         if isinstance(child, torch.jit.ScriptModule):
             raise UnsupportedError("TorchScript modules are not supported", got=where, fix="Use stock DDP.")
-    if getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-        raise UnsupportedError("parameters that DDP shall ignore are not supported", fix="Use stock DDP.")
+    if torch_private.ddp_ignores_some_of(module):
+        raise UnsupportedError(
+            "parameters that DDP is told to ignore are not supported", fix="Use stock DDP."
+        )
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
-        raise UserError(
-            "the model has no parameter that requires a gradient", fix="It needs no data parallelism."
-        )
+        raise UserError("the model has no parameter that requires a gradient", fix="Use it unwrapped.")
     device = trainable[0][1].device
     for name, parameter in module.named_parameters():
         if parameter.device.type not in DEVICE_TYPES:
@@ -93,7 +93,7 @@ def check_device_ids(device: torch.device, device_ids: Any, output_device: Any) 
             device.type != "cuda" or [torch_private.device_index(v) for v in values] != [device.index]
         ):
             raise UnsupportedError(
-                f"{what} names another device than the parameters'", got=f"{values}, parameters on {device}",
+                f"{what} names a device that the parameters are not on", got=f"{values}, parameters on {device}",
                 expected=f"{device.index}" if device.type == "cuda" else "None",
                 fix="Move the model to that device before wrapping it.",
             )  # fmt: skip
@@ -120,7 +120,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             "a parameter's dtype or layout is not supported", got=f"{name}, {parameter.dtype}, {parameter.layout}",
             expected="a dense tensor of a floating-point dtype", fix="Use stock DDP.",
         )  # fmt: skip
-    if hasattr(parameter, "_in_backward_optimizers"):
+    if torch_private.steps_in_backward(parameter):
         raise UnsupportedError(
             "an optimizer inside backward is not supported", got=name, fix="Use stock DDP."
         )
@@ -139,5 +139,9 @@ def trainable_now(module: nn.Module, compiled: Collection[int]) -> frozenset[int
                     "a module was compiled after it was wrapped", got=type(child).__name__,
                     fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
                 )  # fmt: skip
-            found.update(id(p) for p in child._parameters.values() if p is not None and p.requires_grad)
+            found.update(
+                id(p)
+                for p in torch_private.own_parameters(child).values()
+                if p is not None and p.requires_grad
+            )
     return frozenset(found)

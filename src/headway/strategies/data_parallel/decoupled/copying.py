@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from headway import torch_private
 from headway.strategies.data_parallel.decoupled.bucket import BucketView
 
 
@@ -16,7 +17,7 @@ def copy_views(targets: Sequence[tuple[torch.Tensor, BucketView]]) -> None:
     """
     whole = [(target, view.shaped) for target, view in targets if view.shaped is not None]
     if whole:
-        torch._foreach_copy_([t for t, _ in whole], [s for _, s in whole], non_blocking=True)
+        torch_private.foreach_copy([t for t, _ in whole], [s for _, s in whole], non_blocking=True)
     for target, view in targets:
         if view.shaped is None:
             flat_copy(target, view.start, view.flat)

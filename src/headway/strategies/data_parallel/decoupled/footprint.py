@@ -1,4 +1,4 @@
-"""What the decoupled all-reduce holds: buckets beside each rank's own gradients, and scratch of its rings.
+"""What the decoupled all-reduce holds: buckets apart from each rank's own gradients, and scratch of its rings.
 
 A rank's own gradients are there until the next forward needs their parameters. Where gradients are gathered, a bucket
 is updated when its own are gone, so that its update needs no more than they did. Where parameters are gathered, a rank

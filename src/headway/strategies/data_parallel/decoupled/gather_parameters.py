@@ -110,7 +110,7 @@ class GatherParameters:
         self._stepped_by = None
         for bucket, group in zip(self._layout.buckets, self._layout.group_at, strict=True):
             if group.in_flight and bucket.reduce is not None:
-                self._transport.wait(bucket.reduce)  # its buffer is about to be filled anew
+                self._transport.wait(bucket.reduce)  # its buffer is about to be refilled
             group.in_flight = False
         for state in self._layout.states:
             state.forget_reduced()
@@ -240,7 +240,7 @@ class GatherParameters:
                 step()
             shard.publish()
         if shard.on_host:  # elsewhere it has been launched and takes its time later
-            observer().update_beside(self._owner, shard.bucket.index, start_ns, time.monotonic_ns())
+            observer().background_update(self._owner, shard.bucket.index, start_ns, time.monotonic_ns())
 
     # Settling ---------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class GatherParameters:
     def settle_gradient(self, group: SettleGroup) -> None:
         """Write averages into ``.grad`` of every parameter.
 
-        Who looks at one gradient mostly looks at all, and one question a rank is quicker than many.
+        Who looks at one gradient mostly looks at all, and one question a rank is faster than many.
         """
         del group
         self.sharded_gradients.bring()

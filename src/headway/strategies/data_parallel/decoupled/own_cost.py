@@ -1,4 +1,4 @@
-"""What the decoupled runtime costs the thread that trains, beside what stock DDP costs it: measured on a small model.
+"""What the decoupled runtime costs the thread that trains, compared with stock DDP: measured on a small model.
 
 It is work in Python for each parameter: hooks that notice its use and its gradient, and putting its update off. It is
 counted in the thread's processor time, which waiting and other threads hardly change.

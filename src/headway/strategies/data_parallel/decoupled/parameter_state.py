@@ -14,6 +14,7 @@ from headway.strategies.data_parallel.decoupled.bucket import BucketView
 from headway.strategies.data_parallel.decoupled.copying import same_bits
 from headway.strategies.data_parallel.decoupled.holders import gradient_holders, unshared
 from headway.strategies.data_parallel.decoupled.phase import TRANSITIONS, Event, Phase
+from headway.torch_private import version_of
 
 _CURRENT = Phase.CURRENT
 _REDUCE, _STEP, _BRING = TRANSITIONS[Event.REDUCE], TRANSITIONS[Event.STEP], TRANSITIONS[Event.BRING]
@@ -103,7 +104,7 @@ class ParameterState:
         self.grad_referenced = gradient_holders(self.parameter) != unshared_holders
         self.taken = gradient = self.parameter.grad
         assert gradient is not None
-        self.taken_version = gradient._version
+        self.taken_version = version_of(gradient)
         return gradient
 
     def take_unused(self) -> torch.Tensor | None:
@@ -111,7 +112,7 @@ class ParameterState:
         self.grad_referenced = self.average_exposed  # else nobody has seen reduced what it holds
         self.taken = gradient = self.grad
         if gradient is not None:
-            self.taken_version = gradient._version
+            self.taken_version = version_of(gradient)
         return gradient
 
     def is_as_taken(self, scale: float) -> bool:
@@ -123,7 +124,7 @@ class ParameterState:
         local = self.grad
         if local is not self.taken:
             return False
-        if local is None or local._version == self.taken_version:
+        if local is None or version_of(local) == self.taken_version:
             return True
         flat = local.detach().reshape(-1)
         parts = ((flat[v.start : v.end] * scale, v.flat) for v in self.views)

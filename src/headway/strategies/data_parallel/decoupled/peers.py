@@ -154,7 +154,7 @@ class Peers:
         with suppress(Exception):  # the store may have gone down with its host
             if self._store.check([self._key]):
                 return str(self._store.get(self._key).decode())
-        failed = f"rank {self._names[self.rank]} failed of {own_fault}"
+        failed = f"rank {self._names[self.rank]} failed with {own_fault}"
         found = failed if own_fault else self._find_culprit()
         with suppress(Exception):
             return str(self._store.compare_set(self._key, "", found).decode())

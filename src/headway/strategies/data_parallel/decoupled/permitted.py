@@ -23,7 +23,7 @@ def permitted_forms(job: Job) -> tuple[Sequence[GatherMode], str]:
     kinds = {name: granularity_named(name) for name in job.optimizers.names}
     whole = [name for name, kind in kinds.items() if kind is UpdateGranularity.GLOBAL]
     if whole:
-        return (), f"{whole[0]} may look at all gradients at once, so decoupled plans are left out"
+        return (), f"{whole[0]} may read all gradients at once, so decoupled plans are left out"
     by_parameter = [name for name, kind in kinds.items() if kind is UpdateGranularity.PER_PARAMETER]
     if by_parameter:
         return ("gradients",), f"{by_parameter[0]} needs whole gradients, so no plan gathers parameters"

@@ -69,7 +69,7 @@ class Outcomes(dict[Phase, Phase]):
         self._event = event
 
     def __missing__(self, phase: Phase) -> Phase:
-        raise InternalError(f"{self._event.value}, in the phase {phase.name}, where that cannot happen")
+        raise InternalError(f"{self._event.value} in the phase {phase.name}, where that cannot happen")
 
 
 TRANSITIONS: dict[Event, Outcomes] = {

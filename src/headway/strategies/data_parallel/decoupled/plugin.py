@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.cluster import RUNTIME_COSTS, UPDATE_BESIDE, Cluster
+from headway.cluster import BACKGROUND_UPDATE, RUNTIME_COSTS, Cluster
 from headway.collectives.algorithms import ALL_GATHER
 from headway.job import Job
 from headway.planning.planner import plan
@@ -38,8 +38,8 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
 
         return Reactions(graph, job)
 
-    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
-        return footprint.footprint(job.model, schedule, job.world_size)
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
     def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
         """As many as the gathers', and the reduce-scatters' are no more."""
@@ -51,7 +51,7 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         return as_run(strategy, job)
 
     def without_own_costs(self, cluster: Cluster) -> Cluster:
-        own = (*RUNTIME_COSTS, UPDATE_BESIDE)
+        own = (*RUNTIME_COSTS, BACKGROUND_UPDATE)
         kept = {name: cost for name, cost in cluster.algorithms.items() if name not in own}
         return cluster.model_copy(update={"algorithms": kept, "decoupled_slowdown": None})
 

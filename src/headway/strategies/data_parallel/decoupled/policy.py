@@ -33,7 +33,8 @@ class DecoupledStrategy(Strategy):
     name: ClassVar[str] = "decoupled"
 
     bucket_cap_bytes: int = Field(default=DEFAULT_CAP_BYTES, gt=0)
-    """Where ``buckets`` is empty: the size of those that are cut from the order in which gradients become ready."""
+    """If ``buckets`` is empty: the size at most of buckets, which are filled in the order in which gradients become
+    ready."""
 
     gather: GatherMode = "parameters"
     """What is gathered: parameters, after each rank has updated its share of them, or gradients, after which every rank
@@ -43,23 +44,23 @@ class DecoupledStrategy(Strategy):
     """How many collectives are in flight at a time."""
 
     buckets: tuple[tuple[str, ...], ...] = ()
-    """The parameters of each bucket in the order of reduction, or parts of them as ``name[start:end]`` (elements)."""
+    """The parameters of each bucket, or parts of them as ``name[start:end]`` (elements), in the order of reduction."""
 
     gather_order: tuple[int, ...] = ()
-    """Indices of buckets in the order of the next forward; it follows from the model where it is empty."""
+    """Indices of buckets in the order in which they are gathered; if empty, the order in which forward needs them."""
 
     gathers_after: tuple[int, ...] = ()
-    """With gradients: gather number i may begin right behind reduce-scatter ``gathers_after[i]``, during backward. All
-    begin behind the last one where it is empty."""
+    """With ``gather: gradients``: gather number i may begin right after reduce-scatter ``gathers_after[i]``, during
+    backward. If empty, all begin after the last one."""
 
     reduce_scatter: AlgorithmName = "ring"
     """The algorithm of the first half on Gloo: ``ring``, Headway's own, or ``native``, the process group's."""
 
     all_gather: AlgorithmName = "ring"
-    """The algorithm of the second half, likewise."""
+    """The algorithm of the second half on Gloo, one of the same."""
 
     tune: bool = False
-    """Whether all this is only where training begins, and better schedules are looked for during its first steps."""
+    """Whether these options are only the starting point, and better ones are searched for during the first steps."""
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:

@@ -46,7 +46,7 @@ class MaterialiseHook:
         if not torch.is_grad_enabled() or torch_private.inside_transform():
             settlement.settle_values()
             return
-        for parameter in module._parameters.values():
+        for parameter in torch_private.own_parameters(module).values():
             if (
                 type(parameter) is deferred.DeferredParameter
                 and (guard := deferred.entry_of(parameter)) is not None

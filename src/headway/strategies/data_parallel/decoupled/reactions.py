@@ -59,7 +59,7 @@ class Reactions(InRecordedOrder):
         self._update_ns: dict[int, int] = defaultdict(int)
         self._taken: dict[int, int] = defaultdict(int)  # rank -> gradients taken since its latest launch
         self._update_overhead_ns = self._cost_ns(DEFERRED_UPDATE)
-        self._beside_overhead_ns = graph.cluster.update_beside_us * 1e3
+        self._background_overhead_ns = graph.cluster.background_update_us * 1e3
         self._step_call_ns = round(self._cost_ns(STEP_CALL))
         self._step_ns = round(self._cost_ns(RUNTIME_STEP) * len(job.model.parameters))
 
@@ -77,8 +77,8 @@ class Reactions(InRecordedOrder):
 
     def _materialise(self, cursor: RankCursor, unit: int) -> None:
         buckets = self._units[unit]
-        under_way = self._gathers[cursor.rank]
-        gathers = [under_way.pop(index) for index in buckets if index in under_way]
+        in_flight = self._gathers[cursor.rank]
+        gathers = [in_flight.pop(index) for index in buckets if index in in_flight]
         if not gathers:
             return
         for gather in gathers:
@@ -164,7 +164,7 @@ class Reactions(InRecordedOrder):
         )
 
     def backward_end(self, cursor: RankCursor) -> None:
-        """Nobody waits here; the next pass counts anew. Parameters without a gradient take part with zeros."""
+        """Nothing waits here; the next pass counts from 0. Parameters without a gradient take part with zeros."""
         for parameter in self._unused[cursor.rank]:
             self.ready(cursor, parameter)
         self._unused[cursor.rank].clear()
@@ -264,7 +264,7 @@ class Reactions(InRecordedOrder):
                     cursor,
                     round(
                         self._whole_ns(cursor.rank, [index]) / self._graph.world_size
-                        + self._beside_overhead_ns
+                        + self._background_overhead_ns
                     ),
                     bucket=index,
                     after=[*self._jobs.before(cursor), reduced[index], *uses],

@@ -221,7 +221,7 @@ class GradientReducer:
 
     def _converted(self, state: ParameterState) -> UnsupportedError:
         return self._condition.fail(
-            "a parameter changed its dtype or device after it was wrapped, perhaps to and fro", state.name,
+            "a parameter's dtype or device was changed after wrapping, even if changed back", state.name,
             "Convert the model before wrapping it; evaluate a converted copy of it.",
         )  # fmt: skip
 

@@ -42,8 +42,8 @@ class Settlement:
 
     def follow(self, layout: Layout, usage: Usage, make_form: MakeForm) -> None:
         """Settle what is of ``layout`` from now on, and answer for its parameters."""
-        # Asked for under the schedule before. Steps ask anew, at one point of the script on every rank; here, some
-        # ranks may have had inputs, and steps, that others had not.
+        # Requested under the previous schedule. Steps request it again, at one point of the script on every rank; here,
+        # some ranks may have had inputs, and steps, that others had not.
         self._change_form = self.needs_gradients = False
         self.layout, self.usage, self._make_form = layout, usage, make_form
         self.form = make_form(layout.schedule.gather)
@@ -121,7 +121,7 @@ class Settlement:
         self.condition.check_usable()
         raise UnsupportedError(
             f"the gradient of {state.name} was {what} during backward, while it is being reduced",
-            fix="Look at gradients after backward() has returned.",
+            fix="Read gradients after backward() has returned.",
         )
 
     @property

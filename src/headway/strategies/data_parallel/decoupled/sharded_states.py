@@ -178,15 +178,15 @@ class ShardedStates:
         state = self._states[number]
         if state.gone:
             raise UnsupportedError(
-                "an optimizer's state was looked at on one rank after others had dropped the optimizer and trained on",
-                fix="Look at the state on every rank, or keep the optimizer on every rank.",
+                "an optimizer's state was read on one rank after others had dropped the optimizer and trained on",
+                fix="Read the state on every rank, or keep the optimizer on every rank.",
             )
         self._asking.until(lambda: all(state.applied[index] >= count for index, count in asked))
         found = state.after(dict(asked))
         if found is None:
             raise UnsupportedError(
-                "an optimizer's state was looked at on one rank while the others stepped it again without a backward",
-                fix="Look at the state on every rank.",
+                "an optimizer's state was read on one rank while the others stepped it again without a backward",
+                fix="Read the state on every rank.",
             )
         described, tensors = pack([found.get(p.parameter) for s in self._shards for p in s.pieces])
         return {"states": described}, tensors

@@ -53,7 +53,7 @@ class WatchedState(defaultdict[Any, Any]):
         if self.lost:
             raise UnsupportedError(
                 "an optimizer's state is spread over ranks whose process group is gone",
-                fix="Call optimizer.state_dict() before that, on every rank, and load it into the optimizer behind it.",
+                fix="Call optimizer.state_dict() on every rank before destroying the group, and load it afterwards.",
             )
 
     def _settle(self) -> None:

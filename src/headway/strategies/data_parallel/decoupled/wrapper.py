@@ -256,7 +256,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         Raises UnsupportedError.
         """
         raise UnsupportedError(
-            "a decoupled model is not compiled as a whole", got="compile() of what wraps it",
+            "a decoupled model cannot be compiled as a whole", got="compile() of the wrapper",
             fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
         )  # fmt: skip
 

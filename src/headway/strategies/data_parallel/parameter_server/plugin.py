@@ -32,8 +32,8 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
 
         return Reactions(graph, job)
 
-    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
-        return footprint.footprint(job.model, schedule, job.world_size)
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
     def propose(self, job: Job) -> Proposal:
         """Keys of a few sizes, where a probe has measured servers.

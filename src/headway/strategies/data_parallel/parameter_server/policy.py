@@ -13,12 +13,12 @@ from headway.strategies.data_parallel.ddp.policy import Cap, DistributedDataPara
 
 
 class ParameterServerStrategy(Strategy):
-    """Every worker is a server too, and serves a share of every key: it adds up what is pushed to it."""
+    """Every worker is also a server for a share of every key, and adds up what is pushed to it."""
 
     name: ClassVar[str] = "parameter_server"
 
     bucket_cap_mb: Cap = 4.0
-    """How much a key takes at most (MiB); keys are buckets of DDP's."""
+    """The size of a key at most, in MiB; keys are DDP's buckets."""
 
     channels: int = Field(default=2, ge=1, le=8)
     """How many keys are in flight at a time."""

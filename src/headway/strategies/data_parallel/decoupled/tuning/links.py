@@ -27,7 +27,7 @@ LEAST_BYTE_S = 1e-12
 MEASURED_S = (
     0.1  # rings that follow each other without a pause: one would let shaped links save up for a burst
 )
-BUSY = 0.5  # from this share of CPU time on, rings are timed beside computation, as they run in training
+BUSY = 0.5  # from this share of CPU time on, rings are timed concurrently with computation, as they run in training
 HALVES = (REDUCE_SCATTER, ALL_GATHER)
 RINGS = tuple(Selection(RING, kind) for kind in HALVES)
 
@@ -40,7 +40,7 @@ def measure(
     busy: float = 0.0,
     update_overhead_ns: float = 0.0,
 ) -> Cluster:
-    """The cluster as a model of ``size_bytes`` sees it: latency, goodput, what rings cost and what might be quicker.
+    """The cluster as a model of ``size_bytes`` sees it: latency, goodput, what rings cost and what might be faster.
 
     Every rank calls it at the same point, with nothing in flight, and gets the same. Each rank counts as a host of its
     own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
@@ -77,7 +77,7 @@ def measure(
 def _natives(
     cluster: Cluster, timed: Callable[..., float], ring_s: float, least: int, large: int, count: int
 ) -> dict[str, AlgorithmCost]:
-    """The costs of the process group's own halves, where they start quicker than a ring, which takes ``ring_s``.
+    """The costs of the process group's own halves, where they start faster than a ring, which takes ``ring_s``.
 
     Others cannot win: no collective moves fewer bytes than a ring.
     """

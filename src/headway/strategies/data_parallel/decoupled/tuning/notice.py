@@ -17,7 +17,7 @@ class Watch(Protocol):
     def updated(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Training applied what was due for a bucket of ``owner``."""
 
-    def updated_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+    def updated_in_background(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """This rank's share of a bucket was updated on a channel's thread."""
 
 
@@ -71,8 +71,8 @@ class WaitObserver:
             watch.updated(owner, bucket, start_ns, end_ns)
         self.next.update(owner, bucket, start_ns, end_ns)
 
-    def update_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+    def background_update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """Tell both."""
         if (watch := self._watch()) is not None:
-            watch.updated_beside(owner, bucket, start_ns, end_ns)
-        self.next.update_beside(owner, bucket, start_ns, end_ns)
+            watch.updated_in_background(owner, bucket, start_ns, end_ns)
+        self.next.background_update(owner, bucket, start_ns, end_ns)

@@ -71,12 +71,12 @@ class PlannedProposer:
         self._told[candidate].append(measured_ms)
 
     def choose(self, trials: Sequence[Trial]) -> int:
-        """The quickest; see ``choose``."""
+        """The fastest; see ``choose``."""
         return choose(trials)
 
 
 def choose(trials: Sequence[Trial]) -> int:
-    """The quickest trial. Of those within ``TIE`` of it one that gathers parameters, then the better predicted."""
+    """The fastest trial. Of those within ``TIE`` of it one that gathers parameters, then the better predicted."""
     best_ms = min(trial.measured_ms for trial in trials)
 
     def preference(index: int) -> tuple[bool, float, float]:
@@ -88,7 +88,7 @@ def choose(trials: Sequence[Trial]) -> int:
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
-    """The two quickest, if their difference may be noise."""
+    """The two fastest, if their difference may be noise."""
     ranked = sorted(trials, key=lambda trial: trial.measured_ms)[:2]
     if len(ranked) < 2 or ranked[1].measured_ms > ranked[0].measured_ms * (1 + CLOSE):
         return []

@@ -82,7 +82,7 @@ class Proposer(Protocol):
     learns: bool
 
     def begin(self, setting: Setting) -> None:
-        """Tuning begins, or begins anew. Raises TuningEndedError where there is nothing to tune."""
+        """Tuning begins, or begins again. Raises TuningEndedError where there is nothing to tune."""
 
     def propose(self) -> Candidate | None:
         """What to try next, perhaps again; None when enough has been tried."""

@@ -150,7 +150,7 @@ class Tuner:
             self._begun_ns = self._clock.now_ns()
 
     def join_begins(self) -> None:
-        """Ranks take unequally many steps from here on; one may take none. What follows is counted anew."""
+        """From here on ranks may take different numbers of steps, or none. Counting starts again."""
         self._disturb()
         self._reductions = None
 
@@ -193,7 +193,7 @@ class Tuner:
 
     def _refuse_alone(self) -> None:
         if self._parts()[1].transport.world_size == 1:
-            raise TuningEndedError("a single worker communicates with nobody")
+            raise TuningEndedError("a single worker does not communicate")
 
     def _watch_steps(self) -> StepWatch:
         wrapped, engine = self._parts()

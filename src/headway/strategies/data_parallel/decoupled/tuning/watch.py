@@ -160,7 +160,7 @@ class StepWatch:
             self._out_ns += end_ns - start_ns
             self.updates[bucket].append(end_ns - start_ns)
 
-    def updated_beside(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
+    def updated_in_background(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         """A channel's thread updated this rank's share of a bucket."""
         if owner is self._engine():
             self.updates[bucket].append(end_ns - start_ns)

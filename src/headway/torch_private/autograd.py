@@ -1,0 +1,39 @@
+"""Where autograd is, and what it counts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """From inside a backward: call ``callback`` when its graph is done, before later-queued callbacks."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_backward() -> bool:
+    """Whether this thread is computing a node of a backward pass.
+
+    In an end-of-backward callback this is true exactly where that backward was nested in another one, as
+    reentrant activation checkpointing nests them.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is in progress, whose wrapped tensors nobody can tell from ordinary ones."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """A context in which writing to ``tensors`` does not invalidate graphs that saved them."""
+    autograd = cast(Any, torch.autograd)
+    return cast("AbstractContextManager[Any]", autograd._unsafe_preserve_version_counter(tuple(tensors)))
+
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor has been written in place, as autograd counts it."""

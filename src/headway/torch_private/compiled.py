@@ -1,0 +1,73 @@
+"""What torch.compile has made, and how it cuts graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of ``module`` itself run through torch.compile."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or is_compiled_copy(module)
+
+
+@contextmanager
+def compiled_in_parts(cap_bytes: int) -> Iterator[None]:
+    """While this lasts code is compiled as inside a DDP whose buckets take ``cap_bytes``: a graph for about as much.
+
+    The gradients of one graph are all there at its backward's end, so only between graphs can communication begin.
+    """
+    wrapper: Any = DistributedDataParallel
+    before = wrapper._active_ddp_module
+    wrapper._active_ddp_module = SimpleNamespace(bucket_bytes_cap=_least_part_bytes(cap_bytes))
+    try:
+        yield
+    finally:
+        wrapper._active_ddp_module = before
+
+
+def compile_in_parts_of(ddp: DistributedDataParallel, cap_bytes: int) -> None:
+    """Have what ``ddp`` calls compiled in parts of ``cap_bytes``, whatever its buckets are. It has made these."""
+    ddp.bucket_bytes_cap = _least_part_bytes(cap_bytes)
+
+
+def _least_part_bytes(cap_bytes: int) -> int:
+    """Code is compiled in no smaller parts than DDP's own first bucket: a smaller cap fails there."""
+    least_bytes: int = cast(Any, dist)._DEFAULT_FIRST_BUCKET_BYTES
+    return max(cap_bytes, least_bytes)
+
+
+def is_compiled_copy(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is what torch.compile has made of another one: its own hooks run outside of compiled code."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def compiled_from(module: Any) -> Any:
+    """The module that torch.compile has made ``module`` of; ``module`` itself where it has not."""
+    return module._orig_mod if is_compiled_copy(module) else module
+
+
+def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of ``root`` whose own hooks run outside of compiled code."""
+    if is_compiled(root):
+        return [root] if is_compiled_copy(root) else []
+    found = {id(root): root}
+    for child in root.children():
+        found |= {id(module): module for module in eager_modules(child)}
+    return list(found.values())
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has made code of anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"] or utils.counters["stats"])

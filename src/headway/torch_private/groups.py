@@ -1,0 +1,134 @@
+"""Process groups, their stores and their ends."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+_stores = cast(Any, dist)  # its stores are public, and missing from its annotations
+
+
+def process_group(boxed: Any) -> dist.ProcessGroup:
+    """A process group as operators are handed it."""
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group."""
+    return _get_default_store()
+
+
+def kept_in_a_file() -> bool:
+    """Whether the default group met in a file: its store's operations never end where the file's folder is gone."""
+    return dist.is_initialized() and isinstance(_without_prefixes(_get_default_store()), _stores.FileStore)
+
+
+def _without_prefixes(store: Any) -> Any:
+    while isinstance(store, _stores.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of ``group``, for tensors on the CPU where it takes them, or None where it cannot be learned."""
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):
+            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
+            return timeout
+    return None
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The lower-case name of the backend that ``group`` has for each type of device, such as "nccl" for "cuda"."""
+    config = torch.distributed.distributed_c10d.get_backend_config(group)
+    return dict(pair.split(":") for pair in config.split(","))
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name of ``group``, the same on all of its ranks."""
+    return str(group.group_name)
+
+
+def gloo_devices(group: dist.ProcessGroup) -> list[Any]:
+    """The network devices of ``group``, each with a thread that serves its connections; none without Gloo."""
+    with suppress(RuntimeError, AttributeError):
+        options: Any = group._get_backend(torch.device("cpu")).options
+        return list(options._devices)
+    return []
+
+
+def new_gloo_group(
+    ranks: list[int],
+    timeout: timedelta | None,
+    devices: Sequence[Any],
+    *,
+    local: bool,
+    description: str,
+) -> dist.ProcessGroup:
+    """A new group over Gloo for one collective at a time, on the ``devices`` of another group. Collective.
+
+    ``local`` says that only ``ranks`` make it, and not all ranks of the job.
+
+    ``new_group("gloo")`` gives each group a device with a thread that wakes a hundred times a second, and two threads
+    for collectives. So the group is made by a backend of our own, which is registered only meanwhile: others may look
+    at which backends there are.
+    """
+
+    def make(options: Any, _backend_options: Any) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        own = gloo._Options()
+        own._devices, own._threads, own._timeout = list(devices), 1, options.timeout
+        own.global_ranks_in_group, own.group_name = options.global_ranks_in_group, options.group_id
+        return gloo(options.store, options.group_rank, options.group_size, own)
+
+    dist.Backend.register_backend(_OWN_BACKEND, make, extended_api=True, devices=["cpu"])
+    try:
+        group = dist.new_group(
+            ranks, timeout, backend=_OWN_BACKEND, use_local_synchronization=local, group_desc=description
+        )
+    finally:
+        del dist.Backend._plugins[_OWN_BACKEND.upper()]
+        dist.Backend.backend_list.remove(_OWN_BACKEND)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+_OWN_BACKEND = "headway_gloo"
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Close the connections of ``group``, so that peers waiting on this rank fail rather than wait."""
+    with suppress(RuntimeError, AttributeError):
+        group.abort()
+
+
+def before_group_shutdown(callback: Callable[[dist.ProcessGroup], None]) -> None:
+    """Call ``callback`` with every process group just before it is shut down, from now on.
+
+    ``destroy_process_group`` shuts groups down through this method however a script imported it.
+    """
+    shutdown = dist.ProcessGroup.shutdown
+
+    @functools.wraps(shutdown)
+    def shutdown_after_callback(self: dist.ProcessGroup) -> None:
+        callback(self)
+        shutdown(self)
+
+    dist.ProcessGroup.shutdown = shutdown_after_callback  # type: ignore[method-assign]
+
+
+def let_gloo_finish() -> None:
+    """Give Gloo's threads a moment of the interpreter; to be called before a process group is destroyed.
+
+    torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
+    finished collective needs it: a group destroyed right after a collective can hang or abort.
+    """
+    time.sleep(0.2)

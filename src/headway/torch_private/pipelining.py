@@ -1,0 +1,227 @@
+"""The schedules of ``torch.distributed.pipelining``, and their stages, one micro-batch at a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_PLANNED = "_headway_planned"
+
+
+def pipeline_stage() -> Any:
+    """The class of the stages of ``torch.distributed.pipelining``, where this process has imported that, or None."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    return getattr(stages, "_PipelineStageBase", None)
+
+
+def is_stage(value: object) -> bool:
+    """Whether it is a stage of a pipeline."""
+    stage = pipeline_stage()
+    return stage is not None and isinstance(value, stage)
+
+
+def planned_of(stage: object) -> object | None:
+    """What was noted of a stage's plan (``PipelineSteps.note_plan``), if anything."""
+    return getattr(stage, _PLANNED, None)
+
+
+def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[], None]:
+    """Have ``take_over`` called at the first step of every schedule constructed from now on; returns what undoes that.
+
+    It is called where torch has split the batch, before anything is computed.
+    """
+    from torch.distributed.pipelining import schedules
+
+    undo: list[Callable[[], None]] = []
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        original = kind.__init__
+
+        def construct(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> None:
+            _original(self, *args, **kwargs)
+
+            def first(*given: Any, **named: Any) -> None:
+                del self._step_microbatches  # torch's own again, unless it is taken over
+                take_over(PipelineSteps(self))
+                self._step_microbatches(*given, **named)
+
+            self._step_microbatches = first
+
+        functools.update_wrapper(construct, original)
+        kind.__init__ = construct  # type: ignore[method-assign]
+        undo.append(functools.partial(setattr, kind, "__init__", original))
+
+    def undo_all() -> None:
+        for each in undo:
+            each()
+
+    return undo_all
+
+
+class PipelineSteps:
+    """One of torch's schedule objects on this rank, whose steps somebody else may carry out.
+
+    Splitting a batch into micro-batches, working out shapes, losses and outputs stay torch's.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+        own = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        self.stages: dict[int, Any] = {stage.stage_index: stage for stage in own}
+        self.stage_count: int = own[0].num_stages
+        self.rank: int = own[0].group_rank
+        self._torch_step = schedule._step_microbatches
+        self._signature = inspect.signature(self._torch_step)
+        single = hasattr(schedule, "_initialize_stage")
+        self._initialise = schedule._initialize_stage if single else schedule._initialize_stages
+        # Earlier torch has no use for targets.
+        self._initialise_takes = len(inspect.signature(self._initialise).parameters)
+
+    @property
+    def modules(self) -> dict[int, torch.nn.Module]:
+        """The stages' modules."""
+        return {index: stage.submod for index, stage in self.stages.items()}
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches a batch is split into."""
+        count: int = self._schedule._n_microbatches
+        return count
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step in progress has backwards."""
+        return all(stage.has_backward for stage in self.stages.values())
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of the pipeline's group that has each stage."""
+        places = next(iter(self.stages.values())).stage_index_to_group_rank
+        return tuple(places[stage] for stage in range(self.stage_count))
+
+    def note_plan(self, plan: object) -> None:
+        """Have ``planned_of`` the stages give ``plan``."""
+        for stage in self.stages.values():
+            setattr(stage, _PLANNED, plan)
+
+    def carry_out_by(self, step: Callable[[dict[str, Any]], None]) -> None:
+        """Have ``step`` carry out every step from now on: it is given what torch's own was, by name."""
+
+        def replaced(*args: Any, **kwargs: Any) -> None:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            step(bound.arguments)
+
+        self._schedule._step_microbatches = replaced
+
+    def as_torch_does(self, given: dict[str, Any]) -> None:
+        """Carry a step out in torch's own order."""
+        self._torch_step(**given)
+
+    def begin(self, given: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Check what a step is given and prepare the stages; returns each micro-batch's arguments, and keyword ones."""
+        schedule, targets = self._schedule, given["target_mbs"]
+        args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, given["losses"])
+        more = (None if targets is None else targets[0], given.get("loss_kwargs"))
+        self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
+        return args, kwargs
+
+    def end(self, given: dict[str, Any]) -> None:
+        """All micro-batches are through: hand out losses, and let data parallelism finish."""
+        schedule = self._schedule
+        schedule._update_losses(list(self.stages.values()), given["losses"])
+        if self.trains:
+            for stage in self.stages.values():
+                stage.perform_reduce_grad(schedule._n_microbatches if schedule.scale_grads else 1)
+
+    # One micro-batch ---------------------------------------------------------------------------------
+
+    def forward(self, stage: int, micro_batch: int, args: Any, kwargs: Any, given: dict[str, Any]) -> None:
+        """Compute a stage's forward, and the loss behind the last; hand the output to a next stage that is here."""
+        own = self.stages[stage]
+        output = own.forward_one_chunk(
+            micro_batch, args, kwargs, save_forward_output=given.get("return_outputs", True)
+        )
+        more = [given["loss_kwargs"]] if "loss_kwargs" in given else []
+        self._schedule._maybe_compute_loss(own, output, given["target_mbs"], micro_batch, *more)
+        if stage + 1 in self.stages:
+            self.stages[stage + 1].set_local_fwd_input(output, micro_batch)
+
+    def backward(self, stage: int, micro_batch: int, *, whole: bool, last: bool) -> None:
+        """Compute a stage's backward, or the gradients of its input alone; hand these to a stage before that is here.
+
+        ``last`` says that no gradient of a parameter of this stage comes after this one.
+        """
+        own = self.stages[stage]
+        own.backward_one_chunk(
+            micro_batch,
+            loss=self._schedule._maybe_get_loss(own, micro_batch),
+            full_backward=whole,
+            last_backward=last,
+        )
+        if stage - 1 in self.stages:
+            self.stages[stage - 1].set_local_bwd_input(own.get_local_bwd_output(micro_batch), micro_batch)
+
+    def backward_of_weights(self, stage: int, micro_batch: int, *, last: bool) -> None:
+        """Compute the gradients of a stage's parameters, whose inputs' were computed before."""
+        self.stages[stage].backward_weight_one_chunk(micro_batch, last_backward=last)
+
+    # Messages ----------------------------------------------------------------------------------------
+
+    def receive_buffers(self, stage: int, micro_batch: int, *, gradients: bool) -> ReceiveBuffers:
+        """The memory that a stage receives a micro-batch's activations into, or their gradients."""
+        own = self.stages[stage]
+        found = own.grad_recv_info if gradients else own.args_recv_info
+        return ReceiveBuffers([info for info in found[micro_batch] if hasattr(info, "buffer")])
+
+    def receives(self, stage: int, micro_batch: int, *, gradients: bool) -> list[Any]:
+        """What is to be received, as ``batch_isend_irecv`` takes it."""
+        own = self.stages[stage]
+        found: list[Any] = (own.get_bwd_recv_ops if gradients else own.get_fwd_recv_ops)(micro_batch)
+        return found
+
+    def sends(self, stage: int, micro_batch: int, *, gradients: bool) -> list[Any]:
+        """What is to be sent, likewise."""
+        own = self.stages[stage]
+        found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
+        return found
+
+
+class ReceiveBuffers:
+    """What one message is received into: torch allocates it for every micro-batch at once, and keeps it."""
+
+    def __init__(self, infos: Sequence[Any]) -> None:
+        self._infos = infos
+
+    def templates(self) -> list[torch.Tensor | None]:
+        """The like of each buffer, without its memory."""
+        return [
+            None if each.buffer is None else _like(each.buffer, torch.device("meta")) for each in self._infos
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return next(
+            (each.buffer.device for each in self._infos if each.buffer is not None), torch.device("cpu")
+        )
+
+    def allocate(self, templates: Sequence[torch.Tensor | None], device: torch.device) -> None:
+        """Give them memory."""
+        for info, like in zip(self._infos, templates, strict=True):
+            info.buffer = None if like is None else _like(like, device)
+
+    def release(self) -> None:
+        """Let go of the memory: who needs what was received holds it."""
+        for info in self._infos:
+            if info.buffer is not None:  # torch before 2.13 resets what it expects to be a tensor
+                info.buffer = _like(info.buffer, torch.device("meta"))
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Before 2.13 torch had its buffers require gradients itself.
+    return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)

@@ -1,0 +1,65 @@
+"""Tensors, their memory, and parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._utils import _get_device_index
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, as torch takes them apart."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of ``tensor``, plus a constant for the asking."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that there are: the same for all tensors that share it."""
+    key: int = storage._cdata
+    return key
+
+
+def device_index(device: Any) -> int:
+    """The index of a CUDA device given in any of the forms that DDP's ``device_ids`` takes."""
+    return int(_get_device_index(device, True))
+
+
+class StandsInForParameter(torch.nn.Parameter):
+    """What a parameter's class is changed to, in place, for a while. Never constructed: ``type(p)(...)`` is ordinary.
+
+    torch makes an ``nn.Parameter`` of a tensor of another class only where ``detach()`` keeps that class. So from the
+    first such class on whatever is constructed of one of these, or as one, is ordinary.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if torch.nn.Parameter.__new__ is not _new_ordinary:
+            torch.nn.Parameter.__new__ = _new_ordinary  # type: ignore[method-assign]
+
+
+_new_parameter: Any = torch.nn.Parameter.__new__
+
+
+def _new_ordinary(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    if issubclass(type(data), StandsInForParameter):
+        data = data.detach()
+    kind = torch.nn.Parameter if issubclass(cls, StandsInForParameter) else cls
+    return _new_parameter(kind, data, requires_grad)
+
+
+own_parameters: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter(
+    "_parameters"
+)
+"""The parameters that a module has itself, by name: None where one is not there, and one twice that has two names."""
+
+
+foreach_copy: Callable[..., None] = torch._foreach_copy_
+"""Copy a list of tensors into another, all at once."""
