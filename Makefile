@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH ?= 2.13.0
 
 # Tests mostly wait for each other's ranks, so there are more processes than cores; a file is run by one of them.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Values, graphs and what computes on them: no processes, and no files of other tools.
@@ -14,7 +14,7 @@ QUICK := tests/answers tests/collectives tests/graph tests/model_tables tests/ne
 	tests/plan tests/planning tests/prediction tests/replayer tests/scheduling tests/simulation tests/strategies tests/trace \
 	$(wildcard tests/test_*.py)
 
-# Where it is set, each of some thousand processes would compile every module anew.
+# Where it is set, each of some thousand processes would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup quick quick-tests test test-all test-with check lint types docs unit unit-all coverage demo clean

@@ -158,7 +158,7 @@ INTRODUCTION = (
     "How wrong clocks are after alignment, at most between the first and the last event of a job (us). Offsets of up "
     "to ±50 ms and drifts of up to ±50 ppm were injected, a clock a host. `ends apart` is the jitter of networks and "
     "hosts: the median over collectives of how long after its first member the last one ends, in true time (of "
-    "messages, how long they are under way). `uncertainty` is what Headway reports; `covered`, how often the error is "
+    "messages, how long they are in flight). `uncertainty` is what Headway reports; `covered`, how often the error is "
     "within it. `averages`: each host's mean difference of ends and no drift, as dPRO's release aligns. `unaligned`: "
     "as recorded. Synthetic jobs last 2 to 60 s on 2 to 16 hosts, with 150 us all-reduces of a loss and 2 and 6 ms "
     "ones of gradients; ends are late by a lognormal time, of 5 to 200 us in the median where nothing else is said, "

@@ -74,7 +74,7 @@ def report(
 def keep_case(
     name: str, rows: list[dict[str, Any]], cases: Sequence[str], words: str, page: Page = table_page
 ) -> None:
-    """Keep a case that was run in full beside the cases kept before, in the order of ``cases``.
+    """Keep a case that was run in full next to the cases kept before, in the order of ``cases``.
 
     For benchmarks whose cases take so long together that they are run one by one.
     """

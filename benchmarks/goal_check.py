@@ -4,7 +4,7 @@
 
 FOLDER holds `txt2bin` and `LogGOPSim`, built from ATLAHS (its sim/LogGOPSim, with re2c and gengetopt). The original
 LogGOPSim lets an operation of another processor begin when what it requires begins, not when that is done, and so is
-too quick for every graph in which communication runs beside computation. Each case is a published model, trained for
+too fast for every graph in which communication overlaps computation. Each case is a published model, trained for
 two steps by ranks that compute for times of their own, under plans of every strategy: once where messages take no time,
 where both must say the same, and once where links have a latency and a rate, for which both have models of their own.
 """

@@ -5,7 +5,7 @@
 Every case is a script of `strangers/` that knows nothing of Headway, started as its author starts it on two nodes.
 It is recorded, diagnosed, optimized from the recording alone, and run under the best plan and the best decoupled one,
 in turn with the job as it is. Jobs really compute. A case takes one to two minutes, and is kept as soon as it is done.
-Where HEADWAY_JOBS_FOLDER names a folder, runs are kept there too; cases that it holds are predicted anew from their
+Where HEADWAY_JOBS_FOLDER names a folder, runs are kept there too; cases that it holds are predicted again from their
 recordings, and run only for the rounds that are missing.
 """
 

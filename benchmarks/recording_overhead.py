@@ -47,7 +47,7 @@ def main() -> None:
         "the median of the blocks' median steps, `overhead` the median over pairs of neighbouring blocks of the "
         "ratio of their median steps, `spread` the quartiles of that, `interval` its 95 % (bootstrap); "
         "`overhead_of_means` is the same of mean steps, in which one interruption of the machine moves a block. "
-        "`memory watched` is the one step that a recording watches memory in, beside its two neighbours; "
+        "`memory watched` is the one step that a recording watches memory in, next to its two neighbours; "
         f"`of_a_recording` adds its cost to {RECORDED_STEPS} recorded steps. "
         "What the end of a recording costs once (clocks, writing Parquet) is not in it. "
         "Real computation on two workers, links shaped by the lab."

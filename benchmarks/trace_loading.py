@@ -1,12 +1,12 @@
-"""How fast Kineto files are loaded, beside HolisticTraceAnalysis on the same files.
+"""How fast Kineto files are loaded, compared with HolisticTraceAnalysis on the same files.
 
     python benchmarks/trace_loading.py [--quick] [--only CASE] [--json FILE]
 
 HolisticTraceAnalysis lives in an environment of its own, as it does not bear this one's pandas: HTA_PYTHON names its
-interpreter; TRACES names a folder with the files (by default ../shared/data/traces beside the repository). Both tools
+interpreter; TRACES names a folder with the files (by default ../shared/data/traces next to the repository). Both tools
 load the same folder in turn, several times, each time in a new process whose start and imports are not counted. Loading
 is everything between files on disk and a table of events per rank in memory; both may use both cores. What is kept
-differs, and is said beside the figures.
+differs, and is said with the figures.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def main() -> None:
     bases: dict[str, Row] = {}
     for row in rows:
         if row["class"] == "reproduction":
-            bases.setdefault(row["case"], row)  # the recorded run, then the same run anew
+            bases.setdefault(row["case"], row)  # the recorded run, then the same run again
     asked = [row for row in rows if row["class"] != "reproduction"]
     alone = [abs(_error(row, bases)) <= _width(row, bases, 0.0) for row in asked]
     print(

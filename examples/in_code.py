@@ -1,4 +1,4 @@
-"""Headway in code: record some steps of a job, choose a plan from them, go on training under it.
+"""Headway in code: record some steps of a job, choose a plan from them, continue training under it.
 
 torchrun --nproc-per-node 2 examples/in_code.py FOLDER
 """

@@ -1,4 +1,4 @@
-"""A training script as people write them: plain PyTorch and DDP, nothing of Headway.
+"""A typical training script: plain PyTorch and DDP, without Headway.
 
 torchrun --nproc-per-node 2 examples/train.py
 

@@ -18,11 +18,11 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headway")
 
-# Where it is set, each of some thousand processes would compile every module of Headway anew.
+# Where it is set, each of some thousand processes would compile every module of Headway again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-LABS = ("tests/behaviour/test_lab.py", "tests/behaviour/test_record_in_lab.py", "tests/lab/")
+LABS = ("tests/behaviour/lab/", "tests/behaviour/test_record_in_lab.py", "tests/lab/")
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]

@@ -68,7 +68,7 @@ def test_what_messages_take_is_read_off_between_measured_sizes() -> None:
     assert cost.at(1_000).message_cpu_us == 2
     assert cost.at(1_000).byte_factor == 1.5
     assert cost.crowded(2).at(10_000).message_us == 60
-    with pytest.raises(ValueError, match="order of sizes"):
+    with pytest.raises(ValueError, match="ascending order of size_bytes"):
         AlgorithmCost.model_validate({"by_size": sizes[::-1]})
 
 
@@ -82,7 +82,7 @@ def test_traffic_needs_hosts_and_leaves_with_them() -> None:
     assert busy.resized(3).traffic == (traffic,)
     assert busy.resized(1).traffic == ()
     for target in ("host0", "host9"):
-        with pytest.raises(ValueError, match=r"itself|not there"):
+        with pytest.raises(ValueError, match=r"itself|unknown host"):
             Cluster.model_validate(
                 {**cluster((1, 1)).model_dump(), "traffic": [{**traffic.model_dump(), "target": target}]}
             )
@@ -111,3 +111,11 @@ def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ClusterError) as caught:
         Cluster.load(tmp_path / "c.yaml")
     assert "\n" not in str(caught.value)
+
+
+def test_a_cost_under_its_earlier_name_is_read() -> None:
+    cost = {"overhead_us": 7.0}
+    hosts = [{"name": "a", "workers": 2, "up_gbps": 1.0, "down_gbps": 1.0}]
+    read = Cluster.model_validate({"hosts": hosts, "algorithms": {"update_beside": cost, "ring": cost}})
+    assert read.background_update_us == 7.0
+    assert set(read.algorithms) == {"background_update", "ring"}

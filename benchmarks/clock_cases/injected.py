@@ -87,7 +87,7 @@ def averaged(events: Mapping[int, Events], clock_of_rank: Mapping[int, str]) -> 
 
 
 def between_ends_us(events: Mapping[int, Events]) -> float:
-    """The median of how long after the first member the last one ends; of messages, how long they are under way."""
+    """The median of how long after the first member the last one ends; of messages, how long they are in flight."""
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
     for own in events.values():

@@ -40,7 +40,7 @@ class Loss(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm beside a shortcut."""
+    """Two convolutions with batch norm and a shortcut."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A priority scheduler after ByteScheduler (SOSP 2019): partitions, credit, front layers first.
 
 Gradients are cut into partitions that are all-reduced one by one; of those that are ready, the one of the frontmost
-layer goes next, as long as fewer bytes than the credit are under way. Rank 0 decides and tells the others, as
+layer goes next, as long as fewer bytes than the credit are in flight. Rank 0 decides and tells the others, as
 collectives must be issued in one order. A layer's next forward waits for its own partitions only.
 """
 
@@ -29,7 +29,7 @@ _FOREVER = timedelta(hours=12)  # followers wait in a receive while other method
 class _Partition:
     layer: int
     size_bytes: int
-    data: torch.Tensor | None = None  # set while ready or under way
+    data: torch.Tensor | None = None  # set while ready or in flight
 
 
 class ByteScheduler(Layered):
@@ -54,7 +54,7 @@ class ByteScheduler(Layered):
         self._left = [0] * len(self.layers)
         self._changed = threading.Condition()
         self._heap: list[tuple[int, int]] = []
-        self._under_way = 0.0
+        self._in_flight = 0.0
         self._stopping = False
         self._launched: SimpleQueue[tuple[_Partition, dist.Work] | None] = SimpleQueue()
         self._threads = [
@@ -121,18 +121,18 @@ class ByteScheduler(Layered):
             work.wait()
             with self._changed:
                 partition.data = None
-                self._under_way -= partition.size_bytes
+                self._in_flight -= partition.size_bytes
                 self._left[partition.layer] -= 1
                 self._changed.notify_all()
 
     def _choose(self) -> list[int] | None:
         """The partitions to launch next, which are announced; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or (self._heap and self._under_way < self._credit))
+            self._changed.wait_for(lambda: self._stopping or (self._heap and self._in_flight < self._credit))
             chosen: list[int] = []
-            while self._heap and self._under_way < self._credit and len(chosen) < _MOST_AT_ONCE:
+            while self._heap and self._in_flight < self._credit and len(chosen) < _MOST_AT_ONCE:
                 _, number = heapq.heappop(self._heap)
-                self._under_way += self._partitions[number].size_bytes
+                self._in_flight += self._partitions[number].size_bytes
                 chosen.append(number)
         count = len(chosen) if chosen else _STOP
         message = torch.tensor([count, *chosen] + [0] * (_MOST_AT_ONCE - len(chosen)))
@@ -150,5 +150,5 @@ class ByteScheduler(Layered):
             return None
         chosen = message[1 : count + 1].tolist()
         with self._changed:
-            self._under_way += sum(self._partitions[number].size_bytes for number in chosen)
+            self._in_flight += sum(self._partitions[number].size_bytes for number in chosen)
         return chosen

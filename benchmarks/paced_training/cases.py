@@ -10,7 +10,7 @@ from headway.models.table import FLOAT_BYTES, LayerTable
 
 IMITATED_WORKERS = 64
 TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets (measured, field notes on collectives)
-MOST_BYTES = 12e6  # of a scaled model: what eight ranks can move a step on two cores beside everything else
+MOST_BYTES = 12e6  # of a scaled model: what eight ranks can move a step on two cores besides everything else
 MOST_BYTES_PER_S = 60e6  # of one link, for the same reason
 WANTED_STEP_S = {4: 1.0, 8: 1.4}
 QUICK_STEP_S = 0.5
@@ -141,7 +141,7 @@ QUICK_CASES = ("resnet50-balanced-p4", "real-gpt-400mbit")
 
 
 def describe(case: PacedCase | RealCase, *, quick: bool) -> dict[str, object]:
-    """What is printed beside the numbers of ``case``."""
+    """What is printed with the numbers of ``case``."""
     if isinstance(case, RealCase):
         return {"paced": False, "rate_mbit": case.rate_mbit}
     return {"paced": True} | {k: v for k, v in asdict(case.plan(quick=quick)).items() if k != "model"}

@@ -62,7 +62,7 @@ class Ours(Trainer):
     def memory(self) -> Memory:
         """As counted before the first update: a later look at gradients would bring other ranks' shards.
 
-        The optimizer has no state then; what is held beside parameters is working memory.
+        The optimizer has no state then; what is held besides parameters is working memory.
         """
         parameter_bytes = 4 * sum(p.numel() for p in self.inner.parameters())
         return Memory(parameter_bytes, self._held_bytes - parameter_bytes, self.optimizer_bytes())

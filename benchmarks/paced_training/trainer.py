@@ -63,7 +63,7 @@ class Trainer:
                 yield parameter.grad
 
     def finish(self) -> None:
-        """Wait for everything under way."""
+        """Wait for everything in flight."""
 
     def values(self) -> torch.Tensor:
         """All parameters, whole, in one vector."""
@@ -71,7 +71,7 @@ class Trainer:
         return torch.cat([p.detach().flatten() for p in self.inner.parameters()])
 
     def buffer_bytes(self) -> int:
-        """Bytes of communication buffers beside parameters and gradients."""
+        """Bytes of communication buffers besides parameters and gradients."""
         return 0
 
     def optimizer_bytes(self) -> int:

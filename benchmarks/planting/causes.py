@@ -79,10 +79,10 @@ CAUSES: dict[str, Cause] = {
     ),
     "late launch": Cause(plant={"by_hand": True}, words=("launched late",)),
     "blocking collective": Cause(
-        plant={"blocking_numel": 500_000}, words=("on the spot", "all_reduce")
+        plant={"blocking_numel": 500_000}, words=("the program blocks on", "all_reduce")
     ),
     "moving imbalance": Cause(
-        plant={"moving_s": 0.04}, words=("different one each time",),
+        plant={"moving_s": 0.04}, words=("each time for a different one",),
         planted_ms=40.0 * (1 - 1 / RANKS),  # what the others wait; who works does not
     ),
     "clock skew": Cause(skewed={2: 40.0}, words=("clock of rank 2", "not slowness")),

@@ -1,7 +1,7 @@
 """Headway: see, predict and choose the communication of distributed training.
 
-The loop in code: ``record`` a job's steps, ``load_trace`` and ``diagnose`` them, ``replay`` what would change,
-``optimize``, and ``parallelize`` a model under the plan that was found. ``predict`` needs no recording.
+The loop in code: ``record`` a job's steps, ``load_trace`` and ``diagnose`` them, ``replay`` them under changes,
+``optimize``, and ``parallelize`` a model with the plan that was found. ``predict`` needs no recording.
 """
 
 from __future__ import annotations

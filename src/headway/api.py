@@ -32,12 +32,13 @@ __all__ = ["Optimized", "Replayed", "diagnose", "optimize", "predict", "replay",
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay says of a job, in ms a step.
+    """The result of a replay, in ms a step.
 
-    ``step_ms`` is what is expected of the live job, give or take ``uncertainty_ms`` (nine in ten); the recorded one
-    took ``recorded_ms``, of which replay makes ``reproduced_ms``. ``waiting_ms`` of it ranks do not compute in.
-    ``peak_bytes`` is the most memory that one rank holds, None where the trace names no parameters. ``notes`` say what
-    makes the answer worth less. ``trace`` is the replay in the form of a recording, to be diagnosed like one.
+    ``step_ms`` is the expected step of the live job, within ``uncertainty_ms`` in nine of ten cases. The recorded job
+    took ``recorded_ms``, which replay reproduces as ``reproduced_ms``. ``waiting_ms`` is the part of the replayed step
+    in which ranks do not compute. ``peak_bytes`` is the most memory that one rank holds, None if the trace names no
+    parameters. ``notes`` say what makes the answer less reliable. ``trace`` is the replay in the form of a recording,
+    which can be diagnosed like one.
     """
 
     step_ms: float
@@ -51,15 +52,15 @@ class Replayed:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the recorded job it is expected to be."""
+        """How many times as fast as the recorded job the live job is expected to be."""
         return self.recorded_ms / self.step_ms
 
 
 @dataclass(frozen=True)
 class Optimized:
-    """The best plan that was found, and all that were tried, best first.
+    """The best plan that was found, and all candidates that were replayed, best first.
 
-    No plan can have a step of less than ``bound_ms``. ``note`` says what was left out and why.
+    No candidate can have a step shorter than ``bound_ms``. ``note`` says what was left out and why.
     """
 
     plan: Plan
@@ -69,13 +70,14 @@ class Optimized:
 
 
 def diagnose(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis:
-    """Say where the steps of ``trace`` went, and what is to blame.
+    """Say where the time of the steps of ``trace`` went, and what is to blame.
 
-    Its ``verdict`` is one sentence, its ``findings`` have a cost each, and its breakdown adds up to the step. It says
-    what happened; what another plan or cluster would give, say ``replay`` and ``optimize``. ``cluster`` is what links
-    could do, where that was measured apart from the job.
+    The diagnosis has a ``verdict`` of one sentence, ``findings`` with a cost each, and a ``breakdown`` that adds up to
+    the step. It says what happened; ``replay`` and ``optimize`` say what another plan or cluster would give.
+    ``cluster`` has the rates of the links, if they were measured separately from the job.
 
-    Raises TraceError for a trace that cannot be read or whose ranks share no step, ClusterError for another cluster's.
+    Raises TraceError for a trace that cannot be read or whose ranks share no step, ClusterError for a cluster that does
+    not fit the trace.
     """
     return diagnose_trace(_loaded(trace), cluster)
 
@@ -87,18 +89,18 @@ def replay(
     what_if: Iterable[str] = (),
     cluster: Cluster | None = None,
 ) -> Replayed:
-    """Simulate the recorded steps again: as they were, under a ``plan``, and as they would be ``what_if``.
+    """Simulate the recorded steps: as they were, or under a ``plan`` and with changes (``what_if``).
 
     ``what_if`` are changes as on the command line: "bandwidth=2x", "workers=16", "compute:3=2x" (see docs/replay.md).
-    Links are those that the job measured of itself, or fitted from the trace, unless ``cluster`` is given. The further
-    an answer is from the recording (another strategy, cores that are shared by more), the larger its uncertainty.
+    Links are those that the job measured itself, or fitted from the trace, unless ``cluster`` is given. The further
+    an answer is from the recording (another strategy, cores shared by more ranks), the larger its uncertainty.
 
-    Raises TraceError for a trace that cannot be replayed, PlanError for a plan of another model, UnsupportedError for a
-    strategy that the recorded job does not permit, UserError for a what-if without meaning.
+    Raises TraceError for a trace that cannot be replayed, PlanError for a plan for another model, UnsupportedError for
+    a strategy that the recorded job does not permit, UserError for a what-if that cannot be read.
     """
     loaded = _loaded(trace)
     if isinstance(plan, Plan):
-        plan.check(loaded.model, loaded.world_size)
+        plan.check_recorded(loaded.model, loaded.stages, loaded.world_size)
     replayer = Replayer(loaded, cluster)
     asked, passes = (plan.strategy, plan.passes) if isinstance(plan, Plan) else (plan, ())
     played = replayer.replay(asked, WhatIf.parse(what_if), passes=passes)
@@ -121,9 +123,10 @@ def optimize(
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change what
-    is trained are not proposed. ``strategy`` asks for the best plan of one strategy by name. Takes seconds to minutes.
+    is trained are not proposed. With ``strategy``, the best plan of the strategy of this name is returned. Takes
+    seconds to minutes.
 
-    Raises TraceError for a trace that no plan can be laid over, UserError where there is no plan of ``strategy``.
+    Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found.
     """
     replayer = Replayer(_loaded(trace), cluster)
     found = search(replayer)
@@ -140,14 +143,15 @@ def predict(
     device: str | None = None,
     optimizer: str = "momentum",
 ) -> list[Prediction]:
-    """Predict the step of a model on a cluster, neither of which need be there: every strategy at every world size.
+    """Predict the step of a model on a cluster, neither of which need exist yet, for each strategy and world size.
 
-    ``model`` is one that ships ("resnet50"), a YAML file of layers or "package.module:function"; ``cluster`` a value or
-    the name of one that ships; ``workers`` the cluster's own number where none is given; ``device`` what computes, by
-    name, or "here" to time this machine. Computation is modelled or timed alone, so that answers are rougher than those
-    of ``replay``: their ``uncertainty_ms`` is not calibrated.
+    ``model`` is one that ships ("resnet50"), a YAML file of layers or "package.module:function". ``cluster`` is a
+    value, a file, or the name of one that ships. ``workers`` are the world sizes, by default the cluster's. ``device``
+    is what computes, by name, or "here" to time this machine's. Computation is modelled, or timed without
+    communication, so answers are rougher than those of ``replay``: their ``uncertainty_ms`` is not calibrated.
 
-    Raises UserError for what there is not, PlanError where a strategy does not fit the model.
+    Raises UserError for an unknown model, device or optimizer, ClusterError for an unknown cluster, PlanError if a
+    strategy does not fit the model.
     """
     known = cluster_named(cluster) if isinstance(cluster, str) else cluster
     workload = workload_named(model, device, optimizer)
@@ -157,13 +161,13 @@ def predict(
 
 
 def strategy(name: str, **options: Any) -> Strategy:
-    """The decision of the strategy ``name`` under ``options``, as a plan file holds them.
+    """The strategy ``name`` with ``options``, which are those of plan files.
 
-    "ddp" overlaps one all-reduce a bucket with backward. "decoupled" hides half of the communication under the next
-    forward, which pays where communication is longer than backward, and costs some work on each rank's cores.
-    "parameter_server" moves as many bytes in fewer, larger bursts. Others may be installed.
+    "ddp" overlaps one all-reduce per bucket with backward. "decoupled" hides half of the communication under the next
+    forward, which pays off if communication is longer than backward, and costs some work on each rank's cores.
+    "parameter_server" moves as many bytes in fewer, larger bursts. Other packages may add strategies.
 
-    Raises UserError for a name or an option that there is not.
+    Raises UserError for an unknown name or option.
     """
     if name not in registry.names():
         raise UserError("there is no such strategy", got=repr(name), expected=" or ".join(registry.names()))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headway import files
 from headway.errors import ClusterError
@@ -22,49 +23,68 @@ from headway.errors import ClusterError
 FORMAT: Literal[1] = 1
 MAX_WORLD_SIZE = 100_000
 
-# Costs beside those of collectives that a cluster may hold.
+# Costs besides those of collectives that a cluster may hold.
 DEFERRED_UPDATE = "deferred_update"  # what an optimizer's step costs by itself, paid once a bucket
-UPDATE_BESIDE = "update_beside"  # the same on a communication thread, which has to share cores with training
+BACKGROUND_UPDATE = (
+    "background_update"  # the same on a communication thread, which shares cores with training
+)
+EARLIER_BACKGROUND_UPDATE = "update_beside"  # as cluster files of earlier versions call it
 STEP_CALL = "step_call"  # what optimizer.step() costs its caller where the update happens elsewhere
-# What the decoupled runtime costs the main thread beside stock DDP: each parameter in a forward, a backward and a step,
-# and copying one MiB of parameters out of buckets.
+# What the decoupled runtime costs the main thread on top of stock DDP: each parameter in a forward, a backward and a
+# step, and copying one MiB of parameters out of buckets.
 RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP = "runtime_forward", "runtime_backward", "runtime_step"
 COPY_MIB = "copy_mib"
 RUNTIME_COSTS = (RUNTIME_FORWARD, RUNTIME_BACKWARD, RUNTIME_STEP, COPY_MIB)
-HOST_COSTS = (DEFERRED_UPDATE, UPDATE_BESIDE, STEP_CALL, *RUNTIME_COSTS)
+HOST_COSTS = (DEFERRED_UPDATE, BACKGROUND_UPDATE, STEP_CALL, *RUNTIME_COSTS)
 
 Rate = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to a quarter of an hour
 Share = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Moment = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
+_FROZEN = ConfigDict(frozen=True, extra="forbid")
+
 
 class Host(BaseModel):
     """One machine: its workers and the goodput of its link in each direction."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _FROZEN
 
     name: str = Field(min_length=1, max_length=200)
+    """Its name, which no other host has."""
+
     workers: int = Field(ge=1, le=4096)
+    """The number of workers on it."""
+
     up_gbps: Rate
+    """The rate of its link from the host, in Gbit/s."""
+
     down_gbps: Rate
+    """The rate of its link to the host, in Gbit/s."""
 
 
 class Traffic(BaseModel):
-    """What others send from the host ``source`` to the host ``target``: ``gbps`` of goodput, at most.
+    """What others send over the same links."""
 
-    It begins ``start_ms`` after the beginning of what is replayed, and goes on for good where ``end_ms`` is None. Its
-    ``connections`` share a link with the job's, so that something is left for both however much is asked for.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _FROZEN
 
     source: str
+    """The name of the host that it comes from."""
+
     target: str
+    """The name of the host that it goes to."""
+
     gbps: Rate
+    """Its goodput at most, in Gbit/s."""
+
     start_ms: Moment = 0.0
+    """When it begins, counted from the beginning of the replay."""
+
     end_ms: Moment | None = None
+    """When it ends; it lasts to the end of the replay where this is null."""
+
     connections: int = Field(default=4, ge=1, le=1000)
+    """The number of its connections. They share a link with the job's, so both always get a part of the rate."""
 
     @model_validator(mode="after")
     def _goes_somewhere(self) -> Traffic:
@@ -76,44 +96,55 @@ class Traffic(BaseModel):
 
 
 class MessageCost(BaseModel):
-    """What a message of ``size_bytes`` takes by an algorithm: ``AlgorithmCost.message_us`` and ``message_cpu_us``."""
+    """The cost of messages of one size."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _FROZEN
 
     size_bytes: int = Field(ge=1, le=10**12)
+    """The size of the message."""
+
     message_us: Latency
+    """As ``message_us`` of the algorithm, for this size."""
+
     message_cpu_us: Latency = 0.0
+    """As ``message_cpu_us`` of the algorithm, for this size."""
 
 
 class AlgorithmCost(BaseModel):
-    """What one collective algorithm costs beyond the ideal of its messages.
+    """What one collective algorithm costs beyond the ideal of its messages."""
 
-    ``overhead_us`` is paid once a collective (launching, waking and joining its workers), by one collective of a rank
-    at a time; ``byte_factor`` is how many times the ideal its bytes take. ``message_us`` is how long a message
-    takes, besides the latency of its link and its bytes, until it is added up and may be passed on; of that
-    ``message_cpu_us`` are work of the receiver's cores, one message at a time. Where both were measured at several
-    sizes, ``by_size`` has them, in the order of sizes (PLogP: Kielmann, Bal, Verstoep, 2000).
-    ``fit_error`` is by how much what was measured is off these costs, or may be as it varied, in the mean over time.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _FROZEN
 
     overhead_us: Latency = 0.0
+    """The time that each collective takes in addition (launching, waking and joining its workers), by one collective of
+    a rank at a time."""
+
     byte_factor: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    """How many times the ideal its bytes take."""
+
     message_us: Latency = 0.0
+    """The time that a message takes in addition to the latency of its link and its bytes, until it is added up and may
+    be passed on."""
+
     message_cpu_us: Latency = 0.0
+    """The part of ``message_us`` that is work of the receiver's cores, one message at a time."""
+
     by_size: tuple[MessageCost, ...] = Field(default=(), max_length=100)
+    """The costs of messages where they were measured at several sizes, in the order of sizes (PLogP: Kielmann, Bal,
+    Verstoep, 2000)."""
+
     fit_error: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    """By which share measurements deviate from these costs, or may deviate as they varied, averaged over time."""
 
     @model_validator(mode="after")
     def _sizes_grow(self) -> AlgorithmCost:
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
-            raise ValueError("by_size is not in the order of sizes")
+            raise ValueError("by_size is not in ascending order of size_bytes")
         return self
 
     def at(self, size_bytes: float) -> AlgorithmCost:
-        """The same for messages of one size: by the logarithm between two measured ones, beyond them the nearest."""
+        """The costs for messages of one size, interpolated by its logarithm; beyond the measured sizes the nearest."""
         if not self.by_size:
             return self
         place = bisect_right(self.by_size, size_bytes, key=lambda each: each.size_bytes)
@@ -131,7 +162,7 @@ class AlgorithmCost(BaseModel):
         )
 
     def crowded(self, times: float) -> AlgorithmCost:
-        """The same where so many times as many ranks share the cores, for which messages mostly wait."""
+        """The costs if ``times`` as many ranks share the cores, for which messages mostly wait."""
         return self.model_copy(
             update={
                 "message_us": self.message_us * times,
@@ -143,12 +174,15 @@ class AlgorithmCost(BaseModel):
 
 
 class PassSlowdown(BaseModel):
-    """How much longer a forward and a backward take for as long as collectives are in flight, as shares."""
+    """How much longer a forward and a backward take while collectives are in flight: 0.2 means a fifth longer."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _FROZEN
 
     forward: Share = 0.0
+    """The slowdown of forward."""
+
     backward: Share = 0.0
+    """The slowdown of backward."""
 
     def times(self, factor: float) -> PassSlowdown:
         """So many times as much."""
@@ -156,36 +190,63 @@ class PassSlowdown(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Hosts in rank order: the first ``hosts[0].workers`` ranks live on the first host, and so on.
+    """The hosts of a job and their links. A cluster file holds the same fields."""
 
-    ``compute_slowdown`` is how much longer computation takes while a collective is under way on the same cores (0.2
-    stands for a fifth longer). It is 0 for devices that compute by themselves.
-    ``decoupled_slowdown`` is that of passes under the decoupled all-reduce, which does more on these cores than its
-    collectives; None where it is not known apart.
-
-    ``library`` is whose collectives a process group's own are. ``sharing`` says how connections get on on a link:
-    "shared", all at once and each with a part of the rate, as TCP does, or "queued", one message of a host after
-    the other. ``shared_cores`` is how many cores all ranks share, where the hosts are one machine's. ``burst_bytes``
-    is what a link that was idle lets through at once, as one that a token bucket shapes. ``traffic`` is what others
-    send over the same links.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _FROZEN
 
     format: Literal[1] = FORMAT
+    """The version of this format."""
+
     hosts: tuple[Host, ...] = Field(min_length=1)
+    """The hosts in rank order: the first ``workers`` ranks are on the first host, and so on."""
+
     latency_us: Latency = 100.0
+    """The latency between two hosts."""
+
     local_gbps: Rate = 20.0
+    """The rate between two workers of one host, in Gbit/s."""
+
     local_latency_us: Latency = 30.0
+    """The latency between two workers of one host."""
+
     algorithms: dict[str, AlgorithmCost] = {}
+    """What collective algorithms, and optimizers on the hosts, cost, by name."""
+
     compute_slowdown: Share = 0.0
+    """How much longer computation takes while a collective is in flight on the same cores: 0.2 means a fifth longer. It
+    is 0 for devices that do not share their cores with communication."""
+
     decoupled_slowdown: PassSlowdown | None = None
+    """The slowdown of passes under the decoupled all-reduce, which does more on these cores than its collectives; null
+    where it was not measured."""
+
     library: Literal["gloo", "nccl"] = "gloo"
+    """The library that carries out a process group's own collectives."""
+
     sharing: Literal["shared", "queued"] = "shared"
+    """How connections use a link: ``shared``, all at once and each with a part of the rate, as with TCP, or ``queued``,
+    one message of a host after the other."""
+
     shared_cores: int | None = Field(default=None, ge=1, le=100_000)
+    """The number of cores that all ranks share, if all hosts are on one machine."""
+
     burst_bytes: int = Field(default=0, ge=0, le=10**9)
+    """How much a link that was idle lets through at once, as a token bucket does."""
+
     traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)
+    """What others send over the same links."""
+
     source: str = "written by hand"
+    """Where all of this comes from."""
+
+    @field_validator("algorithms", mode="before")
+    @classmethod
+    def _earlier_names(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or EARLIER_BACKGROUND_UPDATE not in given:
+            return given
+        return {
+            (BACKGROUND_UPDATE if name == EARLIER_BACKGROUND_UPDATE else name): given[name] for name in given
+        }
 
     @model_validator(mode="after")
     def _fits_together(self) -> Cluster:
@@ -196,7 +257,7 @@ class Cluster(BaseModel):
         known = {host.name for host in self.hosts}
         for name in (name for each in self.traffic for name in (each.source, each.target)):
             if name not in known:
-                raise ValueError(f"traffic names a host that is not there: {name!r}")
+                raise ValueError(f"traffic names an unknown host: {name!r}")
         return self
 
     @property
@@ -206,27 +267,27 @@ class Cluster(BaseModel):
 
     @property
     def host_of_rank(self) -> tuple[int, ...]:
-        """For each rank, the index of its host."""
+        """The index of each rank's host."""
         return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.workers))
 
     @property
     def crowding(self) -> float:
-        """How many ranks there are for a core that they share; 1 where each has cores of its own."""
+        """The number of ranks per core that they share; 1 if each rank has cores of its own."""
         return 1.0 if self.shared_cores is None else max(1.0, self.world_size / self.shared_cores)
 
     def cost_of(self, algorithm: str) -> AlgorithmCost:
-        """The measured cost of ``algorithm``, or the ideal where nobody measured it."""
+        """The measured cost of ``algorithm``, or the ideal if it was not measured."""
         return self.algorithms.get(algorithm, AlgorithmCost())
 
     @property
-    def update_beside_us(self) -> float:
-        """What an update on a communication thread costs by itself: what was measured there, or else elsewhere."""
-        return self.algorithms.get(UPDATE_BESIDE, self.cost_of(DEFERRED_UPDATE)).overhead_us
+    def background_update_us(self) -> float:
+        """The overhead of an update on a communication thread: as measured there, otherwise as measured elsewhere."""
+        return self.algorithms.get(BACKGROUND_UPDATE, self.cost_of(DEFERRED_UPDATE)).overhead_us
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, host: float = 1.0) -> Cluster:
         """The same cluster with every rate and latency multiplied, between hosts and inside them.
 
-        ``host`` multiplies what optimizers cost the hosts beside their arithmetic.
+        ``host`` multiplies what optimizers cost the hosts besides their arithmetic.
         """
         own = {
             name: cost.model_copy(update={"overhead_us": cost.overhead_us * host})
@@ -254,8 +315,8 @@ class Cluster(BaseModel):
     def resized(self, world_size: int, workers_a_host: int | None = None) -> Cluster:
         """A cluster of ``world_size`` workers: the hosts repeat in order, the last one may be partly used.
 
-        Each has as many workers as it had, or ``workers_a_host``. Where all share the cores of one machine, more of
-        them get less of it each.
+        Each has as many workers as it had, or ``workers_a_host``. If all share the cores of one machine, the more
+        workers, the less each gets of them.
         """
         hosts: list[Host] = []
         missing = world_size
@@ -278,12 +339,12 @@ class Cluster(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read a cluster file. Raises ClusterError where it is missing, damaged or does not validate."""
+        """Read a cluster file. Raises ClusterError if it is missing, damaged or invalid."""
         what = f"cluster file {path}"
         return files.parse_yaml(
             files.read_text(Path(path), ClusterError, "cluster file"), cls, ClusterError, what
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster as YAML, whole or not at all."""
+        """Write the cluster as YAML: the complete file or none."""
         files.write_text(Path(path), files.dump_yaml(self.model_dump(mode="json")), ClusterError)

@@ -3,7 +3,7 @@
     HeadwayError                  anything Headway reports on purpose
     ├── UserError (ValueError)    the input is at fault; the command line exits with 2
     │   ├── UnitError             a rate, size, duration or factor that cannot be read
-    │   ├── TraceError            a trace that is missing, damaged, foreign or incomplete
+    │   ├── TraceError            a trace that is missing, damaged, incomplete or not Headway's
     │   ├── PlanError             a plan that is damaged or does not fit the job
     │   ├── ClusterError          a cluster that is damaged or does not fit the job
     │   ├── LabError              a lab that cannot be built as asked
@@ -11,7 +11,7 @@
     │   ├── LaunchError           a command that could not be recorded or run
     │   └── UnsupportedError      a use that would be wrong under this strategy, and is refused
     ├── CommunicationError        a peer failed or fell silent while training
-    └── InternalError             what goes on beside training failed, and no peer is at fault
+    └── InternalError             what runs concurrently with training failed, and no peer is at fault
     HeadwayWarning                something was ignored or assumed
 
 Every message says what is wrong, what was got, what was expected and how to mend it, on one line.
@@ -42,7 +42,7 @@ class UnitError(UserError):
 
 
 class TraceError(UserError):
-    """A trace is missing, damaged, foreign or incomplete."""
+    """A trace is missing, damaged, incomplete or not Headway's."""
 
 
 class PlanError(UserError):
@@ -74,7 +74,7 @@ class CommunicationError(HeadwayError, RuntimeError):
 
 
 class InternalError(HeadwayError, RuntimeError):
-    """What goes on beside training failed on this rank, and no peer is at fault."""
+    """What runs concurrently with training failed on this rank, and no peer is at fault."""
 
 
 class HeadwayWarning(UserWarning):

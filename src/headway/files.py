@@ -67,7 +67,7 @@ def write_text(path: Path, text: str, error: type[UserError] = UserError) -> Non
 
 @contextmanager
 def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[IO[bytes]]:
-    """Yield a file beside ``path`` that takes its name only when the block ends well: readers see no half of it."""
+    """Yield a file next to ``path`` that takes its name only when the block ends well: readers see no half of it."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -86,21 +86,21 @@ def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterat
 
 @contextmanager
 def folder_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[Path]:
-    """Yield a folder beside ``path`` that takes its name only when the block ends well."""
+    """Yield a folder next to ``path`` that takes its name only when the block ends well."""
     check_absent(path, error)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     except OSError as failure:
         raise error(
             f"{path} cannot be written", got=failure.strerror, fix="Check the folder and its rights."
         ) from None
     try:
-        yield beside
-        beside.chmod(0o755)
-        beside.replace(path)
+        yield unfinished
+        unfinished.chmod(0o755)
+        unfinished.replace(path)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
@@ -126,7 +126,10 @@ def check_absent(path: Path, error: type[UserError] = UserError) -> None:
         ) from None
     if taken:
         raise error(
-            "the output exists already", got=path, expected="a new name", fix="Choose another, or remove it."
+            "the output exists already",
+            got=path,
+            expected="a new name",
+            fix="Choose another name, or remove it.",
         )
 
 
@@ -171,7 +174,7 @@ def _values_of(node: Any, known: dict[int, int]) -> int:
     """How many values a node stands for. Raises _RefusedError where they are too many, or keys stand twice."""
     if isinstance(node, yaml.ScalarNode):
         if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise _RefusedError(f"has half a character at line {node.start_mark.line + 1}")
+            raise _RefusedError(f"has an invalid character at line {node.start_mark.line + 1}")
         return 1
     values = known.get(id(node))
     if values is None:

@@ -13,7 +13,7 @@ from headway.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUse:
-    """The optimizers of a job, by the names of their classes, and how many of them step behind one backward."""
+    """The optimizers of a job, by the names of their classes, and how many of them step after one backward."""
 
     names: tuple[str, ...] = ()
     steps_a_backward: float = 1
@@ -23,10 +23,11 @@ class OptimizerUse:
 class Job:
     """One distributed training job, as far as it is known.
 
-    ``stages`` are the models of its pipeline's stages, a single one where the model is not cut. ``cluster`` is None
-    where only decisions are asked for, and ``computation`` where nothing was recorded or predicted: a live job knows
-    its model and its ``world_size``. ``refusals`` says, by the names of strategies, why its model cannot be trained
-    under them. ``has_parameters`` is False where ``stages`` stand for recorded buckets of unknown parameters.
+    ``stages`` are the models of its pipeline's stages, a single one if the model is not split. ``cluster`` is None
+    if only decisions are needed, and ``computation`` if nothing was recorded or predicted: a live job knows
+    its model and its ``world_size``. ``refusals`` says, by the name of a strategy, why its model cannot be trained
+    under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
+    ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch.
     """
 
     stages: tuple[ModelSpec, ...]
@@ -36,9 +37,11 @@ class Job:
     optimizers: OptimizerUse = OptimizerUse()
     refusals: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     has_parameters: bool = True
+    boundary_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.cluster is None or self.cluster.world_size == self.world_size
+        assert len(self.boundary_bytes) == len(self.stages) - 1
 
     @classmethod
     def of(cls, model: ModelSpec, world_size: int = 1) -> Job:

@@ -54,13 +54,14 @@ class ParameterSpec(BaseModel):
 
 
 class PassMemory(BaseModel):
-    """What a rank holds during forward and backward besides parameters, buffers, optimizer state and gradients.
+    """What a rank holds during forward and backward in addition to parameters, buffers, optimizer state and gradients.
 
-    The most during forward; the most until each gradient in turn is complete, from forward's end or the gradient
-    before on; the most from the last gradient until the update; and what the update of all parameters needs
-    besides. ``gradients_apart`` says that gradients have memory of their own, beside that of DDP's buckets, and
-    ``gradients_kept`` that those of the step before are still there during forward, ``gradients_accumulate`` that a
-    step has several passes, in all but the first of which all gradients are there.
+    ``forward_bytes`` is the most during forward; ``backward`` has, for each gradient in the order of readiness, the
+    most from the previous gradient (or the end of forward) until it is complete; ``after_bytes`` is the most from the
+    last gradient until the update; ``update_bytes`` is what the update of all parameters needs in addition.
+    ``gradients_apart`` says that gradients have memory of their own, in addition to DDP's buckets, ``gradients_kept``
+    that those of the previous step still exist during forward, ``gradients_accumulate`` that a step has several
+    passes, in all but the first of which all gradients exist.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,9 +80,9 @@ class ModelSpec(BaseModel):
 
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
-    Both are empty where nothing was recorded. ``activation_bytes`` is what forward leaves for backward, about;
-    ``pass_memory`` says more, where it was watched. ``find_unused_parameters`` says that the model is wrapped with that
-    option of DDP: a backward may leave parameters without a gradient, and ranks tell each other which.
+    Both are empty if nothing was recorded. ``activation_bytes`` is about what forward keeps for backward;
+    ``pass_memory`` has more detail, if it was watched. ``find_unused_parameters`` says that the model is wrapped with
+    that option of DDP: a backward may leave parameters without a gradient, and ranks tell each other which.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,7 +101,7 @@ class ModelSpec(BaseModel):
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
             (twice, _), *_ = Counter(names).most_common(1)
-            raise ValueError(f"parameter {twice!r} stands twice")
+            raise ValueError(f"parameter {twice!r} is listed twice")
         return self
 
     @cached_property
@@ -115,7 +116,7 @@ class ModelSpec(BaseModel):
 
     @property
     def uses_bytes(self) -> int:
-        """What ranks tell each other of which parameters a backward used: a number of 4 bytes a parameter."""
+        """The size of what ranks tell each other about which parameters a backward used: 4 bytes per parameter."""
         return 4 * len(self.parameters)
 
     @property

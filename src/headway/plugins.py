@@ -27,7 +27,7 @@ def brought(
         )
         if entry.name in known or entry.name in seen:
             raise PluginError(
-                f"{what} is there twice", got=entry.value, expected="names that differ", fix=fix
+                f"{what} is registered twice", got=entry.value, expected="a name of its own", fix=fix
             )
         seen.add(entry.name)
         try:

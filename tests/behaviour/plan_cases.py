@@ -171,7 +171,7 @@ def sent_as(rank: int, world_size: int) -> Any:
     strategy = DistributedDataParallelStrategy(bucket_cap_mb=1e-5, wire=(None, Wire("bfloat16")))
     inner = model()
     wrapped: Any = parallelize(inner, _sgd(inner), plan(strategy, world_size))
-    for _ in range(3):  # DDP makes its buckets anew after the first, and tells of them in the third
+    for _ in range(3):  # DDP rebuilds its buckets after the first, and reports them in the third
         wrapped.zero_grad()
         _loss(wrapped, rank).backward()
     buckets = description.strategy_in_force(wrapped)[1].buckets

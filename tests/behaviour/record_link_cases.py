@@ -64,7 +64,7 @@ def layers() -> nn.Sequential:
 
 
 def decoupled(group: dist.ProcessGroup | None = None) -> DecoupledDataParallel:
-    """Five buckets, of which two are under way at a time."""
+    """Five buckets, of which two are in flight at a time."""
     wrapped = DecoupledDataParallel(layers(), bucket_cap_mb=0.1, process_group=group)
     assert len(wrapped.schedule.buckets) == 5
     assert wrapped.schedule.channels == 2

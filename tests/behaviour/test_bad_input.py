@@ -126,7 +126,7 @@ def test_the_demo_follows_links_and_never_removes_through_them(tmp_path: Path) -
     assert [path.name for path in folder.iterdir()] == [".headway-demo"]
     assert (elsewhere / "thesis.txt").exists()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert "link to nothing" in refused(tmp_path, "demo", "-o", tmp_path / "dangling")
+    assert "broken link" in refused(tmp_path, "demo", "-o", tmp_path / "dangling")
 
 
 def test_a_probe_outside_a_job_or_without_a_place_to_write(
@@ -161,5 +161,5 @@ def test_a_probe_whose_peer_dies_says_so_on_one_line(tmp_path: Path) -> None:
                 peer.kill()
         assert first.wait(60) == 1
     assert "Traceback" not in said
-    assert last_line(said).startswith("headway: the probe was given up")
+    assert last_line(said).startswith("headway: the probe was aborted")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Compiled models are recorded without being compiled anew, and train alike under the decoupled all-reduce."""
+"""Compiled models are recorded without being recompiled, and train alike under the decoupled all-reduce."""
 
 from __future__ import annotations
 

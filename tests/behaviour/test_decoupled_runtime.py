@@ -11,6 +11,7 @@ from tests import workers
 from headway.rpc import trusted
 
 CASES = "tests.behaviour.decoupled_runtime_cases"
+ENDINGS = "tests.behaviour.decoupled_ending_cases"
 
 pytestmark = pytest.mark.processes
 
@@ -21,19 +22,19 @@ def test_gathers_happen_under_the_next_forward() -> None:
         assert result["all_deferred"]
         assert result["switch_interval_s"] <= 1e-4
         inside_step = False
-        waits_in_forward = updates = beside = 0
+        waits_in_forward = updates = in_background = 0
         for kind, name, _bucket in result["events"]:
             if kind == "mark":
                 inside_step = name == "step begins"
-            elif kind == "update beside":
-                beside += 1
+            elif kind == "background update":
+                in_background += 1
             elif inside_step:
                 assert kind == "done", f"{kind} of {name} inside step()"
             else:
                 waits_in_forward += kind == "wait" and name == "all_gather"
                 updates += kind == "update"
         assert updates == 2 * 8  # every bucket once a step
-        assert beside == (2 * 8 if result["gather"] == "parameters" else 0)
+        assert in_background == (2 * 8 if result["gather"] == "parameters" else 0)
     # Rank 1 had not begun its backward when rank 0 was in its next forward, which had to wait for gathers.
     assert any(kind == "wait" and name == "all_gather" for kind, name, _ in results[0]["events"])
     assert sorted(results[0]["sequences"]) == sorted(results[1]["sequences"])
@@ -46,21 +47,21 @@ def test_a_reader_on_one_rank_needs_nothing_of_the_others() -> None:
 
 
 def test_destroying_the_group_finishes_the_work() -> None:
-    results = workers.run(2, f"{CASES}:destroyed_with_work_under_way")
+    results = workers.run(2, f"{ENDINGS}:destroyed_with_work_in_flight")
     assert results[0] == results[1]
     assert results[0]["interval_restored"]
     assert "process group" in results[0]["refused"]
 
 
 def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
-    results = workers.run(2, f"{CASES}:collected")
+    results = workers.run(2, f"{ENDINGS}:collected")
     assert results[0] == results[1]
     assert results[0]["threads"] == 0
     assert results[0]["peers"] == 1  # the last one's: another rank may still have a question
 
 
 def test_a_sharded_state_outlives_its_wrapped_model() -> None:
-    results = workers.run(3, f"{CASES}:state_outlives_its_wrapper")
+    results = workers.run(3, f"{ENDINGS}:state_outlives_its_wrapper")
     assert results[0]["ours looked"] == pytest.approx(results[0]["stock looked"], rel=1e-12)
     for result in results:
         for ours, stock in zip(result["ours"], result["stock"], strict=True):
@@ -68,12 +69,12 @@ def test_a_sharded_state_outlives_its_wrapped_model() -> None:
 
 
 def test_a_model_that_went_out_of_use_on_one_rank_does_not_hold_up_the_others() -> None:
-    results = workers.run(3, f"{CASES}:collected_on_one_rank", timeout_s=40)
+    results = workers.run(3, f"{ENDINGS}:collected_on_one_rank", timeout_s=40)
     assert results[0] == results[1] == results[2]
 
 
 def test_a_forked_process_refuses_to_wait() -> None:
-    assert workers.run(2, f"{CASES}:forked", timeout_s=40) == [[4, 3], [4, 3]]
+    assert workers.run(2, f"{ENDINGS}:forked", timeout_s=40) == [[4, 3], [4, 3]]
 
 
 def test_a_group_of_some_ranks() -> None:
@@ -82,36 +83,36 @@ def test_a_group_of_some_ranks() -> None:
 
 
 def test_a_rank_that_ends_early_still_does_its_part() -> None:
-    for worker in workers.launch(2, f"{CASES}:leaves_without_a_word", timeout_s=40):
+    for worker in workers.launch(2, f"{ENDINGS}:leaves_without_a_word", timeout_s=40):
         assert worker.status == 0, worker.output
 
 
 @pytest.mark.parametrize("how", ["the script exits", "the script returns", "the model is kept"])
 def test_a_rank_that_ends_early_answers_one_that_saves(how: str) -> None:
-    for worker in workers.launch(2, f"{CASES}:ends_while_another_saves", how, timeout_s=40):
+    for worker in workers.launch(2, f"{ENDINGS}:ends_while_another_saves", how, timeout_s=40):
         assert worker.status == 0, worker.output
 
 
 def test_an_exception_on_one_rank_ends_all() -> None:
-    first, second = workers.launch(2, f"{CASES}:raises", timeout_s=40, group_timeout_s=10)
+    first, second = workers.launch(2, f"{ENDINGS}:raises", timeout_s=40, group_timeout_s=10)
     assert "a fault of the script" in second.output
     assert first.status != 0
     assert "CommunicationError: rank 0" in first.output
 
 
 def test_an_update_that_fails_is_not_called_a_lost_connection() -> None:
-    peer, failed = workers.run(2, f"{CASES}:an_update_fails", timeout_s=60, group_timeout_s=20)
+    peer, failed = workers.run(2, f"{ENDINGS}:an_update_fails", timeout_s=60, group_timeout_s=20)
     assert (failed["error"], failed["cause"]) == ("InternalError", "TypeError")
-    assert re.match(r"rank 1: the all_gather of bucket .* internal error .* TypeError: ", failed["message"])
+    assert re.match(r"rank 1: the all_gather of bucket .* internal error, .* TypeError: ", failed["message"])
     assert peer["error"] == "CommunicationError"
-    assert "rank 1 failed of an internal error, TypeError" in peer["message"]
+    assert "rank 1 failed with an internal error, TypeError" in peer["message"]
     for found in (peer, failed):
         assert set(found["parsing"]) == {"MainThread"}, "two threads that parse at once fail at times"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_killed_peer_is_reported(world_size: int) -> None:
-    ended = workers.launch(world_size, f"{CASES}:killed", timeout_s=40, group_timeout_s=10)
+    ended = workers.launch(world_size, f"{ENDINGS}:killed", timeout_s=40, group_timeout_s=10)
     assert ended[1].status == -signal.SIGKILL
     for worker in ended:
         if worker.rank != 1:

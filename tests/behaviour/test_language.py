@@ -21,7 +21,7 @@ LIMIT_S = 180
 
 
 def recorded(folder: Path, script: str, *options: object) -> Trace:
-    """Record ``script`` into ``folder``, with its losses beside the trace."""
+    """Record ``script`` into ``folder``, with its losses next to the trace."""
     job = torchrun(script, *options, "--losses", folder / "stock.json")
     done = headway("record", "-o", folder / "trace", "--steps", "3:8", "--", *job, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stderr

@@ -181,7 +181,7 @@ def test_a_plan_for_another_model_ends_the_run_with_one_line_and_status_2(
     [
         ("crash", "the command failed with status 1 before anything was recorded"),
         ("never-step", "0 optimizer steps"),
-        ("no-group", "none of whose ranks initialised a process group"),
+        ("no-group", "of which no process initialised a process group"),
     ],
 )
 def test_a_job_that_gives_nothing_to_record_gets_one_line_and_leaves_nothing(

@@ -23,7 +23,7 @@ def test_a_recorded_job_measures_its_machine_and_goes_on_as_before(tmp_path: Pat
             "record", "-o", tmp_path / name, "--steps", "3:8", "--", *JOB, timeout_s=200, measuring=measuring
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert ("measuring what plans would cost" in done.stderr) == measuring
+        assert ("measuring links and cores" in done.stderr) == measuring
         printed.append(done.stdout.splitlines()[0])
     assert printed[0] == printed[1]
 
@@ -32,4 +32,4 @@ def test_a_recorded_job_measures_its_machine_and_goes_on_as_before(tmp_path: Pat
     assert trace.cluster is not None
     assert {*RUNTIME_COSTS, DEFERRED_UPDATE, "ring", "servers"} <= set(trace.cluster.algorithms)
     assert trace.cluster.decoupled_slowdown is None or trace.cluster.decoupled_slowdown.forward < 10
-    assert Replayer(trace).cluster.source == "measured as the recording ended"
+    assert Replayer(trace).cluster.source == "measured after the recording"

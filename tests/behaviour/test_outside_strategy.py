@@ -111,7 +111,7 @@ def test_one_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     for line, said in (
         ("broken = broken_strategy:PLUGIN", "No module named 'broken_strategy'"),
-        ("ddp = flat_strategy:PLUGIN", "is there twice"),
+        ("ddp = flat_strategy:PLUGIN", "is registered twice"),
         ("steep = flat_strategy:PLUGIN", "whose policy has that name"),
     ):
         (info / "entry_points.txt").write_text(f"[headway.strategies]\n{line}\n")

@@ -57,7 +57,7 @@ def test_buckets_that_ddp_replaces_are_not_kept() -> None:
         replaced, own = zip(*held, strict=True)
         assert replaced == (0,) * 4
         assert min(own) > 1
-        assert len(set(own)) > 1  # DDP made its buckets anew
+        assert len(set(own)) > 1  # DDP rebuilt its buckets
 
 
 def test_a_killed_peer_ends_the_others_with_a_word() -> None:

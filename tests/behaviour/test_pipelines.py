@@ -1,55 +1,133 @@
-"""Pipelines of torch in a recording: stages and micro-batches of passes and of messages."""
+"""The loop over a pipeline of torch: recorded, diagnosed, replayed, optimized, and run in another order."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from tests import workers
-from tests.behaviour.pipeline_cases import MICRO_BATCHES, ROWS, STEPS, WIDTH
+import yaml
+from tests.commands import headway, last_line, torchrun
 
-import headway
-from headway.cli.main import cli
+from headway.diagnosis import diagnose
+from headway.plan import Plan
+from headway.replayer.as_trace import replayed_trace
+from headway.replayer.replayer import Replayer
+from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.events import Kind
+from headway.trace.folder import load_trace
 from headway.trace.format import Trace
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+MICRO_BATCHES, ROWS, WIDTH, STAGES = 4, 2, 32, 3
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
-    losses = workers.run(2, "tests.behaviour.pipeline_cases:recorded", str(folder))
-    assert [len(each) for each in losses] == [0, STEPS * MICRO_BATCHES]
-    return headway.load_trace(folder / "trace")
+    script = torchrun("train_pipeline.py", "--losses", folder / "stock.json", workers=STAGES)
+    done = headway("record", "-o", folder / "trace", "--steps", "3:7", "--", *script)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
-def labels(trace: Trace, rank: int, kind: str) -> list[tuple[int, int]]:
+@pytest.fixture(scope="module")
+def trace(recorded: Path) -> Trace:
+    return load_trace(recorded / "trace")
+
+
+def labels(trace: Trace, rank: int, kind: str, peer: int | None = None) -> list[tuple[int, int]]:
     rows = trace.events[rank].of_kind(kind).of_step(trace.steps[0])
-    return list(zip(rows.stage.tolist(), rows.micro_batch.tolist(), strict=True))
+    return [(row.stage, row.micro_batch) for row in rows if peer in (None, row.peer)]
 
 
-def test_passes_have_their_stage_and_micro_batch(trace: Trace) -> None:
-    for rank in (0, 1):
+def test_passes_and_messages_have_their_stage_and_micro_batch(trace: Trace) -> None:
+    for rank in range(STAGES):
+        expected = [(rank, number) for number in range(MICRO_BATCHES)]
         for kind in (Kind.FORWARD_PASS, Kind.BACKWARD_PASS):
-            assert labels(trace, rank, kind) == [(rank, number) for number in range(MICRO_BATCHES)]
+            assert labels(trace, rank, kind) == expected
+        for peer in {rank - 1, rank + 1} & set(range(STAGES)):
+            for kind in (Kind.SEND, Kind.RECEIVE):
+                assert labels(trace, rank, kind, peer) == expected
+        messages = trace.events[rank].of_kind(Kind.SEND, Kind.RECEIVE)
+        assert set(messages.size_bytes.tolist()) == {4 * ROWS * WIDTH}
 
 
-def test_messages_have_the_stage_and_micro_batch_of_their_end(trace: Trace) -> None:
-    for rank in (0, 1):
+def test_every_stage_has_its_model(trace: Trace) -> None:
+    assert len(trace.stages) == STAGES
+    for stage in trace.stages:
+        assert [parameter.name for parameter in stage.parameters] == ["0.weight", "0.bias"]
+        assert stage.optimizer_state_bytes >= 2 * stage.size_bytes
+        assert (
+            stage.activation_bytes == 3 * 4 * ROWS * WIDTH
+        )  # what the linear layer, dropout and tanh put out
+
+
+def test_it_is_diagnosed_and_replayed_as_it_was(recorded: Path, trace: Trace) -> None:
+    causes = {one.cause for one in diagnose(trace).findings}
+    assert {"pipeline messages", "pipeline bubble"} <= causes
+    assert causes.isdisjoint({"communication", "straggler", "imbalance"})
+    replayer = Replayer(trace)
+    assert replayer.recorded_strategy == PipelineStrategy(order="recorded")
+    assert replayer.job.boundary_bytes == (4 * ROWS * WIDTH,) * (STAGES - 1)
+    assert 0.25 < replayer.base.step_ms / replayer.recorded_step_ms < 4, "a machine that others use"
+    assert replayer.base.graph.schedule.micro_batches == MICRO_BATCHES
+    again = replayed_trace(replayer, replayer.base)
+    for rank in range(STAGES):
         for kind in (Kind.SEND, Kind.RECEIVE):
-            assert labels(trace, rank, kind) == [(rank, number) for number in range(MICRO_BATCHES)]
-            rows = trace.events[rank].of_kind(kind).of_step(trace.steps[0])
-            assert set(rows.peer.tolist()) == {1 - rank}
-            assert set(rows.size_bytes.tolist()) == {4 * ROWS * WIDTH}
+            assert len(again.events[rank].of_kind(kind)) == len(trace.events[rank].of_kind(kind))
+    parts = diagnose(again).breakdown.values()
+    assert sum(each.exposed_communication + each.straggler_wait for each in parts) > 0
 
 
-def test_it_is_diagnosed_and_not_replayed(trace: Trace, tmp_path: Path) -> None:
-    said = CliRunner().invoke(cli, ["diagnose", str(trace.path)])
-    assert said.exit_code == 0, said.output
-    for command in (["replay"], ["optimize", "-o", str(tmp_path / "plan.yaml")]):
-        said = CliRunner().invoke(cli, [*command, str(trace.path)])
-        assert isinstance(said.exception, headway.UserError)
-        assert "does not lay out pipelines" in str(said.exception)
-        assert "\n" not in str(said.exception)
+def test_it_is_optimized_and_runs_in_the_planned_order(recorded: Path) -> None:
+    """Losses are those of the stock schedule, dropout among it; a recording shows the order that ran."""
+    plan = recorded / "plan.yaml"
+    done = headway("optimize", recorded / "trace", "-o", plan)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0  F0" in done.stdout, "the order is drawn"
+    described = yaml.safe_load(plan.read_text())
+    assert described["mesh"] == {"pipeline": STAGES}
+    described["parallel"]["pipeline"] = {
+        "pipeline": {"order": "kfkb", "group_size": 2, "micro_batches": MICRO_BATCHES}
+    }
+    plan.write_text(yaml.safe_dump(described))
+    script = torchrun("train_pipeline.py", "--losses", recorded / "planned.json", workers=STAGES)
+    record = ("record", "-o", recorded / "again", "--steps", "3:7", "--")
+    done = headway("run", "--plan", plan, "--", sys.executable, "-m", "headway", *record, *script)
+    assert done.returncode == 0, done.stderr
+    stock, planned = (json.loads((recorded / f"{name}.json").read_text()) for name in ("stock", "planned"))
+    assert planned == pytest.approx(stock, rel=1e-5)
+    said = headway("replay", recorded / "trace", "--plan", plan)
+    assert "pipeline, 2F2B, 4 micro-batches" in said.stdout
+    assert "rank 2  ·" in said.stdout
+    again = load_trace(recorded / "again")
+    in_force = Replayer(again).recorded_strategy
+    assert in_force == PipelineStrategy(order="kfkb", group_size=2, micro_batches=MICRO_BATCHES)
+    passes = again.events[1].of_kind(Kind.FORWARD_PASS, Kind.BACKWARD_PASS).of_step(again.steps[0])
+    in_order = sorted(passes, key=lambda row: row.start_ns)
+    assert "".join(row.kind[0] for row in in_order) == "ffffbbbb"
+
+
+def test_a_plan_for_another_pipeline_is_refused_before_anything_is_computed(recorded: Path) -> None:
+    plan = recorded / "other.yaml"
+    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES)
+    Plan.pipeline(strategy, load_trace(recorded / "trace").stages).save(plan)
+    for arguments, workers, said in (
+        (("--micro-batches", "8"), STAGES, "another number of micro-batches; got 8; expected 4"),
+        ((), STAGES - 1, "another world size; got 2 workers; expected 3"),
+    ):
+        script = torchrun("train_pipeline.py", *arguments, workers=workers)
+        done = headway("run", "--plan", plan, "--", *script)
+        assert done.returncode == 2
+        assert said in last_line(done.stderr)
+
+
+def test_a_script_without_a_pipeline_does_not_follow_its_plan(recorded: Path) -> None:
+    plan = recorded / "unused.yaml"
+    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES)
+    Plan.pipeline(strategy, load_trace(recorded / "trace").stages[:2]).save(plan)
+    done = headway("run", "--plan", plan, "--", *torchrun("train_small.py"))
+    assert done.returncode == 2
+    assert "the plan was not applied" in last_line(done.stderr)

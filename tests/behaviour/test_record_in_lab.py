@@ -85,7 +85,7 @@ def test_connections_carry_what_a_ring_all_reduce_sends(hosts: int, tmp_path: Pa
     assert {(f"host{rank}", f"host{peer}") for rank, peer in neighbours.items()} <= found
 
 
-@pytest.mark.parametrize("ahead_ms", [0.0, 40.0])
+@pytest.mark.parametrize("ahead_ms", [pytest.param(0.0, marks=pytest.mark.exhaustive), 40.0])
 def test_clocks_are_told_by_causality_where_no_port_may_be_opened(
     ahead_ms: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

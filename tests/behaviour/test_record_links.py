@@ -119,7 +119,7 @@ def test_the_kernel_counts_what_messages_carried(done: tuple[Trace, list[dict[st
         right = (rank + 1) % RANKS
         carried = int(links.size_bytes[links.peer == right].sum())
         sent = sum(event.size_bytes for event in messages(trace, rank) if event.kind == Kind.SEND)
-        # A step ends while gathers are under way: what the kernel counts then is up to a step's worth apart.
+        # A step ends while gathers are in flight: what the kernel counts then is up to a step's worth apart.
         assert 0.7 * sent < carried < 1.4 * sent
         assert set(links.step.tolist()) <= set(trace.steps)
 

@@ -1,4 +1,4 @@
-"""The recorder beside things that scripts do: copies, saves, other optimizers, other groups, folders that vanish."""
+"""The recorder with other things that scripts do: copies, saves, other optimizers and groups, folders that vanish."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, obje
     with headway.record(Path(folder, "first"), first_step=2, stop_step=5):
         calibrated(torch.ones(1, 2)).sum().backward()
         throw_away.step()
-        dist.destroy_process_group(dist.new_group([0, 1]))
+        temporary = dist.new_group([0, 1])
+        dist.barrier(temporary)  # the other rank may still be connecting to this one
+        dist.destroy_process_group(temporary)
         model, optimizer = build()
         averaged = copy.deepcopy(model.module)
         for _ in range(6):

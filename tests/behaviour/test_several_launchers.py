@@ -92,7 +92,7 @@ def test_without_a_shared_folder_ranks_send_their_files(tmp_path: Path) -> None:
     (printed, said), (_, others) = communicate(first, LIMIT_S), communicate(second, LIMIT_S)
     assert (first.returncode, second.returncode) == (0, 0), said + others
     assert "Recorded 5 steps of 2 ranks" in printed
-    assert "sent over the job's store to rank 0's on first" in others
+    assert "over the job's store to rank 0 on first" in others
     assert load_trace(out).hosts == dict(enumerate(HOSTS))
 
 

@@ -88,7 +88,7 @@ def check_native(rank: int, world_size: int) -> list[str]:
 
 
 def check_prepared_again_and_again(rank: int, world_size: int) -> list[str]:
-    """What was prepared once reads its buffer anew each time, and shares its scratch."""
+    """What was prepared once reads its buffer again each time, and shares its scratch."""
     group = _group()
     flat = torch.empty(1000, dtype=torch.int64)
     scratch = torch.empty(scratch_numel(1000, world_size, 3), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Chunk programs expanded message by message: what the quick expansion is held against."""
+"""Chunk programs expanded message by message: what the fast expansion is compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.simulation.operations import NO_RESOURCE, WHOLE, Resources
 class ClusterResources:
     """The resources of a cluster: two a host for its link, one each direction, and two a rank: local sends, overhead.
 
-    A local rate is that of one rank sending beside all the others, as it is fitted and probed; so what queues for
+    A local rate is that of one rank sending while all the others do, as it is fitted and probed; so what queues for
     it are one rank's sends. The overheads of a rank's collectives queue for each other, since they are work of its
     cores. Messages of a rank on one connection follow each other; connections share a link evenly.
     """
@@ -108,7 +108,7 @@ def expand(
 ) -> None:
     """Put a collective of ``size_bytes`` between its members' ``begins`` and ``ends`` (operations, one a rank).
 
-    Collectives under way together on one ``connection`` send their messages one after the other.
+    Collectives in flight together on one ``connection`` send their messages one after the other.
 
     Every rule is that of ``collectives.program``: a message leaves when its sender has done the step that delivered
     it and its receiver has posted the receive. A rank ends when its last message has been received and its last

@@ -37,7 +37,7 @@ def test_an_all_gather_brings_every_chunk_to_every_rank(world_size: int, numel: 
         assert (result == whole).all()
 
 
-def test_two_segments_are_under_way_and_the_gather_waits_for_the_reduction() -> None:
+def test_two_segments_are_in_flight_and_the_gather_waits_for_the_reduction() -> None:
     program = gloo_all_reduce(1, 4, 3)
     assert program.lookahead == 2
     assert [step.send_after for step in program.steps[:4]] == [-1, -1, 0, 1]

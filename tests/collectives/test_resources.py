@@ -84,7 +84,7 @@ def test_ranks_that_share_cores_keep_each_other_from_them() -> None:
 
 
 def test_messages_share_a_link_or_queue_for_it() -> None:
-    """A small push beside a large one: at half the rate, or behind all of it."""
+    """A small push concurrent with a large one: at half the rate, or behind all of it."""
     ends: dict[str, int] = {}
     for sharing in ("shared", "queued"):
         resources = ClusterResources(cluster(3, sharing=sharing))

@@ -20,7 +20,7 @@ ITEM_BYTES = 8  # rings are of doubles
 
 RUN_BY = {
     1: ("rings",),
-    2: ("rings", "nobody_wants_them", "beside_each_other"),
+    2: ("rings", "nobody_wants_them", "concurrent"),
     3: ("rings", "rings_without_torchscript", "nobody_wants_them", "inside_each_other"),
     4: ("rings", "subgroups"),
 }
@@ -99,7 +99,7 @@ def test_messages_go_to_the_innermost_who_asked() -> None:
 
 
 def test_threads_see_their_own_messages() -> None:
-    for seen in run(2)["beside_each_other"]:
+    for seen in run(2)["concurrent"]:
         # 20 collectives, a send and a receive of each of 4 half chunks.
         assert seen == [[200] * 160, [400] * 160, []]
 

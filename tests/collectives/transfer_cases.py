@@ -97,7 +97,7 @@ def inside_each_other(rank: int, world_size: int) -> dict[str, list[int]]:
             for name, found in (("outer", outer), ("inner", inner), ("failed", failed))}  # fmt: skip
 
 
-def beside_each_other(rank: int, world_size: int) -> list[list[int]]:
+def concurrent(rank: int, world_size: int) -> list[list[int]]:
     """The sizes that three threads saw, each of its own collectives on its own group; the last one asked for none."""
     groups = [_group(list(range(world_size))) for _ in range(3)]
     ready = threading.Barrier(3)

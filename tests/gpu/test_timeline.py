@@ -1,4 +1,4 @@
-"""Collectives, and the updates between them, run on streams of their own beside computation."""
+"""Collectives, and the updates between them, run on streams of their own, concurrently with computation."""
 
 from __future__ import annotations
 

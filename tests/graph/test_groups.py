@@ -27,13 +27,35 @@ MESSAGE_NS = 8000 + 20_000  # 1000 bytes at 1 Gb/s, and the latency
 
 def cluster(ranks: int, **given: object) -> Cluster:
     hosts = tuple(Host(name=f"host{rank}", workers=1, up_gbps=1, down_gbps=1) for rank in range(ranks))
-    return Cluster.model_validate({"hosts": hosts, "latency_us": 20, **given})
+    return Cluster.model_validate({"hosts": hosts, "latency_us": 20, "library": "nccl", **given})
 
 
 def graph_of(ranks: int, **given: object) -> tuple[GraphBuilder[GroupSchedule], list[RankCursor]]:
     return GraphBuilder(cluster(ranks, **given), pairs_in_turn(ranks)), [
         RankCursor(rank) for rank in range(ranks)
     ]
+
+
+@pytest.mark.parametrize(("library", "apart"), [("gloo", True), ("nccl", False)])
+def test_gloos_word_that_a_receiver_is_ready_follows_what_it_sends(library: str, apart: bool) -> None:
+    """Rank 1 begins to send before it posts its receive: only then does rank 0 hear that it may send as well."""
+    graph, (zero, one) = graph_of(2, library=library)
+    for cursor in (zero, one):
+        graph.compute(cursor, Part.FORWARD, 1000)
+    graph.transfer(zero, 1, 0, 0, 10**6)
+    back = graph.transfer(one, 1, 0, 0, 10**6)
+    graph.compute(one, Part.FORWARD, 50_000)  # by now rank 0's word has come, and rank 1 sends
+    graph.transfer(zero, 0, 1, 0, 10**6)
+    forth = graph.transfer(one, 0, 1, 0, 10**6)
+    for cursor in (zero, one):
+        graph.wait(cursor, "both", back)
+        graph.wait(cursor, "both", forth)
+        graph.compute(cursor, Part.BACKWARD, 0)
+    ends_ns = play(graph.close()).end_ns
+    message_ns = 8 * 10**6
+    took_ns = int(ends_ns[[zero.tail, one.tail]].max())
+    assert (took_ns > 2 * message_ns) is apart
+    assert took_ns < (2 if apart else 1) * message_ns + 200_000
 
 
 @pytest.mark.parametrize("members", [(1, 3, 4), (4, 1), (0, 1, 2, 3, 4, 5)])
@@ -147,7 +169,7 @@ def test_what_cannot_be_told_of_groups_is_refused() -> None:
     graph, cursors = graph_of(2)
     for cursor in cursors:
         graph.transfer(cursor, 0, 1, 0, 8)
-    with pytest.raises(UserError, match="GOAL is written of collectives of all ranks only"):
+    with pytest.raises(UserError, match="only collectives of all ranks can be written as GOAL"):
         GoalWriter(graph, graph.close())
     graph, cursors = graph_of(2)
     Decisions(graph).ask(cursors[0])

@@ -127,8 +127,8 @@ def test_a_look_at_shards_fetches_all_of_them_once() -> None:
 
 def test_clipping_fetches_nothing_where_parameters_may_go_unused() -> None:
     one = played(decoupled("parameters"), CLIP, find_unused=True)
-    beside_buckets = [c.name for c in one.graph.collectives if c.bucket < 0 and c.step == 0]
-    assert beside_buckets == ["all_reduce", "all_reduce"]  # of what was used, and of norms
+    without_bucket = [c.name for c in one.graph.collectives if c.bucket < 0 and c.step == 0]
+    assert without_bucket == ["all_reduce", "all_reduce"]  # of what was used, and of norms
 
 
 def test_a_read_of_gathered_gradients_waits_for_its_gathers_and_their_update_is_not_deferred() -> None:

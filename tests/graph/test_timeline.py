@@ -66,7 +66,7 @@ def test_a_backward_that_synchronises_nothing_readies_nothing() -> None:
     assert [item.name for item in timeline.items if item.kind == Point.READY].count(name) == 1
 
 
-def test_updates_beside_the_main_thread_take_nothing_of_it_and_count_for_every_rank() -> None:
+def test_updates_off_the_main_thread_take_nothing_of_it_and_count_for_every_rank() -> None:
     ranks = events_of(SyntheticJob(world_size=2, steps=1))
     (before,) = timelines_of(trace_of(ranks))[0]
     for rows in ranks.values():
@@ -78,7 +78,7 @@ def test_updates_beside_the_main_thread_take_nothing_of_it_and_count_for_every_r
     assert after.optimizer_ns == 2 * 1000 / 2  # the other half counts as what every update costs
 
 
-def test_values_taken_over_from_updates_beside_the_main_thread_are_part_of_forward() -> None:
+def test_values_taken_over_from_updates_off_the_main_thread_are_part_of_forward() -> None:
     ranks = events_of(SyntheticJob(world_size=2, steps=1))
     for rows in ranks.values():
         forward = next(row for row in rows if row.kind == Kind.FORWARD_PASS)
@@ -86,10 +86,10 @@ def test_values_taken_over_from_updates_beside_the_main_thread_are_part_of_forwa
     (deferred,) = timelines_of(trace_of(ranks))[0]
     for rows in ranks.values():
         rows.append(Event(Kind.UPDATE, "bucket 0", Stream.COMMUNICATION, 0, rows[0].start_ns, 700, bucket=0))
-    (beside,) = timelines_of(trace_of(ranks))[0]
+    (in_background,) = timelines_of(trace_of(ranks))[0]
 
     def total_ns(timeline: Timeline, part: str) -> int:
         return sum(item.duration_ns for item in timeline.items if item.kind == part)
 
-    assert total_ns(beside, Part.FORWARD) == total_ns(deferred, Part.FORWARD) + 1000
-    assert total_ns(beside, Part.OPTIMIZER) == total_ns(deferred, Part.OPTIMIZER) - 1000
+    assert total_ns(in_background, Part.FORWARD) == total_ns(deferred, Part.FORWARD) + 1000
+    assert total_ns(in_background, Part.OPTIMIZER) == total_ns(deferred, Part.OPTIMIZER) - 1000

@@ -12,14 +12,14 @@ from headway.errors import LaunchError
 from headway.integrations.launch import (
     PLAN_VARIABLE,
     RECORD_VARIABLE,
-    Ended,
+    CommandOutcome,
     injected_environment,
     run_command,
 )
 from headway.integrations.reports import REPORTS_VARIABLE
 
 
-def ended(folder: Path, code: str) -> Ended:
+def ended(folder: Path, code: str) -> CommandOutcome:
     return run_command([sys.executable, "-c", code], os.environ, folder)
 
 

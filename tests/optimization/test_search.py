@@ -147,8 +147,8 @@ def test_plans_that_cannot_be_told_apart_are_named(replayer: Replayer) -> None:
     near_ms = max(abs(each.predicted_ms - best.predicted_ms) for each in like)
     assert near_ms <= max(each.uncertainty_ms for each in (best, *like))
     said = doubts_of(best, like)
-    assert said[-1].startswith(f"It cannot be told apart, by ±, from: {like[0].name}")
-    assert doubts_of(best, ()) == ["That is no more than ±: the job may be no faster for it."] * (
+    assert said[-1].startswith(f"Within ±, these plans may be as good: {like[0].name}")
+    assert doubts_of(best, ()) == ["The gain is no more than ±: the job may be no faster with this plan."] * (
         best.changed and best.expected.may_gain_nothing
     )
 
@@ -160,5 +160,5 @@ def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:
         events.name[events.kind == Kind.OPTIMIZER] = "own.Shampoo"
     found = search(Replayer(trace, cluster_of(one)))
     assert {candidate.strategy.name for candidate in found.candidates} == {"ddp"}
-    with pytest.raises(UserError, match=r"no plan of that strategy: own\.Shampoo may look"):
+    with pytest.raises(UserError, match=r"no plan of this strategy was found: own\.Shampoo may read"):
         found.best("decoupled")

@@ -65,7 +65,7 @@ def test_a_plan_for_another_model_or_world_size_is_refused() -> None:
         (
             "mesh: {data: 2}",
             "mesh: {pipeline: 2}",
-            "parallel needs a strategy for each of pipeline, has them for data",
+            "parallel needs a strategy for each of pipeline, has one for data",
         ),
         ("  data:\n", "  Data:\n", "Data"),
         ("passes: []", "passes: [{levitation: {}}]", "unknown pass 'levitation'"),

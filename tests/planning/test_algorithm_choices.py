@@ -21,14 +21,14 @@ def test_what_nobody_measured_is_not_chosen() -> None:
     assert algorithm_choices(job_with(ring=1e5).cluster, 10**6) == [RINGS]
 
 
-def test_what_was_measured_joins_where_it_is_quicker() -> None:
-    quicker = job_with(ring=400, native_all_gather=50, native_reduce_scatter=2000)
-    assert algorithm_choices(quicker.cluster, 10**6) == [RINGS, Algorithms(all_gather="native")]
+def test_what_was_measured_joins_where_it_is_faster() -> None:
+    faster = job_with(ring=400, native_all_gather=50, native_reduce_scatter=2000)
+    assert algorithm_choices(faster.cluster, 10**6) == [RINGS, Algorithms(all_gather="native")]
     slower = job_with(ring=400, native_all_gather=500, native_reduce_scatter=2000)
     assert algorithm_choices(slower.cluster, 10**6) == [RINGS]
 
 
-def test_the_plan_takes_the_quicker_half_and_replay_agrees() -> None:
+def test_the_plan_takes_the_faster_half_and_replay_agrees() -> None:
     job = job_with(ring=3000, native_all_gather=10)
     best = plan(job.job, effort=50).schedules[0]
     assert best.schedule.algorithms == Algorithms(all_gather="native")

@@ -135,7 +135,7 @@ def test_a_single_worker_and_a_model_of_one_parameter_are_planned_too() -> None:
 def test_the_bound_counts_what_cannot_overlap() -> None:
     job = layered_job(EVEN, communication=0.0001)
     bounds = bounds_of(Predictor(job.model, job.profile, job.cluster))
-    # All but the last module's bytes pass under computation; what optimizers take is beside it, or not.
+    # All but the last module's bytes pass under computation; what optimizers take overlaps it, or not.
     assert bounds.parameters_ns == pytest.approx(job.profile.computation_ns, rel=1e-3)
     with_update_ns = job.profile.computation_ns + job.profile.optimizer_ns
     assert bounds.gradients_ns == pytest.approx(with_update_ns, rel=1e-3)

@@ -115,7 +115,7 @@ def test_bytes_are_counted_in_each_direction_and_step(sockets: Sockets, watch: C
     assert all(use.delivered_bytes_a_s > 0 for use in of(watch, here))
 
 
-def test_a_connection_is_busy_while_something_is_under_way(sockets: Sockets, watch: ConnectionWatch) -> None:
+def test_a_connection_is_busy_while_something_is_in_flight(sockets: Sockets, watch: ConnectionWatch) -> None:
     here, there = sockets.pair()
     watch.begin(1)
     began_ns = time.monotonic_ns()

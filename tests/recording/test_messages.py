@@ -31,7 +31,7 @@ def plain(trace: Trace, *without: str) -> dict[int, list[Event]]:
 def with_messages(rows: dict[int, list[Event]], step: int = 1, pieces: int = 3) -> dict[int, list[Event]]:
     """Every collective with messages of a ring that goes ``step`` ranks on, which each rank asks for as it comes to it.
 
-    The messages of who comes first are under way, as it seems, for as long as others are late.
+    The messages of the first rank to arrive seem to be in flight for as long as others are late.
     """
     found = {}
     for rank, events in rows.items():

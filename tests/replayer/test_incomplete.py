@@ -74,7 +74,7 @@ def test_pipelines_are_refused_by_name() -> None:
     )
     for refuse in (Replayer, check_takes_plans):
         with pytest.raises(
-            TraceError, match="does not lay out pipelines; got passes and messages of 2 stages"
+            TraceError, match="does not support this pipeline; got passes and messages of 2 stages"
         ):
             refuse(staged)
 
@@ -111,7 +111,7 @@ def test_recorded_buckets_answer_as_parameters_do(gbps: float) -> None:
 
 def test_no_plan_is_laid_over_recorded_buckets() -> None:
     replayer = Replayer(bare(synthetic_trace(job())))
-    with pytest.raises(TraceError, match=r"no plan can be laid over it. Record the job with headway record"):
+    with pytest.raises(TraceError, match=r"no plan can be applied to it. Record a job that constructs"):
         replayer.replay(DistributedDataParallelStrategy())
 
 

@@ -43,8 +43,8 @@ def permitted(trace: Trace) -> tuple[Sequence[GatherMode], str]:
     [
         (("SGD", "AdamW"), GATHER_MODES, ""),
         (("SGD", "Adafactor"), ("gradients",), "Adafactor needs whole gradients"),
-        (("SGD", "LBFGS"), (), "LBFGS may look at all gradients"),
-        (("own.AdamW",), (), "own.AdamW may look"),
+        (("SGD", "LBFGS"), (), "LBFGS may read all gradients"),
+        (("own.AdamW",), (), "own.AdamW may read"),
     ],
 )
 def test_what_the_recorded_optimizers_permit(
@@ -97,6 +97,6 @@ def test_a_plan_is_predicted_as_the_optimizers_have_it_run() -> None:
 
 def test_a_plan_that_would_not_overlap_is_refused() -> None:
     replayer = Replayer(trace_of("LBFGS"), cluster_of(JOB))
-    with pytest.raises(UnsupportedError, match="LBFGS may look at all gradients"):
+    with pytest.raises(UnsupportedError, match="LBFGS may read all gradients"):
         replayer.replay(DecoupledStrategy())
     assert replayer.replay(DistributedDataParallelStrategy(bucket_cap_mb=1)).step_ms > 0

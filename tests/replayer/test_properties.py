@@ -13,7 +13,7 @@ from tests.simulation.graphs import DrawnOperation, drawn_operations, graph_of
 from headway.simulation.engine import play
 
 Operations = list[DrawnOperation]
-FINE = 10**6  # nanoseconds to which times are rounded are as good as nothing beside it
+FINE = 10**6  # nanoseconds to which times are rounded are as good as nothing next to it
 
 
 def in_queues_of_their_own(operations: Operations) -> Operations:

@@ -26,7 +26,7 @@ def test_steps_that_stand_out_are_named() -> None:
 def test_costs_that_do_not_fit_what_was_measured_are_named() -> None:
     assert doubts({0: 1.0}, 0.2) == ()
     (said,) = doubts({0: 1.0}, 0.657)
-    assert "66% off" in said
+    assert "by 66% in the median" in said
 
 
 @pytest.mark.parametrize("missed", [0.0, 0.5])

@@ -26,7 +26,7 @@ def test_what_has_no_meaning_is_refused_on_one_line(text: str) -> None:
 
 
 def test_how_many_workers_there_are_is_said_once() -> None:
-    with pytest.raises(UserError, match="said twice"):
+    with pytest.raises(UserError, match="given twice"):
         WhatIf.parse(["workers=4", "workers=8"])
 
 

@@ -33,7 +33,7 @@ def test_what_is_no_schedule() -> None:
     for rounds, said in (
         ((), "at least one round"),
         ((((0, 1), (1, 2)),), "two groups of round 0"),
-        ((((0, 4),),), "none of 4"),
+        ((((0, 4),),), "not below 4"),
         ((((0,),),), "one rank"),
         ((((1, 0),),), "out of order"),
     ):

@@ -1,4 +1,4 @@
-"""The engine's rules a second time, in the plainest Python: what the quick one is held against."""
+"""The engine's rules a second time, in the plainest Python: what the fast one is compared with."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Sharing:
         sides = zip(graph.sender.tolist(), graph.receiver.tolist(), strict=True)
         self._resources = [tuple(side for side in pair if side >= 0) for pair in sides]
         self._key = graph.queue.tolist()
-        self._queues: dict[int, deque[int]] = {}  # the first of each is under way
+        self._queues: dict[int, deque[int]] = {}  # the first of each is in flight
         self._asked = graph.routes.asked[graph.narrow[:, ROUTE]].tolist()
         self._changes = graph.resources.changes.tolist()
         self._burst_ns = graph.resources.burst_ns.tolist()
@@ -87,7 +87,7 @@ class _Sharing:
         self._idle_since_ns = [0] * len(graph.resources)
         self._room = graph.resources.room.tolist()
         self._usual = graph.resources.room.tolist()
-        self._under_way: list[list[int]] = [[] for _ in range(len(graph.resources))]
+        self._in_flight: list[list[int]] = [[] for _ in range(len(graph.resources))]
         self._left_ns: dict[int, float] = {}  # of work, at full rate
         self._rate: dict[int, float] = {}
         self._since_ns: dict[int, int] = {}  # when ``_left_ns`` was right
@@ -107,12 +107,12 @@ class _Sharing:
         """Let an operation onto its resources."""
         self._left_ns[number] = float(self._duration_ns[number])
         own = self._resources[number]
-        if all(self._burst_ns[r] and not self._under_way[r] for r in own) and len(set(own)) == len(own):
+        if all(self._burst_ns[r] and not self._in_flight[r] for r in own) and len(set(own)) == len(own):
             self._spend(number, now_ns)
         self._rate[number] = 0.0
         self._since_ns[number] = now_ns
         for resource in self._resources[number]:
-            self._under_way[resource].append(number)
+            self._in_flight[resource].append(number)
         self._share_anew(now_ns)
 
     def _save(self, resource: int, now_ns: int) -> None:
@@ -135,7 +135,7 @@ class _Sharing:
     def change(self, place: int, now_ns: int) -> None:
         """There is more or less of a resource from now on."""
         _, resource, room = self._changes[place]
-        if not self._under_way[resource]:
+        if not self._in_flight[resource]:
             self._save(resource, now_ns)
         self._room[resource] = room
         self._share_anew(now_ns)
@@ -143,9 +143,9 @@ class _Sharing:
     def end(self, number: int, now_ns: int) -> int:
         """Take an operation off its resources; returns the next one of its queue, or -1."""
         for resource in self._resources[number]:
-            self._under_way[resource].remove(number)
+            self._in_flight[resource].remove(number)
         for resource in self._resources[number]:
-            if not self._under_way[resource]:
+            if not self._in_flight[resource]:
                 self._idle_since_ns[resource] = now_ns
         del self._left_ns[number], self._rate[number], self._since_ns[number]
         self._share_anew(now_ns)
@@ -154,7 +154,7 @@ class _Sharing:
         return queue[0] if queue else -1
 
     def _share_anew(self, now_ns: int) -> None:
-        """Estimate anew when everything leaves that is on any resource."""
+        """Estimate again when everything that is on any resource leaves."""
         for number, granted in self._max_min_fair().items():
             rate = granted / self._asked[number]
             if rate != self._rate[number]:
@@ -165,12 +165,12 @@ class _Sharing:
                 heapq.heappush(self._events, (leaves_ns, _LEFT, number, self.estimates[number]))
 
     def _max_min_fair(self) -> dict[int, int]:
-        """What everything under way gets: all rise together until a resource is full; those on it stay there."""
-        rising = {number for own in self._under_way for number in own}
+        """What everything in flight gets: all rise together until a resource is full; those on it stay there."""
+        rising = {number for own in self._in_flight for number in own}
         granted: dict[int, int] = {}
         while rising:
             fair = {}
-            for resource, own in enumerate(self._under_way):
+            for resource, own in enumerate(self._in_flight):
                 if count := sum(number in rising for number in own):
                     taken = sum(granted[number] for number in own if number in granted)
                     fair[resource] = max(1, (self._room[resource] - taken) // count)

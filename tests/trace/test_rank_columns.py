@@ -81,7 +81,7 @@ def test_a_small_file_that_comes_to_much_is_refused_before_it_does(folder: Path)
     assert path.stat().st_size < SMALL_FILE_BYTES
     assert comes_to_bytes > 2 * TAKEN_BYTES
     grown_bytes, message = _refused(folder)
-    assert "comes to more in memory than traces do" in message
+    assert "takes more memory than a trace may" in message
     assert "\n" not in message
     assert grown_bytes < TAKEN_BYTES
 
@@ -93,7 +93,7 @@ def test_what_a_trace_comes_to_is_counted_over_its_files(
     with RankColumns(folder / rank_file(0), allowance) as file:
         file.read(Event._fields)
     monkeypatch.setattr(rank_columns, "most_bytes", lambda stored_bytes: int(1.5 * allowance.decoded_bytes))
-    with pytest.raises(TraceError, match=r"rank-00001\.parquet comes to more"):
+    with pytest.raises(TraceError, match=r"rank-00001\.parquet takes more memory"):
         load_trace(folder)
 
 
@@ -169,7 +169,7 @@ def test_columns_of_others_are_not_read(folder: Path) -> None:
         (pa.array([{"a": "step"}]), "column kind; got struct"),
         (pa.array([["step"]]), "column kind; got list"),
         (pa.array([b"step"]), "column kind; got dictionary<values=binary"),
-        (pa.array([1]), "column kind; got int64; expected texts"),
+        (pa.array([1]), "column kind; got int64; expected text"),
     ],
 )
 def test_a_column_of_another_type_is_refused(folder: Path, column: Any, said: str) -> None:

@@ -191,6 +191,6 @@ def _known(algorithm: str, kind: str) -> Algorithm:
         raise PlanError("there is no such collective kind", got=kind, expected=" or ".join(KINDS))
     if kind not in found.kinds:
         raise PlanError(
-            f"{algorithm} carry out no such collective", got=kind, expected=" or ".join(found.kinds)
+            f"{algorithm} supports no such collective", got=kind, expected=" or ".join(found.kinds)
         )
     return found

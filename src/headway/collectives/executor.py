@@ -1,8 +1,8 @@
 """The loop of the live executor: what ``collectives.program`` says, on prepared lists.
 
-A thread beside training that asks for the interpreter after every message waits for it every time. TorchScript runs
-this very function without the interpreter, so a collective asks for it once. Where TorchScript is not to be had,
-the function runs as the Python that it is.
+A thread concurrent with training that asks for the interpreter after every message waits for it every time.
+TorchScript runs this very function without the interpreter, so a collective asks for it once. Where TorchScript is not
+to be had, the function runs as the Python that it is.
 """
 
 import warnings

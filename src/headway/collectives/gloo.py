@@ -1,7 +1,7 @@
 """Gloo's own collectives as chunk programs: what replay plays for those of a process group on Gloo.
 
 Gloo's all-reduce (gloo/allreduce.cc) is a ring to the left whose chunks are cut into two segments, or more where one
-would be larger than 1 MiB. Two segments are under way at a time: a rank posts the receive and the send of one when it
+would be larger than 1 MiB. Two segments are in flight at a time: a rank posts the receive and the send of one when it
 is through with the last but one before it. The gather begins when the reduction is over. Its all-gather
 (gloo/allgather.cc) is a ring to the right, of halves of chunks. torch makes its reduce-scatter of a whole all-reduce.
 """

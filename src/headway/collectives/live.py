@@ -110,5 +110,5 @@ def _by_direction(
 
 
 def run(program: ChunkProgram, flat: torch.Tensor, group: dist.ProcessGroup, scratch: torch.Tensor) -> None:
-    """Run this rank's ``program`` once; see ``Prepared``, which is quicker where a buffer is used again."""
+    """Run this rank's ``program`` once; see ``Prepared``, which is faster where a buffer is used again."""
     Prepared(program, flat, group, scratch).run()

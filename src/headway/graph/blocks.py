@@ -55,7 +55,7 @@ def blocks_of(timeline: Timeline) -> tuple[ComputeBlock, ...]:
 def timeline_of(blocks: tuple[ComputeBlock, ...], like: Timeline) -> Timeline:
     """The step of the same rank that computes ``blocks``, in their order."""
     items = tuple(item for block in blocks for item in block.items)
-    return Timeline(like.rank, like.step, items, like.beside_ns)
+    return Timeline(like.rank, like.step, items, like.background_ns)
 
 
 def _with_keys(timeline: Timeline) -> Iterator[tuple[tuple[int, str, int], Item]]:

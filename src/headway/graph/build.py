@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand
 from headway.collectives.resources import ClusterResources
-from headway.collectives.selection import Selection, native
+from headway.collectives.selection import GLOO, Selection, native
 from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
 from headway.scheduling.schedule import Schedule
 from headway.simulation.building import OperationGraphBuilder
@@ -50,6 +50,9 @@ class Work:
     step: int
     operation: int
     bucket: int
+
+
+READY_BYTES = 64  # about what Gloo says that a receiver is ready with
 
 
 class GraphBuilder(Generic[S]):
@@ -171,7 +174,8 @@ class GraphBuilder(Generic[S]):
         Both sides are matched by (sender, receiver, key, name), so that a pair uses a key once. The message leaves
         when both have come to it, the receiver as one who posts a receive, and ends on both when it has arrived: it
         takes the latency and the rate of what is between them, and shares links as messages of collectives do.
-        Messages of a pair on one channel follow each other. When a side begins is said as for ``launch``. Both sides
+        Messages of a pair on one channel follow each other. Under Gloo the receiver first sends word that it is ready,
+        which follows what it is sending the other way. When a side begins is said as for ``launch``. Both sides
         have to ask: before the graph is closed, or within the same decision; ``close`` raises ValueError otherwise.
         Folded ranks send nothing.
         """
@@ -184,7 +188,9 @@ class GraphBuilder(Generic[S]):
             number = self._placed[place] = len(self.communications)
             begins, ends = self._begins_and_ends(2)
             duration_ns, route = self._resources.message(sender, receiver, size_bytes, channel)
-            message = self._operations.routed(duration_ns, route, begins)
+            message = self._operations.routed(
+                duration_ns, route, self._ready(begins, sender, receiver, channel)
+            )
             for end in ends:
                 self._operations.edge(message, end)
             self.communications.append(
@@ -194,6 +200,18 @@ class GraphBuilder(Generic[S]):
             )
         self._ask(cursor, number, after, after_work)
         return number
+
+    def _ready(self, begins: list[int], sender: int, receiver: int, channel: int) -> list[int]:
+        """What a message leaves after, whose two sides begin at ``begins``."""
+        if self.cluster.library != GLOO:
+            return begins
+        sender_begins, receiver_begins = begins
+        return [
+            sender_begins,
+            self._operations.routed(
+                *self._resources.message(receiver, sender, READY_BYTES, channel), [receiver_begins]
+            ),
+        ]
 
     def selection_of(self, kind: str, size_bytes: int, members: Sequence[int] | None = None) -> Selection:
         """The library's own ``kind`` of a tensor of ``size_bytes`` over all ranks, or over ``members``."""

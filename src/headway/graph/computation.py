@@ -43,7 +43,7 @@ class Computation:
         """
         if self.with_factors is None:
             raise UserError(
-                "the time of single kernels is not known here", got=", ".join(factors),
+                "times of single kernels are known only from a recording", got=", ".join(factors),
                 expected="a recording", fix="Record with headway record --detail operators.",
             )  # fmt: skip
         again = self.with_factors

@@ -42,8 +42,8 @@ class GoalWriter:
         assert graph.ranks == graph.world_size, "a folded graph does not have all ranks"
         if len(graph.collectives) < len(graph.communications) or any(c.partial for c in graph.collectives):
             raise UserError(
-                "GOAL is written of collectives of all ranks only", got="transfers, or collectives of groups",
-                expected="a strategy that is data parallel",
+                "only collectives of all ranks can be written as GOAL", got="transfers, or collectives of groups",
+                expected="a data-parallel strategy",
             )  # fmt: skip
         if len(dataflow) > MAX_OPERATIONS:
             raise UserError(

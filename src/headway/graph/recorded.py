@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from headway.errors import TraceError
-from headway.graph.quickened import Quickened
+from headway.graph.recorded_messages import pipeline_messages
+from headway.graph.rescaled_kernels import RescaledKernels
 from headway.graph.timeline import Item, Part, Point, Timeline
-from headway.graph.update_cost import is_beside, update_cost_beside
+from headway.graph.update_cost import background_update_cost, is_background
 from headway.intervals import Intervals
 from headway.model import ModelSpec
 from headway.trace.events import SHARDED, Event, Events, Kind
@@ -24,25 +25,29 @@ def timelines_of(
     ``factors`` multiply the time of what was recorded under a name that a pattern matches: of operators and kernels, or
     of modules where no operator has such a name. Raises TraceError for a pattern that nothing matches.
     """
-    quickened = {rank: Quickened(events, factors) for rank, events in trace.events.items()}
+    rescaled = {rank: RescaledKernels(events, factors) for rank, events in trace.events.items()}
     for pattern in factors:
-        if not any(each.matches(pattern) for each in quickened.values()):
+        if not any(each.matches(pattern) for each in rescaled.values()):
             raise TraceError(
-                "no operator and no module was recorded under such a name", got=repr(pattern),
-                fix="headway record --detail operators records operators, --detail kernels kernels.",
+                "no recorded operator or module has a name that matches", got=repr(pattern),
+                fix="Record with --detail operators to have operators, with --detail kernels to have kernels.",
             )  # fmt: skip
-    under_way = collectives_under_way(trace)
+    in_flight = collectives_in_flight(trace)
+    messages = pipeline_messages(trace)
     timelines: dict[int, tuple[Timeline, ...]] = {}
     for rank, events in trace.events.items():
-        share = _Share(trace.world_size, update_cost_beside(events, trace.world_size).overhead_ns)
+        share = _Share(trace.world_size, background_update_cost(events, trace.world_size).overhead_ns)
         timelines[rank] = tuple(
-            _timeline(rank, step, events.of_step(step), trace.model, under_way[rank], share, quickened[rank])
+            _timeline(
+                rank, step, events.of_step(step), trace.model, in_flight[rank], share, rescaled[rank], points
+            )
             for step in trace.steps
+            for points in (messages.get((rank, step), ()),)
         )
     return timelines
 
 
-def collectives_under_way(trace: Trace) -> dict[int, Intervals]:
+def collectives_in_flight(trace: Trace) -> dict[int, Intervals]:
     """For each rank, when one of its collectives had been asked for by every rank and was not done."""
     arrived: dict[tuple[str, str, int], int] = {}
     for events in trace.events.values():
@@ -59,14 +64,14 @@ def collectives_under_way(trace: Trace) -> dict[int, Intervals]:
 
 
 class _Share(NamedTuple):
-    """One rank's updates beside its main thread: how many ranks shared them, what each costs whatever its size."""
+    """One rank's updates off its main thread: how many ranks shared them, what each costs whatever its size."""
 
     ranks: int
     overhead_ns: float
 
     def whole_ns(self, rows: Iterable[Event]) -> int | None:
-        beside = [row.duration_ns - self.overhead_ns for row in rows if is_beside(row)]
-        return round(max(0.0, sum(beside)) * self.ranks) if beside else None
+        in_background = [row.duration_ns - self.overhead_ns for row in rows if is_background(row)]
+        return round(max(0.0, sum(in_background)) * self.ranks) if in_background else None
 
 
 class _Cut(NamedTuple):
@@ -80,9 +85,10 @@ def _timeline(
     step: int,
     events: Events,
     model: ModelSpec,
-    under_way: Intervals,
+    in_flight: Intervals,
     share: _Share,
-    quickened: Quickened,
+    rescaled: RescaledKernels,
+    messages: Sequence[tuple[int, Item]],
 ) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
@@ -91,10 +97,10 @@ def _timeline(
         (row.start_ns, row.end_ns) for row in rows if row.kind == Kind.READ and row.algorithm == SHARDED
     ]
     parts = _parts(rows)
-    cuts = _points(rows, model)
+    cuts = _points(rows, model) + [_Cut(time_ns, 2, item) for time_ns, item in messages]
     for start_ns, end_ns in [
         *waits,
-        *((start, end) for start, end, _ in parts),
+        *((part.start_ns, part.end_ns) for part in parts),
         (window.start_ns, window.end_ns),
     ]:
         cuts += [_Cut(start_ns, 1, None), _Cut(end_ns, 1, None)]
@@ -104,11 +110,11 @@ def _timeline(
         time_ns = min(max(cut.time_ns, window.start_ns), window.end_ns)
         if time_ns > now_ns:
             if not _inside(now_ns, waits):
-                overlap = under_way.share_of(now_ns, time_ns)
-                duration_ns = quickened.duration_ns(now_ns, time_ns)
+                overlap = in_flight.share_of(now_ns, time_ns)
+                duration_ns = rescaled.duration_ns(now_ns, time_ns)
                 if _inside(now_ns, shared_reads):
                     duration_ns *= share.ranks
-                items.append(Item(_part_at(now_ns, parts), "", duration_ns, overlap=overlap))
+                items.append(_part_at(now_ns, parts)._replace(duration_ns=duration_ns, overlap=overlap))
             now_ns = time_ns
         if cut.item is not None:
             items.append(cut.item)
@@ -156,31 +162,41 @@ def _synchronising(rows: Sequence[Event]) -> Sequence[Event]:
     return [p for p in passes if any(p.start_ns <= ns <= p.end_ns for ns in launches_ns)] or passes[-1:]
 
 
-def _parts(rows: Sequence[Event]) -> list[tuple[int, int, str]]:
-    """Intervals with their part; of overlapping ones the later in the list wins."""
+class _Interval(NamedTuple):
+    start_ns: int
+    end_ns: int
+    of: Item
+
+
+def _parts(rows: Sequence[Event]) -> list[_Interval]:
+    """Intervals with what they are part of; of overlapping ones the later in the list wins."""
     shares_end_ns = max((row.end_ns for row in rows if row.kind == Kind.BACKWARD), default=0)
     parts = []
     for row in rows:
         if row.kind == Kind.FORWARD_PASS:
-            parts.append((row.start_ns, row.end_ns, Part.FORWARD))
+            parts.append(_Interval(row.start_ns, row.end_ns, _labelled(Part.FORWARD, row)))
         elif row.kind == Kind.BACKWARD_PASS:
-            parts.append((row.start_ns, row.end_ns, Part.BACKWARD))
+            parts.append(_Interval(row.start_ns, row.end_ns, _labelled(Part.BACKWARD, row)))
             if row.start_ns <= shares_end_ns < row.end_ns:
-                parts.append((shares_end_ns, row.end_ns, Part.FINALIZE))
+                parts.append(_Interval(shares_end_ns, row.end_ns, _labelled(Part.FINALIZE, row)))
         elif row.kind == Kind.INPUT:
-            parts.append((row.start_ns, row.end_ns, Part.INPUT))
-    # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done beside
+            parts.append(_Interval(row.start_ns, row.end_ns, Item(Part.INPUT)))
+    # A deferred update runs under the next forward, and is the optimizer's work all the same. Where that is done off
     # the main thread, it is values that are taken over there: part of forward.
-    kinds = (Kind.OPTIMIZER,) if any(is_beside(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
-    parts += [(r.start_ns, r.end_ns, Part.READ) for r in rows if r.kind == Kind.READ]
-    return parts + [(r.start_ns, r.end_ns, Part.OPTIMIZER) for r in rows if r.kind in kinds]
+    kinds = (Kind.OPTIMIZER,) if any(is_background(row) for row in rows) else (Kind.OPTIMIZER, Kind.UPDATE)
+    parts += [_Interval(r.start_ns, r.end_ns, Item(Part.READ)) for r in rows if r.kind == Kind.READ]
+    return parts + [_Interval(r.start_ns, r.end_ns, Item(Part.OPTIMIZER)) for r in rows if r.kind in kinds]
 
 
-def _part_at(time_ns: int, parts: Sequence[tuple[int, int, str]]) -> str:
-    found = Part.REST
-    for start_ns, end_ns, part in parts:
-        if start_ns <= time_ns < end_ns:
-            found = part
+def _labelled(part: str, row: Event) -> Item:
+    return Item(part, stage=max(0, row.stage), micro_batch=row.micro_batch)
+
+
+def _part_at(time_ns: int, parts: Sequence[_Interval]) -> Item:
+    found = Item(Part.REST)
+    for part in parts:
+        if part.start_ns <= time_ns < part.end_ns:
+            found = part.of
     return found
 
 
@@ -206,7 +222,7 @@ def _joined(items: Sequence[Item]) -> list[Item]:
         if (
             before is not None
             and item.duration_ns
-            and before.kind == item.kind
+            and (before.kind, before.stage, before.micro_batch) == (item.kind, item.stage, item.micro_batch)
             and (before.duration_ns or item.kind == Part.READ)
         ):
             total_ns = before.duration_ns + item.duration_ns

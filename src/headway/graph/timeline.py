@@ -17,7 +17,7 @@ class Part:
     FORWARD = "forward"
     BACKWARD = "backward"
     FINALIZE = "finalize"  # after the wait for gradients: DDP copies buckets back
-    READ = "read"  # gradients are clipped, unscaled or looked at, or values are; ``name`` says which
+    READ = "read"  # gradients are clipped, unscaled or read, or parameters are read; ``name`` says which
     OPTIMIZER = "optimizer"
     REST = "rest"
 
@@ -31,6 +31,17 @@ class Point:
     BACKWARD_END = "backward_end"  # the computation of a backward that synchronises is done
     BLOCKING = "blocking"  # a collective that the main thread waits for, not of gradients
     STEP = "step"  # the optimizer is about to step
+    MESSAGE = "message"  # a message of a pipeline is about to be sent, or its receive posted
+    ARRIVED = "arrived"  # the rank has waited for the end of such a message
+
+
+class MessageEnd(NamedTuple):
+    """One end of a message: who is at the other one, and which it is of those of its group to that rank."""
+
+    sends: bool
+    peer: int
+    group: str
+    sequence: int
 
 
 class Item(NamedTuple):
@@ -48,29 +59,30 @@ class Item(NamedTuple):
     overlap: float = 0.0  # the share of the stretch during which a collective was in flight on this rank
     stage: int = 0
     micro_batch: int = -1
+    message: MessageEnd | None = None  # of the points of messages
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """One rank's step without its waits, in order.
 
-    ``beside_ns`` is the optimizer's work that ranks shared and did beside their main threads, over all of them, without
-    what every bucket's update costs by itself; None where they did it themselves.
+    ``background_ns`` is the optimizer's work that ranks shared and did off their main threads, over all of them,
+    without what every bucket's update costs by itself; None where they did it on their main threads.
     """
 
     rank: int
     step: int
     items: tuple[Item, ...]
-    beside_ns: int | None = None
+    background_ns: int | None = None
 
     @property
     def optimizer_ns(self) -> int:
         """What the optimizer's whole update of all parameters takes one rank.
 
-        Where ranks shared it beside their main threads, these only asked for it and took over its results.
+        Where ranks shared it off their main threads, these only asked for it and took over its results.
         """
-        if self.beside_ns is not None:
-            return self.beside_ns
+        if self.background_ns is not None:
+            return self.background_ns
         return sum(item.duration_ns for item in self.items if item.kind == Part.OPTIMIZER)
 
     def scaled(self, compute: float) -> Timeline:
@@ -79,15 +91,15 @@ class Timeline:
             item if item.kind == Part.INPUT else item._replace(duration_ns=round(item.duration_ns * compute))
             for item in self.items
         )
-        beside_ns = None if self.beside_ns is None else round(self.beside_ns * compute)
-        return Timeline(self.rank, self.step, items, beside_ns)
+        background_ns = None if self.background_ns is None else round(self.background_ns * compute)
+        return Timeline(self.rank, self.step, items, background_ns)
 
     def undisturbed(self, slowdown: float) -> Timeline:
-        """The same step as if no communication had slowed its computation down, by ``slowdown`` while under way."""
+        """The same step as if no communication had slowed its computation down, by ``slowdown`` while in flight."""
         items = tuple(
             item._replace(duration_ns=round(item.duration_ns / (1 + slowdown * item.overlap)))
             if item.overlap
             else item
             for item in self.items
         )
-        return Timeline(self.rank, self.step, items, self.beside_ns)
+        return Timeline(self.rank, self.step, items, self.background_ns)

@@ -39,17 +39,17 @@ def update_cost(
     return UpdateCost(overhead_ns, ranks * float((times_ns - overhead_ns).sum()))
 
 
-def is_beside(row: Event) -> bool:
+def is_background(row: Event) -> bool:
     """Whether ``row`` is an update that a communication thread did for the main thread."""
     return row.kind == Kind.UPDATE and row.stream != Stream.COMPUTE
 
 
-def update_cost_beside(events: Events, ranks: int) -> UpdateCost:
-    """The cost of one rank's recorded updates beside its main thread, each shared by ``ranks``."""
+def background_update_cost(events: Events, ranks: int) -> UpdateCost:
+    """The cost of one rank's recorded updates off its main thread, each shared by ``ranks``."""
     updates: dict[int, list[int]] = defaultdict(list)
     sizes_bytes: dict[int, int] = {}
     for row in events.of_kind(Kind.UPDATE, Kind.COLLECTIVE):
-        if is_beside(row):
+        if is_background(row):
             updates[row.bucket].append(row.duration_ns)
         elif row.kind == Kind.COLLECTIVE and row.bucket >= 0:
             sizes_bytes[row.bucket] = row.size_bytes

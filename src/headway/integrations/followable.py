@@ -6,13 +6,17 @@ from typing import Any
 
 from headway.errors import UnsupportedError
 from headway.plan import Plan
-from headway.strategies.injection import Injection
+from headway.strategies.injection import Injection, ScheduleInjection
 from headway.strategies.registry import plugin_of
 
 
-def injection_of(plan: Plan) -> Injection[Any]:
-    """How a script's own wrapper becomes the plan's. Raises UnsupportedError where only ``headway.parallelize`` can."""
-    injection = plugin_of(plan.strategy).injection
+def injection_of(plan: Plan) -> Injection[Any] | ScheduleInjection[Any]:
+    """How a script's own wrapper, or its schedule of a pipeline, becomes the plan's.
+
+    Raises UnsupportedError where only ``headway.parallelize`` can.
+    """
+    plugin = plugin_of(plan.strategy)
+    injection = plugin.injection or plugin.schedule_injection
     if injection is None:
         raise UnsupportedError(
             "an unmodified script cannot follow this plan's strategy", got=plan.strategy.name,

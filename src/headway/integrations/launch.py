@@ -30,7 +30,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CommandOutcome:
     """How a command ended: its exit status (128 + N for signal N), the signal Headway was sent, and what was said."""
 
     status: int
@@ -64,7 +64,7 @@ def run_command(
     environment: Mapping[str, str],
     reports: Path,
     on_reports: Callable[[tuple[Report, ...]], None] = lambda _: None,
-) -> Ended:
+) -> CommandOutcome:
     """Run ``command``, hand on SIGINT and SIGTERM, and wait until its ranks on this host have said their last.
 
     ``reports`` is an empty folder for what processes say of themselves; ``on_reports`` gets it whenever that changes.
@@ -92,7 +92,7 @@ def run_command(
     said = read_reports(reports)
     if refusal := first_refusal(said):
         raise LaunchError(refusal)
-    return Ended(128 - status if status < 0 else status, running.interrupted_by, said)
+    return CommandOutcome(128 - status if status < 0 else status, running.interrupted_by, said)
 
 
 class _Running:

@@ -37,7 +37,7 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
             return
         if rank == 0:
             print(
-                "headway: the steps are recorded; measuring what plans would cost here, for a few seconds",
+                "headway: the steps are recorded; now measuring links and cores for some ten seconds, for predictions",
                 file=sys.stderr,
                 flush=True,
             )
@@ -47,11 +47,9 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
         with _undisturbed():
             cluster = probe_cluster(effort=SHORT)
         if rank == 0:
-            cluster.model_copy(update={"source": "measured as the recording ended"}).save(folder / CLUSTER)
+            cluster.model_copy(update={"source": "measured after the recording"}).save(folder / CLUSTER)
     except Exception as failure:  # training must not end because something about it could not be measured
-        print(
-            f"headway: rank {rank}: what plans would cost could not be measured: {failure}", file=sys.stderr
-        )
+        print(f"headway: rank {rank}: links and cores could not be measured: {failure}", file=sys.stderr)
 
 
 def _permitted() -> bool:

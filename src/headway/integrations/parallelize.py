@@ -1,4 +1,4 @@
-"""``headway.parallelize``: wrap a model as a plan says, or as it turns out while training."""
+"""``headway.parallelize``: wrap a model as a plan says, or tune its schedule while it trains."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def parallelize(
 ) -> nn.Module:
     """Wrap ``model`` for data-parallel training as ``plan`` says; ``optimizer`` is the one that updates it.
 
-    The result takes the place of ``DistributedDataParallel(model, **ddp_options)``; the script goes on as it would with
-    that. Call it on every rank, after ``torch.distributed.init_process_group``.
+    The result replaces ``DistributedDataParallel(model, **ddp_options)``; the rest of the script stays the same. Call
+    it on every rank, after ``torch.distributed.init_process_group``.
 
     Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps: that needs no
-    recording, and takes some tens of steps that are not at their best. A plan from ``headway.optimize`` is in force
-    from the first step, and leaves the job with stock DDP where nothing promises to be faster.
+    recording, but some tens of steps are not optimal. A plan from ``headway.optimize`` is in force
+    from the first step, and keeps stock DDP if nothing else is predicted to be faster.
 
-    Raises PlanError where the plan was made for another model or number of workers, UnsupportedError where the model
-    or an option would train wrongly, UserError where there is no process group or the optimizer updates another model.
+    Raises PlanError if the plan is for another model or number of workers, UnsupportedError if the model or an option
+    would train wrongly, UserError if there is no process group or the optimizer updates another model.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

@@ -66,6 +66,7 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
     global _installed  # noqa: PLW0603 - the class that is changed is the process's too
     uninstall()
     injection = injection_of(plan)
+    assert isinstance(injection, Injection)
     wrapper = injection.wrapper()
     init = None if wrapper is None else wrapper.__init__
     hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.errors import LaunchError, UserError
-from headway.integrations import plan_injection, reports
+from headway.integrations import pipeline_injection, plan_injection, reports
 from headway.integrations.activate import leave_refusal
 from headway.integrations.followable import injection_of
 from headway.plan import Plan
+from headway.strategies.injection import ScheduleInjection
 
 
 def follow(plan_path: str) -> None:
@@ -25,13 +26,31 @@ def follow(plan_path: str) -> None:
     Raises PlanError where the plan cannot be read and UnsupportedError where a script cannot follow it.
     """
     plan = Plan.load(plan_path)
+    injection = injection_of(plan)
+    if isinstance(injection, ScheduleInjection):
+        pipeline_injection.install(plan, injection, leave_refusal, _applied)
+        _refuse_to_step_without(
+            "any schedule of torch.distributed.pipelining had run a step",
+            "a script that trains with torch.distributed.pipelining",
+            "Run it without the plan.",
+        )
+        return
     plan_injection.install(plan, leave_refusal)
     _leave_refusals_of(DistributedDataParallel, "__new__")
     _leave_refusals_of(DistributedDataParallel, "__init__")
-    if (wrapper := injection_of(plan).wrapper()) is not None:
+    if (wrapper := injection.wrapper()) is not None:
         _leave_refusals_of(wrapper, "__init__")
     if dist.get_world_size() > 1:
-        _refuse_to_step_without()
+        _refuse_to_step_without(
+            "any DistributedDataParallel of the plan's model was constructed",
+            "a script that wraps its model in DistributedDataParallel",
+            "Run it without the plan, or call headway.parallelize in it.",
+        )
+
+
+def _applied() -> None:
+    if not reports.said("applied"):
+        reports.say(applied=True)
 
 
 def _leave_refusals_of(wrapper: type, name: str) -> None:
@@ -45,14 +64,14 @@ def _leave_refusals_of(wrapper: type, name: str) -> None:
         except UserError as error:
             leave_refusal(error)
             raise error.with_traceback(None) from None  # of Headway's insides the script's log needs nothing
-        if plan_injection.followed() and not reports.said("applied"):
-            reports.say(applied=True)
+        if plan_injection.followed():
+            _applied()
         return result
 
     setattr(wrapper, name, construct)
 
 
-def _refuse_to_step_without() -> None:
+def _refuse_to_step_without(what: str, expected: str, fix: str) -> None:
     owner = os.getpid()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -62,9 +81,9 @@ def _refuse_to_step_without() -> None:
         error = LaunchError(
             "the plan was not applied",
             got=f"an optimizer's step on rank {dist.get_rank() if dist.is_initialized() else '?'} "
-            "before any DistributedDataParallel of the plan's model was constructed",
-            expected="a script that wraps its model in DistributedDataParallel",
-            fix="Run it without the plan, or call headway.parallelize in it.",
+            f"before {what}",
+            expected=expected,
+            fix=fix,
         )
         leave_refusal(error)
         raise error

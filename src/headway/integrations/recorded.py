@@ -48,4 +48,4 @@ def _bring_together(recorder: Recorder, place: Place, rank: int) -> None:
         elif not place.shared:
             collecting.send(token, rank, place.folder, patience_s)
     except Exception as failure:  # training must not end because its recording does
-        print(f"headway: rank {rank}'s recording could not be brought to rank 0: {failure}", file=sys.stderr)
+        print(f"headway: rank {rank}'s recording could not be sent to rank 0: {failure}", file=sys.stderr)

@@ -13,7 +13,7 @@ from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
 from headway.scheduling.schedule import Schedule
-from headway.strategies.base import Strategy
+from headway.strategies.base import PIPELINE, Strategy, fits
 from headway.strategies.plugin import Proposal
 from headway.strategies.registry import plugin_of, plugins
 
@@ -73,9 +73,9 @@ class SearchResult:
             if strategy is None or candidate.strategy.name == strategy:
                 return candidate
         raise UserError(
-            "there is no plan of that strategy" + (f": {self.note}" if self.note else ""),
+            "no plan of this strategy was found" + (f": {self.note}" if self.note else ""),
             got=strategy,
-            fix="Leave --strategy out. Parameter servers need a --cluster that headway probe has measured, and Gloo.",
+            fix="Leave out --strategy. Parameter servers need Gloo and a --cluster that headway probe measured.",
         )
 
 
@@ -99,7 +99,7 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
     with times_in_range():
-        proposals = [plugin.propose(job) for plugin in plugins().values()]
+        proposals = [plugin.propose(job) for plugin in plugins().values() if fits(job, plugin.policy)]
     decided, in_force = candidate_strategies(job, proposals, recorded), recorded.decide(job)
     candidates = []
     for number, (strategy, schedule) in enumerate(decided, start=1):
@@ -144,16 +144,16 @@ def _best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candid
 
 def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     """The plan file's value for a candidate."""
+    trace, strategy = replayer.trace, candidate.strategy
+    prediction = Prediction(
+        step_ms=candidate.predicted_ms,
+        baseline_ms=candidate.expected.recorded_ms,
+        uncertainty_ms=candidate.uncertainty_ms,
+    )
+    if strategy.dimension == PIPELINE:
+        return Plan.pipeline(strategy, trace.stages, prediction=prediction, cluster=replayer.cluster)
     return Plan.data_parallel(
-        candidate.strategy,
-        replayer.trace.world_size,
-        replayer.trace.model,
-        prediction=Prediction(
-            step_ms=candidate.predicted_ms,
-            baseline_ms=candidate.expected.recorded_ms,
-            uncertainty_ms=candidate.uncertainty_ms,
-        ),
-        cluster=replayer.cluster,
+        strategy, trace.world_size, trace.model, prediction=prediction, cluster=replayer.cluster
     )
 
 

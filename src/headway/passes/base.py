@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class Pass(BaseModel):
-    """One change of a job, decided once. Its fields are the options that a plan file holds.
+    """One change of a job, decided once. Its fields are the options in a plan file.
 
-    ``changes_numerics`` says that training gives other numbers under it, so that nothing proposes it unasked.
+    ``changes_numerics`` says that training gives different numbers under it, so that nothing proposes it by itself.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     changes_numerics: ClassVar[bool] = False
 
     def rewrite(self, job: Job) -> Job:
-        """``job`` as it would be under this pass. Pure. Raises UnsupportedError where it cannot be told."""
+        """``job`` as it would be under this pass. Pure. Raises UnsupportedError if that is unknown."""
         raise NotImplementedError
 
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
         """``module`` as it is trained under this pass, before a strategy wraps it. ``optimizer`` may be None.
 
-        Raises UnsupportedError where it would train wrongly.
+        Raises UnsupportedError if it would train wrongly.
         """
         raise NotImplementedError
 

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway import files
 from headway.errors import PlanError
-from headway.plan.plan import DATA, FORMAT, MAX_WORLD_SIZE
+from headway.plan.plan import FORMAT, MAX_WORLD_SIZE
+from headway.strategies.base import DATA
 
 
 class _Plan1(BaseModel):

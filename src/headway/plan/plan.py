@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,19 +26,18 @@ from headway.passes.base import Pass
 from headway.passes.registry import passes
 from headway.plan.mesh import Groups, groups_along
 from headway.strategies import registry
-from headway.strategies.base import Strategy
+from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.version import __version__
 
 FORMAT: Literal[2] = 2
-DATA = "data"
 MAX_WORLD_SIZE = 2**20
-_FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_FROZEN = ConfigDict(frozen=True, extra="forbid")
 
 Dimension = Annotated[str, StringConstraints(pattern="^[a-z][a-z_]*$", max_length=32)]
 
 
 class PlannedModel(BaseModel):
-    """Which model a plan was made for."""
+    """The model that a plan was made for."""
 
     model_config = _FROZEN
 
@@ -45,7 +45,7 @@ class PlannedModel(BaseModel):
     """The number of its trainable parameters."""
 
     size_bytes: int = Field(ge=0)
-    """The bytes of all of them."""
+    """Their size in total."""
 
     fingerprint: str
     """A digest of their names, shapes and dtypes."""
@@ -64,22 +64,22 @@ class Prediction(BaseModel):
     model_config = _FROZEN
 
     step_ms: float = Field(ge=0, allow_inf_nan=False)
-    """The step under the plan."""
+    """The expected step under the plan."""
 
     baseline_ms: float = Field(ge=0, allow_inf_nan=False)
-    """The recorded step that it is held against."""
+    """The recorded step, from which the gain is counted."""
 
     uncertainty_ms: float = Field(ge=0, allow_inf_nan=False)
-    """By how much ``step_ms`` may be off, at nine in ten."""
+    """By how much ``step_ms`` may be off, in nine of ten cases."""
 
 
 class Plan(BaseModel):
-    """A strategy along each dimension of the job's device mesh, passes, and the job that they were decided for."""
+    """A strategy for each dimension of the job's device mesh, passes, and the job that they were decided for."""
 
     model_config = _FROZEN
 
     format: Literal[2] = FORMAT
-    """The version of this format. Plans of format 1, of a ``strategy`` and a ``world_size``, are read too."""
+    """The version of this format."""
 
     headway: str = __version__
     """The version of Headway that wrote the plan."""
@@ -89,16 +89,20 @@ class Plan(BaseModel):
     product is the number of workers; consecutive ranks are neighbours along the last dimension."""
 
     parallel: dict[Dimension, SerializeAsAny[Strategy]]
-    """For each dimension of the mesh the strategy by name, with its options below it."""
+    """For each dimension of the mesh, the name of a strategy with its options below it."""
 
     passes: tuple[SerializeAsAny[Pass], ...] = ()
-    """Changes of the job that no strategy decides about, by name with their options, in the order of their making."""
+    """Changes of the job that no strategy decides about, by name with their options, in the order in which they are
+    applied."""
 
     model: PlannedModel
-    """The model that the plan is for; another one is refused."""
+    """The model that the plan is for; another one is refused. Of a pipeline, that of the first stage."""
+
+    stages: tuple[PlannedModel, ...] | None = None
+    """Of a pipeline, the model of every stage."""
 
     prediction: Prediction | None = None
-    """What is expected of the plan, where it was replayed."""
+    """What is expected of the plan, if it was replayed."""
 
     cluster: Cluster | None = None
     """The hosts and links that the prediction is for."""
@@ -113,11 +117,30 @@ class Plan(BaseModel):
         prediction: Prediction | None = None,
         cluster: Cluster | None = None,
     ) -> Self:
-        """The plan that ``world_size`` ranks train ``model`` with ``strategy``, each all of it."""
+        """The plan by which ``world_size`` ranks each train all of ``model`` with ``strategy``."""
         return cls(
             mesh={DATA: world_size},
             parallel={DATA: strategy},
             model=PlannedModel.of(model),
+            prediction=prediction,
+            cluster=cluster,
+        )
+
+    @classmethod
+    def pipeline(
+        cls,
+        strategy: Strategy,
+        stages: Sequence[ModelSpec],
+        *,
+        prediction: Prediction | None = None,
+        cluster: Cluster | None = None,
+    ) -> Self:
+        """The plan that a rank a stage trains ``stages`` with ``strategy``."""
+        return cls(
+            mesh={PIPELINE: len(stages)},
+            parallel={PIPELINE: strategy},
+            model=PlannedModel.of(stages[0]),
+            stages=tuple(map(PlannedModel.of, stages)),
             prediction=prediction,
             cluster=cluster,
         )
@@ -138,12 +161,12 @@ class Plan(BaseModel):
     def _fits_the_mesh(self) -> Self:
         if self.mesh.keys() != self.parallel.keys():
             raise ValueError(
-                f"parallel needs a strategy for each of {', '.join(self.mesh)}, has them for {', '.join(self.parallel)}"
+                f"parallel needs a strategy for each of {', '.join(self.mesh)}, has one for {', '.join(self.parallel)}"
             )
         for dimension, strategy in self.parallel.items():
             if strategy.dimension != dimension:
                 raise ValueError(
-                    f"{strategy.name} is for the dimension {strategy.dimension!r}, stands at {dimension!r}"
+                    f"{strategy.name} is for the dimension {strategy.dimension!r}, but is given for {dimension!r}"
                 )
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"a mesh of {self.world_size} ranks, expected at most {MAX_WORLD_SIZE}")
@@ -165,10 +188,10 @@ class Plan(BaseModel):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of a plan of one dimension. Raises PlanError for others, which no runtime carries out yet."""
+        """The strategy of a plan of one dimension. Raises PlanError for other plans, which nothing supports yet."""
         if len(self.parallel) > 1:
             raise PlanError(
-                "the plan shares work along several dimensions", got=", ".join(self.parallel),
+                "plans of several dimensions are not supported yet", got=", ".join(self.parallel),
                 expected="one dimension", fix="Leave one dimension in mesh and parallel.",
             )  # fmt: skip
         (strategy,) = self.parallel.values()
@@ -180,7 +203,7 @@ class Plan(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan. Raises PlanError where it is missing, damaged, or of another format version."""
+        """Read a plan. Raises PlanError if it is missing, damaged, or of an unknown format."""
         what = f"plan {path}"
         data = files.plain_yaml(files.read_text(Path(path), PlanError, "plan"), PlanError, what)
         if isinstance(data, dict) and data.get("format") == 1:
@@ -190,24 +213,44 @@ class Plan(BaseModel):
         return files.validate(data, cls, PlanError, what)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as YAML, whole or not at all."""
+        """Write the plan as YAML: the complete file or none."""
         files.write_text(
             Path(path), files.dump_yaml(self.model_dump(mode="json", exclude_none=True)), PlanError
         )
 
     def check(self, model: ModelSpec, world_size: int) -> None:
         """Raise PlanError unless the plan was made for this model and this number of workers."""
+        self._check(model, self.model, "model", world_size)
+
+    def check_recorded(self, model: ModelSpec, stages: Sequence[ModelSpec], world_size: int) -> None:
+        """Raise PlanError unless the plan was made for a job that trains ``model``, or ``stages`` where it has some."""
+        if not stages:
+            self.check(model, world_size)
+        for number, stage in enumerate(stages):
+            self.check_stage(stage, number, len(stages), world_size)
+
+    def check_stage(self, model: ModelSpec, stage: int, stages: int, world_size: int) -> None:
+        """Raise PlanError unless the plan was made for ``stages`` stages, of which number ``stage`` is ``model``."""
+        planned = self.stages or ()
+        if stages != len(planned):
+            raise PlanError(
+                "the plan is for another number of stages", got=f"{stages}", expected=f"{len(planned)}",
+                fix="Record this job and run headway optimize on that trace.",
+            )  # fmt: skip
+        self._check(model, planned[stage], f"stage {stage}", world_size)
+
+    def _check(self, model: ModelSpec, planned: PlannedModel, what: str, world_size: int) -> None:
         remake = "Record this job and run headway optimize on that trace."
         if world_size != self.world_size:
             raise PlanError(
                 "the plan is for another world size", got=f"{world_size} workers",
                 expected=f"{self.world_size}", fix=remake,
             )  # fmt: skip
-        if model.fingerprint != self.model.fingerprint:
+        if model.fingerprint != planned.fingerprint:
             raise PlanError(
-                "the plan is for another model",
+                f"the plan is for another {what}",
                 got=f"{len(model.parameters)} parameters in {model.size_bytes} bytes ({model.fingerprint})",
-                expected=f"{self.model.parameters} in {self.model.size_bytes} ({self.model.fingerprint})",
+                expected=f"{planned.parameters} in {planned.size_bytes} ({planned.fingerprint})",
                 fix=remake,
             )
 

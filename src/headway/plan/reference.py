@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 import json
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
+from itertools import pairwise
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from headway.cluster import AlgorithmCost, Cluster, Host, MessageCost, PassSlowdown, Traffic
+from headway.passes.base import Pass
 from headway.plan.plan import Plan, PlannedModel, Prediction
+from headway.scheduling.buckets import Wire
+from headway.strategies.base import Strategy
 from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files
 
 <!-- Written by `python -m headway.plan.reference`; a test holds it against the types. -->
 
-A plan is one YAML file: what `headway optimize` writes, `headway run --plan` and `headway.parallelize` carry out, and
-`headway replay --plan` predicts. It can be written by hand. What is not described here is refused, and so is a plan for
-another model or another number of workers.
+A plan is one YAML file: `headway optimize` writes it, `headway run --plan` and `headway.parallelize` carry it out, and
+`headway replay --plan` predicts it. It can be written by hand. What is not described here is refused, and so is a plan
+for another model or another number of workers.
 
     format: 2
     mesh: {data: 4}
@@ -29,26 +37,40 @@ another model or another number of workers.
         ddp: {bucket_cap_mb: 8.0}
     model: {parameters: 62, size_bytes: 51200000, fingerprint: 0123456789abcdef}
 
-The strategy of a dimension acts on the groups of ranks that differ in that dimension alone: in `{pipeline: 2, data: 2}`
-on ranks 0 and 1, and 2 and 3, along `data`. What shares work along several dimensions is read, and refused by all that
-would carry it out, as nothing does yet.
+The strategy of a dimension acts on the groups of ranks that differ in that dimension alone: with
+`{pipeline: 2, data: 2}`, the strategy of `data` acts on ranks 0 and 1, and on ranks 2 and 3. Plans of several
+dimensions can be read, but nothing can carry them out or predict them yet, and whatever is asked to refuses them.
 
-Plans of format 1 (`strategy` and `world_size` in the place of `mesh` and `parallel`) are read as plans of one
-dimension.
+Plans of format 1 (`strategy` and `world_size` instead of `mesh` and `parallel`) are read as plans of one dimension.
 """
 
 STRATEGIES = """## Strategies
 
-Below the name of a dimension stands the name of one strategy, and below that its options.
+Below the name of a dimension is the name of one strategy, and below that are its options.
 """
 
 PASSES = """## Passes
 
-Headway brings none yet. Other packages may, under the entry point group `headway.passes`.
+Headway ships none yet. Other packages may add them under the entry point group `headway.passes`.
 """
 
-ANCHORS = {"Strategy": "strategies", "Pass": "passes", "PlannedModel": "model", "Prediction": "prediction"}
-LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "max_length": "length at most"}
+# What each type is called in the column of values, and the section that describes it.
+SECTIONS: dict[type, tuple[str, str]] = {
+    Strategy: ("strategy", "strategies"),
+    Pass: ("pass", "passes"),
+    PlannedModel: ("model", "model"),
+    Prediction: ("prediction", "prediction"),
+    Wire: ("wire", "wire"),
+    Cluster: ("cluster", "cluster"),
+    Host: ("host", "host"),
+    AlgorithmCost: ("algorithm cost", "algorithm-cost"),
+    MessageCost: ("message cost", "message-cost"),
+    PassSlowdown: ("pass slowdown", "pass-slowdown"),
+    Traffic: ("traffic", "traffic"),
+}
+OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, PassSlowdown, Traffic)
+LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "min_length": "length at least"}
+LIMITS |= {"max_length": "length at most"}
 
 
 def page() -> str:
@@ -58,16 +80,46 @@ def page() -> str:
     for name in list(plugins())[: len(SHIPPED)]:
         policy = plugins()[name].policy
         parts += _section(f"`{name}`, along `{policy.dimension}`", policy, level=3)
-    return "\n".join([*parts, PASSES])
+    parts += [*_section("Wire", Wire, level=3), PASSES, *_section("`cluster`", Cluster)]
+    for each in OF_CLUSTERS:
+        parts += _section(SECTIONS[each][0].capitalize(), each, level=3)
+    return "\n".join(parts)
 
 
-def _section(title: str, model: type[BaseModel], level: int = 2) -> Iterator[str]:
+def _section(title: str, model: type, level: int = 2) -> Iterator[str]:
     yield f"{'#' * level} {title}\n"
     yield f"{_one_line(inspect.getdoc(model) or '')}\n"
     yield "| field | value | default | meaning |\n|---|---|---|---|"
-    for name, field in model.model_fields.items():
-        yield f"| `{name}` | {_type(field)} | {_default(field)} | {_one_line(field.description or '')} |"
+    meanings = _attribute_docstrings(model)
+    for name, field in _fields(model).items():
+        yield f"| `{name}` | {_type(field)} | {_default(field)} | {_one_line(meanings.get(name, ''))} |"
     yield ""
+
+
+def _attribute_docstrings(model: type) -> dict[str, str]:
+    """The string below each field. Read here, as pydantic would read them at every import of the class."""
+    (parsed,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(parsed, ast.ClassDef)
+    return {
+        field.target.id: str(ast.literal_eval(text.value))
+        for field, text in pairwise(parsed.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _fields(model: type) -> Mapping[str, FieldInfo]:
+    if issubclass(model, BaseModel):
+        return model.model_fields
+    assert dataclasses.is_dataclass(model)
+    kinds = get_type_hints(model)
+    return {
+        each.name: FieldInfo(
+            annotation=kinds[each.name],
+            default=PydanticUndefined if each.default is MISSING else each.default,
+        )
+        for each in dataclasses.fields(model)
+    }
 
 
 def _one_line(text: str) -> str:
@@ -94,14 +146,14 @@ def _type_name(kind: Any) -> str:
         return _type_name(arguments[0])
     if arguments:
         return " or ".join(_type_name(each) for each in arguments)
-    name = kind.__name__.lower()
-    return f"[{name}](#{ANCHORS[kind.__name__]})" if kind.__name__ in ANCHORS else name
+    name, anchor = SECTIONS[kind]
+    return f"[{name}](#{anchor})"
 
 
 def _limit(constraint: Any) -> str:
     for attribute, said in LIMITS.items():
-        if getattr(constraint, attribute, None) is not None:
-            return f"{said} {getattr(constraint, attribute)}"
+        if (value := getattr(constraint, attribute, None)) is not None:
+            return f"{said} {int(value):,}" if value == int(value) else f"{said} {value:g}"
     return ""
 
 

@@ -78,7 +78,7 @@ class Predictor:
         self.need_ns = [profile.needs_ns.get(p.module, -1) for p in needed]
         self.step_call_ns = cluster.cost_of(STEP_CALL).overhead_us * 1e3
         self.update_overhead_ns = cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
-        self.beside_overhead_ns = cluster.update_beside_us * 1e3
+        self.background_overhead_ns = cluster.background_update_us * 1e3
         self.step_at_ns = profile.backward_ns + profile.tail_ns - first_ns
 
     def facts(self, parts: Iterable[Part]) -> BucketFacts:
@@ -143,7 +143,7 @@ class Predictor:
             for index in gather_order:
                 gathered[index] = len(jobs)
                 size = facts[index].size_bytes
-                update_ns = self.update_ns(size) / self.world_size + self.beside_overhead_ns
+                update_ns = self.update_ns(size) / self.world_size + self.background_overhead_ns
                 jobs.append(Job(called_ns, size, self.cost.all_gather, reduced[index], update_ns))
         return Launched(jobs, reduced, gathered)
 

@@ -49,11 +49,13 @@ class Built:
         self._inputs = made[1]
         if self.samples < 1:
             raise UserError(
-                f"{text}: its inputs hold no sample", got=self.batch, expected="a batch of at least one"
+                f"{text}: its inputs hold no sample",
+                got=self.batch,
+                expected="a batch of at least one sample",
             )
         if not any(p.requires_grad for p in self.module.parameters()):
             raise UserError(
-                f"{text}: nothing of the module is trained", got="no parameter that requires a gradient"
+                f"{text}: the module has nothing to train", got="no parameter that requires a gradient"
             )
 
     @property
@@ -115,7 +117,7 @@ class Built:
         except (Exception, SystemExit) as failure:  # whatever the user's function and module do
             raise UserError(
                 f"{self._text} failed", got=f"{type(failure).__name__}: {failure}", expected=FORM,
-                fix="A model that looks at values cannot be costed without them: pass --device here to time it.",
+                fix="A model that reads tensors' values cannot be costed without data: pass --device here to time it.",
             ) from None  # fmt: skip
 
 

@@ -44,9 +44,7 @@ def workload_named(text: str, device_name: str | None, optimizer_name: str) -> W
 
 def _chosen(known: Mapping[str, Value], name: str, option: str) -> Value:
     if name not in known:
-        raise UserError(
-            f"{option}: there is no such thing", got=repr(name), expected=f"one of {', '.join(known)}"
-        )
+        raise UserError(f"{option}: unknown name", got=repr(name), expected=f"one of {', '.join(known)}")
     return known[name]
 
 
@@ -54,7 +52,7 @@ def _of_file(path: Path, device_name: str | None, optimizer: Optimizer) -> Workl
     table = load_table(path)
     if table.needs_device and device_name is None:
         raise UserError(
-            f"layer table {path} has layers with work rather than times",
+            f"layer table {path} gives work rather than times for some layers",
             got="no --device",
             expected=f"--device {' or '.join(DEVICES)}",
         )

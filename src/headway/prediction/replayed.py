@@ -18,10 +18,11 @@ from headway.strategies.base import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A step of ``workload`` under ``strategy``: its time, and how it compares with workers that need no other.
+    """The predicted step of a model under ``strategy`` with ``workers``.
 
-    ``uncertainty_ms`` is by how much the step may be off because the times of layers and the costs of collectives are.
-    ``efficiency`` is the share of the throughput that as many workers would have without any communication.
+    ``uncertainty_ms`` is by how much the step may be off because of errors in the times of layers and the costs of
+    collectives. ``efficiency`` is the share of the throughput that as many workers would have without communication.
+    ``exposed_ms`` is the communication that computation does not hide.
     """
 
     workers: int
@@ -43,7 +44,7 @@ class Prediction:
 def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy) -> Prediction:
     """Play ``workload`` on ``cluster``, whose workers are all alike, until its steps are the same, and take the last.
 
-    Raises UserError where the graph would be too large or times are out of range.
+    Raises UserError if the graph would be too large or times are out of range.
     """
     played = simulate(workload.job(cluster), strategy)
     (step_ns,) = played.step_times_ns.tolist()

@@ -58,9 +58,9 @@ def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
         for before, after in pairwise(sizes)
         for one in names
         for other in names
-        if _quicker(by_size[before], one, other) and _quicker(by_size[after], other, one)
+        if _faster(by_size[before], one, other) and _faster(by_size[after], other, one)
     ]
 
 
-def _quicker(step_ms: Mapping[str, float], one: str, other: str) -> bool:
+def _faster(step_ms: Mapping[str, float], one: str, other: str) -> bool:
     return step_ms[one] < step_ms[other] * (1 - NOTICED)

@@ -26,7 +26,7 @@ def strategies_named(texts: Iterable[str], workload: Workload) -> dict[str, Stra
 
 
 def usual() -> tuple[str, ...]:
-    """What is predicted where nobody names strategies."""
+    """The strategies that are predicted by default."""
     return tuple(
         f"{name}:{options}".rstrip(":")
         for name, plugin in registry.plugins().items()
@@ -42,7 +42,7 @@ def _named(text: str, workload: Workload) -> Strategy:
             raise UserError(
                 "a plan with passes cannot be predicted without a trace",
                 got=", ".join(each.describe() for each in plan.passes),
-                expected="a plan of a strategy alone",
+                expected="a plan without passes",
                 fix="Replay a recording of the job under it: headway replay --plan.",
             )
         return plan.strategy
@@ -57,7 +57,9 @@ def _named(text: str, workload: Workload) -> Strategy:
         if not equals:
             raise UserError("--strategy cannot be read", got=repr(text), expected=FORM)
         if key in given:
-            raise UserError(f"--strategy {name}: {key} is said twice", got=repr(text), expected="one of them")
+            raise UserError(
+                f"--strategy {name}: {key} is given twice", got=repr(text), expected="one of them"
+            )
         try:
             given[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):

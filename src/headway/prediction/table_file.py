@@ -74,13 +74,11 @@ class TableFile(BaseModel):
         full = [f"{layer.name}.{name}" for layer in self.layers for name in layer.parameters]
         known = set(full)
         if len(known) != len(full):
-            raise ValueError("parameters repeat: two of the same layer and name together")
+            raise ValueError("two parameters have the same full name, LAYER.PARAMETER")
         for layer in self.layers:
             for name in layer.tied:
                 if name not in known:
-                    raise ValueError(
-                        f"layer {layer.name!r} is tied to a parameter that is not there: {name!r}"
-                    )
+                    raise ValueError(f"layer {layer.name!r} is tied to an unknown parameter: {name!r}")
         if not known:
             raise ValueError("no layer has parameters, so nothing is trained")
         return self

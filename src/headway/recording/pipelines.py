@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from headway import torch_private
 from headway.recording.layer import lay_over
+from headway.recording.modules import count_outputs
 from headway.recording.now import Now
 from headway.trace.events import Event, Kind, Stream
 
@@ -47,6 +48,10 @@ class PipelineWatch:
 
     def __init__(self, now: Now) -> None:
         self.observed: list[ObservedPass] = []
+        self.stages: dict[int, Any] = {}  # by their indices
+        self.activation_bytes: dict[
+            int, int
+        ] = {}  # what one micro-batch's forward leaves for backward, about
         self._now = now
         self._labels: Any = WeakIdKeyDictionary()  # of tensors that are sent, or received into
         self._undo: list[Callable[[], None]] = []
@@ -74,13 +79,29 @@ class PipelineWatch:
     def _passes(
         self, kind: str, original: Callable[..., Any], stage: Any, micro_batch: int, *args: Any, **kwargs: Any
     ) -> Any:
+        counted = self._counted(stage) if kind == Kind.FORWARD_PASS else None
         start_ns = time.monotonic_ns()
         try:
             return original(stage, micro_batch, *args, **kwargs)
         finally:
+            if counted is not None:
+                self.activation_bytes[stage.stage_index] = counted()
             if self._now.recording:
                 label = Label(stage.stage_index, micro_batch)
                 self.observed.append(ObservedPass(kind, label, self._now.step, start_ns, time.monotonic_ns()))
+
+    def _counted(self, stage: Any) -> Callable[[], int] | None:
+        """Begin to sum what modules put out in the first forward of ``stage`` that is seen; None in later ones."""
+        if stage.stage_index in self.stages:
+            return None
+        self.stages[stage.stage_index] = stage
+        return count_outputs(stage.submod)
+
+    def forget(self) -> None:
+        """Let go of what was observed."""
+        self.observed.clear()
+        self.stages.clear()
+        self.activation_bytes.clear()
 
     def _messages(self, original: Callable[..., Any], stage: Any, micro_batch: int) -> Any:
         operations = original(stage, micro_batch)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from headway.graph.build import ComputeSpan
+from headway.graph.placed import PlacedTransfer
 from headway.graph.timeline import Part
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
@@ -22,9 +24,9 @@ _SPAN_KIND = {Part.INPUT: Kind.INPUT, Part.READ: Kind.READ, Part.OPTIMIZER: Kind
 
 
 def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
-    """The replayed steps as a trace. Step 0 is the one played to get under way, and is left out.
+    """The replayed steps as a trace. Step 0 is the warm-up, and is left out.
 
-    Of a folded replay it has the ranks that stand for all.
+    For a folded replay it has the ranks that represent all.
     """
     rows: dict[int, list[Event]] = defaultdict(list)
     by_rank: dict[int, list[ComputeSpan]] = defaultdict(list)
@@ -49,6 +51,10 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
                     algorithm=collective.selection.algorithm,
                 )
             )  # fmt: skip
+    for number, transfer in enumerate(result.graph.communications):
+        if isinstance(transfer, PlacedTransfer):
+            for rank, event in _message(number, transfer, result):
+                rows[rank].append(event)
     steps = tuple(sorted(result.graph.boundaries))[1:]
     ranks = result.graph.ranks
     hosts = replayer.cluster.resized(ranks).hosts
@@ -68,6 +74,17 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
         model=replayer.trace.model,
         events={rank: Events.from_rows([row for row in own if row.step > 0]) for rank, own in rows.items()},
     )
+
+
+def _message(number: int, transfer: PlacedTransfer, result: Simulation) -> Iterator[tuple[int, Event]]:
+    """Both ends of a message, from when each asked for it."""
+    begins, ends = (result.played.end_ns[list(each)].tolist() for each in (transfer.begins, transfer.ends))
+    both = (Kind.SEND, Kind.RECEIVE), transfer.members, reversed(transfer.members), begins, ends
+    for kind, rank, peer, begin_ns, end_ns in zip(*both, strict=True):
+        yield rank, Event(
+            kind, transfer.name, Stream.COMMUNICATION, transfer.step, begin_ns, end_ns - begin_ns, begin_ns, "replay",
+            number, transfer.size_bytes, peer=peer,
+        )  # fmt: skip
 
 
 def _main_thread(spans: list[ComputeSpan], result: Simulation) -> list[Event]:

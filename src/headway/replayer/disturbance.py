@@ -15,7 +15,7 @@ ROUNDS = 4
 
 
 def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown: float) -> PlayedTimes:
-    """Play ``dataflow``, stretching computation by ``slowdown`` for as long as it overlaps its rank's collectives.
+    """Simulate ``dataflow``, stretching computation by ``slowdown`` while it overlaps its rank's collectives.
 
     Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap
     depends on when operations run and the other way round, so both are found in a few rounds: a single one would give

@@ -1,4 +1,4 @@
-"""What a replayed step lets one expect of a live job, held against what was recorded: every claim of a gain is here."""
+"""What to expect of a live job from its replay, compared with the recording: every claim of a gain is made here."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CROWDED = 1.5  # times the recorded work at a time
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a job is expected to take, in ms a step, beside what the recorded one took.
+    """The expected step of a job, in ms, next to that of the recorded job.
 
-    ``uncertainty_ms`` is by how much ``step_ms`` may be off: it covers nine of ten.
+    ``uncertainty_ms`` is by how much ``step_ms`` may be off, in nine of ten cases.
     """
 
     recorded_ms: float
@@ -27,12 +27,12 @@ class Expectation:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the recorded job it is expected to be."""
+        """How many times as fast as the recorded job the live job is expected to be."""
         return self.recorded_ms / self.step_ms
 
     @property
     def may_gain_nothing(self) -> bool:
-        """Whether the recorded step is no longer than what this one may take."""
+        """Whether the recorded step is no longer than the longest that this one may take."""
         return self.recorded_ms <= self.step_ms + self.uncertainty_ms
 
     @property
@@ -50,10 +50,10 @@ def expected_ms(
 ) -> float:
     """What a live step is expected to take, of which a replay says ``replayed_ms``.
 
-    ``reproduced_ms`` is what replay makes of the recorded step. What it is off there, it is off by as much, in
-    proportion, for other buckets and other links under the recorded strategy. Another strategy communicates along
-    other paths: a replay that is too slow for the recorded one is not so for that, and taking its error off would claim
-    more than there is. What replay does not know of at all, and so takes too little time, is missed there too.
+    ``reproduced_ms`` is the replay of the recorded step. Its relative error is assumed to be the same for other buckets
+    and other links under the recorded strategy. Another strategy communicates differently: a replay that is too slow
+    for the recorded strategy need not be too slow for that one, and correcting for it would claim too large a gain. If
+    replay is too fast, it misses something, which it would miss for the other strategy too.
     """
     ratio = recorded_ms / reproduced_ms
     return replayed_ms * (ratio if same_strategy else max(1.0, ratio))
@@ -62,9 +62,9 @@ def expected_ms(
 def crowded(
     workers: int, step_ms: float, recorded_workers: int, recorded_ms: float, cores: int | None
 ) -> bool:
-    """Whether cores that all ranks share, ``cores`` of them, have far more to do at a time than while recording.
+    """Whether the ``cores`` that all ranks share have far more to do at a time than while recording.
 
-    Where it is not known that hosts share cores, ``cores`` is None, they do not.
+    ``cores`` is None if hosts are not known to share cores; they then have cores of their own.
     """
     if cores is None or workers <= cores:
         return False
@@ -92,11 +92,11 @@ def half_width_ms(
     model_share: float,
     links_ms: float = 0.0,
 ) -> float:
-    """By how much an expected step may be off, at nine in ten.
+    """By how much an expected step may be off, in nine of ten cases.
 
-    ``recorded_error_ms`` is the standard error of the recorded step, ``reproduction_error`` the share by which its
-    replay is off, ``model_share`` one of this module's. ``links_ms`` is what the fit of the links missed of the time
-    that is waited: ``model_share`` holds the error of links that fit, so only the greater of both counts.
+    ``recorded_error_ms`` is the standard error of the recorded step, ``reproduction_error`` the relative error of its
+    replay, ``model_share`` one of this module's shares. ``links_ms`` is the error of the fitted links in the time spent
+    waiting: ``model_share`` includes the error of links that fit well, so only the larger of the two counts.
     """
     model_ms = max(model_share * step_ms, links_ms)
     return math.hypot(2 * recorded_error_ms, reproduction_error * step_ms, model_ms)

@@ -16,12 +16,12 @@ from headway.trace.format import Trace
 
 
 def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
-    """Hold the first rank's recorded collectives of gradients against what ``strategy`` launches over its timelines.
+    """Compare the first rank's recorded collectives of gradients with what ``strategy`` launches over its timelines.
 
     Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
-    step's collectives in the step after, so there the whole recording must agree, give or take one step. Raises
-    TraceError where they differ, or where ranks wait for messages of the script's own. A single rank has nobody to
-    communicate with and is not checked.
+    step's collectives in the next step, so there the entire recording must agree, to within one step. Raises
+    TraceError if they differ, or if ranks wait for the script's own messages. A single rank does not communicate and is
+    not checked.
     """
     if trace.world_size == 1:
         return
@@ -43,7 +43,7 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     if off.any():
         got, expected = np.median(recorded, axis=0), np.median(launched, axis=0)
         raise TraceError(
-            "replay would not be true to this recording: its collectives of gradients are not its strategy's",
+            "replay cannot reproduce this recording: its collectives of gradients are not those of its strategy",
             got=f"{got[0]:g} collectives of {got[1]:.0f} bytes a step",
             expected=f"{expected[0]:g} of {expected[1]:.0f} bytes for {strategy.describe()}",
             fix="Record one model, without a communication hook.",

@@ -1,4 +1,4 @@
-"""Folding: ranks that do the same at the same moment are played once.
+"""Folding: ranks that do the same at the same moment are simulated once.
 
 All programs of collectives rotate: shifting every rank by the same number gives the same collective again. So where
 hosts and timelines repeat after some number of ranks as well, whatever happens on one rank happens at the same moment

@@ -15,7 +15,7 @@ LARGE = 0.03  # of a step
 def gap_ns(ranks: Iterable[Sequence[Timeline]]) -> float:
     """The mean time between the end of backward and the optimizer's step, without waits and recorded reads.
 
-    Where a recorded look fetches all gradients, what else is done there needs no explanation.
+    If a recorded read fetches all gradients, other time there needs no explanation.
     """
     return float(np.mean([_gap_ns(timeline) for timelines in ranks for timeline in timelines]))
 
@@ -27,8 +27,8 @@ def gap_note(ranks: Iterable[Sequence[Timeline]], step_ms: float) -> tuple[str, 
         return ()
     return (
         f"{gap_ms:.1f} ms of each step lie between backward and the optimizer's step, outside of any recorded read of "
-        "gradients. If the script looks at .grad there itself, decoupled plans will be slower than predicted: they "
-        "have to wait for it.",
+        "gradients. If the script reads .grad there itself, decoupled plans will be slower than predicted, because "
+        "such a read waits for communication.",
     )
 
 

@@ -1,9 +1,9 @@
-"""What a replay makes of traces that lack something, as most imported ones do.
+"""The replay of incomplete traces, as most imported ones are.
 
-One that names no parameters still says which bytes were reduced when: each recorded bucket is then taken for one
-parameter whose gradient was ready when the bucket was asked for. Buckets stay as they were recorded, so that clusters,
-rates and ranks may change, and plans may not. Waits that nothing would lay out again stay in the step as time that
-passes. What is missing is said (``lacks``).
+A trace that names no parameters still says how many bytes were reduced, and when: each recorded bucket is then taken
+for one parameter whose gradient was ready when the bucket was requested. Buckets stay as they were recorded, so
+clusters, rates and ranks may change, but plans may not. Waits that the replay cannot simulate keep their recorded
+duration. ``lacks`` says what is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headway.trace.events import WORK, Event, Events, Kind, Stream
 from headway.trace.format import Trace
 from headway.trace.messages import inner_messages, is_message
 
-ADVICE = "Record the job with headway record; it has to construct DistributedDataParallel."
+ADVICE = "Record a job that constructs DistributedDataParallel with headway record."
 MOST_WAITS = 0.05  # of the step, for communication that no plan decides about
 AT_ONCE_NS = 200_000  # within which whoever waited for a collective goes on after it
 _BACKWARDS = (Kind.BACKWARD_PASS, Kind.BACKWARD, Kind.OPERATOR)
@@ -32,7 +32,7 @@ Key = tuple[str, str, int]  # of a collective, on all its ranks: name, group, se
 
 
 def check_takes_plans(trace: Trace) -> None:
-    """Raise TraceError unless ``trace`` names all that plans decide about, and shows what hides it."""
+    """Raise TraceError unless ``trace`` has all that plans decide about, and the computation that can hide it."""
     info = trace.manifest.ranks[0]
     if info.fully_sharded:
         raise TraceError(
@@ -43,60 +43,62 @@ def check_takes_plans(trace: Trace) -> None:
     if info.other_models:
         raise TraceError(
             "no plan is made for a job that trains several wrapped models",
-            got=f"besides the recorded one {', '.join(info.other_models)}",
+            got=f"{', '.join(info.other_models)} in addition to the recorded one",
             fix="Record a job that trains one of them.",
         )
-    check_no_pipeline(trace)
+    check_pipeline(trace)
     check_messages(trace)
-    if (share := _waits_of_its_own(trace)) > MOST_WAITS:
+    if not trace.stages and (share := _waits_of_its_own(trace)) > MOST_WAITS:
         raise TraceError(
-            "no plan is made for a job that waits for asynchronous communication of its own, which replay does not lay "
-            "out",
+            "no plan is made for a job that waits for asynchronous communication of its own, which replay does not "
+            "support",
             got=f"such waits for {share:.0%} of the step",
             expected=f"at most {MOST_WAITS:.0%}",
-            fix="Take an optimizer that does not communicate (ZeroRedundancyOptimizer broadcasts what it updates), or "
+            fix="Use an optimizer that does not communicate (ZeroRedundancyOptimizer broadcasts what it updates), or "
             "leave the job as it is.",
         )
     if not trace.model.parameters:
-        raise TraceError("the trace names no parameters, so no plan can be laid over it", fix=ADVICE)
+        raise TraceError("the trace names no parameters, so no plan can be applied to it", fix=ADVICE)
     for rank, events in sorted(trace.events.items()):
         if not events.of_kind(*_BACKWARDS).duration_ns.sum():
             raise TraceError(
-                "the trace shows no computation, so no plan can be laid over it",
+                "the trace shows no computation, so no plan can be applied to it",
                 got=f"no backward on rank {rank}",
                 fix="Record a job that calls backward() on every rank.",
             )
 
 
-def check_no_pipeline(trace: Trace) -> None:
-    """Raise TraceError where models are cut into stages: replay does not lay their messages out."""
+def check_pipeline(trace: Trace) -> None:
+    """Raise TraceError where models are cut into stages in a way that replay does not lay out."""
     stages = 1 + max((int(events.stage.max(initial=-1)) for events in trace.events.values()), default=-1)
-    if stages:
+    if stages and (len(trace.stages) != trace.world_size or not all(s.parameters for s in trace.stages)):
         raise TraceError(
-            "replay does not lay out pipelines",
-            got=f"passes and messages of {stages} stages",
-            expected="ranks that each train the whole model",
-            fix="Diagnose the trace: its breakdown and its links hold for pipelines too.",
+            "replay does not support this pipeline",
+            got=f"passes and messages of {stages} stages on {trace.world_size} ranks",
+            expected="one stage a rank, and no data parallelism",
+            fix="Use headway diagnose: its breakdown and its links are valid for this pipeline too.",
         )
 
 
 def check_messages(trace: Trace) -> None:
     """Raise TraceError where ranks wait for messages that are of no collective: replay would leave them out."""
-    if not any((is_message(events) & ~inner_messages(events)).any() for events in trace.events.values()):
+    if trace.stages or not any(
+        (is_message(events) & ~inner_messages(events)).any() for events in trace.events.values()
+    ):
         return
     if (share := _waits_of_its_own(trace)) > MOST_WAITS:
         raise TraceError(
-            "replay does not lay out messages that a script sends from rank to rank",
-            got=f"waits for works of its own for {share:.0%} of the step",
+            "replay does not support messages that a script sends from rank to rank",
+            got=f"waits for asynchronous communication of the script for {share:.0%} of the step",
             expected=f"at most {MOST_WAITS:.0%}",
-            fix="Diagnose the trace; record a job whose ranks wait for collectives only to replay it.",
+            fix="Use headway diagnose, or record a job whose ranks wait for collectives only.",
         )
 
 
 def check_same_steps(trace: Trace) -> None:
-    """Raise TraceError where ranks that were recorded live took different numbers of steps: they did not step together.
+    """Raise TraceError if ranks that were recorded live took different numbers of steps: they did not step together.
 
-    One step is what a job leaves that is ended in the middle of one. Profiles begin and end where somebody asked.
+    A difference of one step remains if a job ends during a step. Other tools' profiles may begin and end anywhere.
     """
     if any(info.source for info in trace.manifest.ranks):
         return
@@ -104,9 +106,9 @@ def check_same_steps(trace: Trace) -> None:
     most, least = max(counts, key=lambda rank: counts[rank]), min(counts, key=lambda rank: counts[rank])
     if counts[most] - counts[least] > 1:
         raise TraceError(
-            "replay needs ranks that step together",
+            "replay needs the same number of steps on every rank",
             got=f"{counts[most]} steps of rank {most}, {counts[least]} of rank {least}",
-            fix="Record a stretch in which every rank takes the same steps (--steps A:B).",
+            fix="Record a part of the job in which every rank takes the same steps (--steps A:B).",
         )
 
 
@@ -129,12 +131,12 @@ def _waits_of_its_own(trace: Trace) -> float:
 
 
 def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:
-    """What a replay of ``recorded``, as ``replayed``, has to do without, and what to record instead."""
+    """What ``recorded`` lacks for its replay, as ``replayed``, and what to record instead."""
     said = []
     if not recorded.model.parameters:
         said.append(
-            "The trace names no parameters: its buckets are replayed as they were recorded, and no plan can be laid "
-            f"over it. {ADVICE}"
+            "The trace names no parameters: its buckets are replayed as they were recorded, and no plan can be applied "
+            f"to it. {ADVICE}"
         )
     if len(replayed.steps) < len(recorded.steps):
         said.append(
@@ -143,21 +145,21 @@ def lacks(recorded: Trace, replayed: Trace) -> tuple[str, ...]:
         )
     if recorded.missing_ranks:
         said.append(
-            f"Only {len(recorded.events)} of {recorded.world_size} ranks were recorded: the others are taken to do the "
-            "same, and what these waited for others counts as communication. Import or record every rank."
+            f"Only {len(recorded.events)} of {recorded.world_size} ranks were recorded: the others are assumed to do "
+            "the same, and waiting for them counts as communication. Import or record every rank."
         )
     return tuple(said)
 
 
 def of_recorded_buckets(trace: Trace) -> Trace:
-    """``trace`` with its buckets as parameters, without the steps that have others than most.
+    """``trace`` with its buckets as parameters, without the steps whose buckets differ from most.
 
     Collectives of a part of the ranks are no buckets, and what was waited for them is time that passes. Raises
     TraceError where gradients were not all-reduced, or nothing tells how many bytes they have.
     """
     if any(len(events.of_kind(Kind.PUSH)) for events in trace.events.values()):
         raise TraceError(
-            "replay does not lay out other frameworks' parameter servers", got="pushes and pulls",
+            "replay does not support other frameworks' parameter servers", got="pushes and pulls",
             expected="gradients that are all-reduced",
         )  # fmt: skip
     reduced = {rank: _reduced(trace, events) for rank, events in trace.events.items()}
@@ -208,7 +210,7 @@ def _usual(
     if not steps:
         raise TraceError(
             "no step has the same buckets on all ranks, so none can be replayed",
-            fix="Record the same steps on every rank, after the first two, in which DDP still makes its buckets.",
+            fix="Record the same steps on every rank, after the first two, in which DDP still rebuilds its buckets.",
         )
     return usual, steps
 
@@ -221,7 +223,7 @@ def _reduced(trace: Trace, events: Events) -> dict[int, list[Event]]:
             continue
         if row.name != ALL_REDUCE:
             raise TraceError(
-                "replay lays out gradients that are all-reduced, of traces without parameters",
+                "in traces without parameters, replay supports only gradients that are all-reduced",
                 got=f"a {row.name} of gradients", expected=ALL_REDUCE,
             )  # fmt: skip
         found.setdefault(row.step, []).append(row)

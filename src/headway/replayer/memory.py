@@ -15,17 +15,24 @@ from headway.strategies.registry import plugin_of
 def peak_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> int:
     """The most that one rank of ``job`` holds at once.
 
-    Parameters, buffers, the optimizer's state and what ``strategy`` holds are there all the time. During backward
-    activations go and gradients come; then the update may need some more. Where nobody watched a pass
-    (``ModelSpec.pass_memory``), activations are taken to go evenly.
+    Parameters, buffers, the optimizer's state and what ``strategy`` holds exist all the time. During backward
+    activations are released and gradients are allocated; then the update may need more. If no pass was watched
+    (``ModelSpec.pass_memory``), activations are assumed to be released evenly.
     """
-    model, held = job.model, plugin_of(strategy).footprint(job, schedule)
+    plugin = plugin_of(strategy)
+    return max(
+        _peak_bytes(model, plugin.footprint(job, schedule, stage)) for stage, model in enumerate(job.stages)
+    )
+
+
+def _peak_bytes(model: ModelSpec, held: Footprint) -> int:
     always = model.size_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
-    return always + max(_moments(model, held))
+    earlier = (held.passes_in_flight - 1) * model.activation_bytes
+    return always + earlier + max(_moments(model, held))
 
 
 def _moments(model: ModelSpec, held: Footprint) -> Iterator[int]:
-    """What is there besides at each moment that may be the worst."""
+    """What is held in addition at each moment that may be the peak."""
     memory = model.pass_memory
     if memory is None:
         ready = model.ready_parameters()

@@ -1,7 +1,7 @@
-"""The steps that every rank of a replay takes: its own where it was recorded, those of others where it was not.
+"""The steps that every rank of a replay takes: its own if it was recorded, otherwise those of recorded ranks.
 
-Ranks that were not recorded repeat the recorded ones, from another step on: were all in the same step at a time, nobody
-would ever wait longer for the slowest of many than for that of a few.
+Ranks that were not recorded repeat the recorded ones, but start at another step: if all were in the same step at a
+time, the slowest of many ranks would never be slower than the slowest of the recorded ones.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def draws_of(job: Job, strategy: Strategy, schedule: Schedule) -> int:
 def ranks_of(
     recorded: Recorded, draws: int, factors: Iterable[float], warm_up_steps: int = 1
 ) -> list[list[Timeline]]:
-    """One list of timelines a rank, whose computation takes ``factors`` times as long.
+    """One list of timelines per rank, whose computation takes ``factors`` times as long.
 
-    The first of them comes ``warm_up_steps`` times more.
+    The first of them is repeated ``warm_up_steps`` times.
     """
     names = sorted(recorded)
     ranks = []

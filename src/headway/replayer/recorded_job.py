@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from statistics import median
 
@@ -32,7 +32,8 @@ def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True)
 
     refusals = (info.refusals for info in reversed(trace.manifest.ranks))
     return Job(
-        stages=(trace.model,),
+        stages=trace.stages or (trace.model,),
+        boundary_bytes=boundary_bytes(trace),
         world_size=trace.world_size,
         cluster=cluster,
         computation=Computation(timelines({}), with_factors=timelines),
@@ -40,6 +41,22 @@ def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True)
         refusals={name: why for own in refusals for name, why in own.items()},
         has_parameters=has_parameters,
     )
+
+
+def boundary_bytes(trace: Trace) -> tuple[int, ...]:
+    """What each stage of a pipeline but the last hands on of one micro-batch: the size of its messages, in the median.
+
+    Activations and their gradients are as large as each other.
+    """
+    sizes: dict[int, list[int]] = defaultdict(list)
+    stage_of = {
+        rank: int(events.stage.max(initial=-1)) for rank, events in trace.events.items() if trace.stages
+    }
+    for rank, stage in stage_of.items():
+        for row in trace.events[rank].of_kind(Kind.SEND):
+            if row.stage >= 0 and row.peer in stage_of:
+                sizes[min(stage, stage_of[row.peer])].append(row.size_bytes)
+    return tuple(round(median(sizes[stage] or [0])) for stage in range(max(0, len(trace.stages) - 1)))
 
 
 def _optimizers(trace: Trace) -> OptimizerUse:

@@ -27,7 +27,7 @@ from headway.replayer.expectation import (
 from headway.replayer.fidelity import check_fidelity
 from headway.replayer.gaps import gap_note
 from headway.replayer.incomplete import (
-    check_no_pipeline,
+    check_pipeline,
     check_same_steps,
     check_takes_plans,
     lacks,
@@ -48,17 +48,17 @@ from headway.trace.format import Trace
 
 
 class Replayer:
-    """Replays one trace, many times if asked: what does not change is computed once.
+    """Replays one trace, as often as needed: what does not change is computed once.
 
-    ``cluster`` of None takes what the job measured of itself, or fits the links from the trace. A trace without a
-    parameter map, or without some of its ranks, is replayed as far as that goes; ``lacks`` says how far. Raises
+    If ``cluster`` is None, it is what the job measured itself, or the links are fitted from the trace. A trace without
+    parameters, or without some of its ranks, is replayed as far as possible; ``lacks`` says what is missing. Raises
     TraceError where the trace lacks the collectives that a replay needs, where its ranks took different numbers of
     steps, and on the first replay where the recorded communication is not that of the recorded strategy, or where a
     plan is to be laid over a trace without parameters.
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
-        check_no_pipeline(trace)
+        check_pipeline(trace)
         check_same_steps(trace)
         self.trace = trace if trace.model.parameters else of_recorded_buckets(trace)
         self.lacks = lacks(trace, self.trace)
@@ -107,12 +107,12 @@ class Replayer:
 
     @cached_property
     def base(self) -> Simulation:
-        """The recorded job replayed as it was."""
+        """The replay of the recorded job as it was."""
         return self.replay()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the trace lacks, and what makes answers from it worth little."""
+        """What the trace lacks, and what makes answers from it less reliable."""
         steps_ms = dict(zip(self.trace.steps, self.recorded_step_times_ms, strict=False))
         said = (*self.lacks, *doubts(steps_ms, unfitted(self.base.graph)))
         # Where communication goes on behind a backward, a look that takes long waits, and waits are recorded.
@@ -121,7 +121,7 @@ class Replayer:
         return (*said, *gap_note(self.job.steps.timelines.values(), self.recorded_step_ms))
 
     def expect(self, result: Simulation) -> Expectation:
-        """What a live job is expected to take of which ``result`` is the replay, held against the recorded one."""
+        """The expected step of the live job of which ``result`` is the replay, compared with the recorded one."""
         recorded_ms, reproduced_ms = self.recorded_step_ms, self.base.step_ms
         same = result.strategy.name == self.recorded_strategy.name
         step_ms = expected_ms(
@@ -152,9 +152,9 @@ class Replayer:
     ) -> Simulation:
         """Replay every recorded step under ``strategy`` (by default the recorded one), ``what_if`` and ``passes``.
 
-        Ranks that do the same at the same moment are played once, unless ``fold`` is False.
+        Ranks that do the same at the same moment are simulated once, unless ``fold`` is False.
 
-        The first step is played once before, so that what a strategy carries over from step to step is in flight.
+        The first step is simulated once before, so that what a strategy carries over from step to step is in flight.
         Raises UnsupportedError for a strategy that the recorded job does not permit.
         """
         with times_in_range():
@@ -211,10 +211,7 @@ def _fitted(trace: Trace) -> Cluster:
 
 
 def _with_host_costs(cluster: Cluster, trace: Trace) -> Cluster:
-    """``cluster`` with what the recorded hosts spend on updates while training goes on, unless it says so itself.
-
-    And with the library that the job used.
-    """
+    """``cluster`` with the costs of updates on the recorded hosts, unless it has them itself, and the job's library."""
     library = cluster.library if "library" in cluster.model_fields_set else library_of(trace)
     for name in trace.manifest.ranks[0].strategy:
         if name in registry.names():

@@ -1,6 +1,6 @@
-"""One job under one strategy, played: decided, laid out as a graph of all ranks, and walked through time.
+"""One job under one strategy, simulated: decided, laid out as a graph of all ranks, and played in time.
 
-Recordings, workloads that were never run and schedules of a live tuner are all jobs, and are all played here.
+Recordings, workloads that were never run and schedules of a live tuner are all jobs, and are all simulated here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from headway.cluster import Cluster
 from headway.collectives.resources import ClusterResources
+from headway.errors import PlanError
 from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
@@ -26,15 +27,16 @@ from headway.replayer.size import check_size, times_in_range
 from headway.scheduling.buckets import BucketSchedule
 from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import OperationGraph
-from headway.strategies.base import Strategy
+from headway.strategies.base import Strategy, fits
 from headway.strategies.registry import plugin_of
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A job that was played: the graph as built, and when its operations ran.
+    """The simulation of a job: the graph as built, and when its operations ran.
 
-    ``played`` says when; ``operations`` are so many, and laying them out and playing them took ``elapsed_s``.
+    ``played`` says when they ran; ``operations`` is their number, and laying them out and simulating them took
+    ``elapsed_s``.
     """
 
     job: Job
@@ -73,7 +75,7 @@ class Simulation:
 
     @cached_property
     def waiting_ms(self) -> float:
-        """What ranks did not compute in, the mean over steps and ranks: they waited for communication or each other."""
+        """The time in which ranks did not compute, as they waited, averaged over steps and ranks."""
         common, boundaries = self.graph.common_steps, self.graph.boundaries
         spans = (each for each in self.graph.spans if self.first_step <= each.step <= common[-1])
         computed_ns = sum(map(self.duration_ns, spans))
@@ -121,6 +123,7 @@ class Simulator:
         self, job: Job, strategy: Strategy, *, fold: bool
     ) -> tuple[GraphBuilder[Any], OperationGraph]:
         cluster, computation = job.on, job.steps
+        check_dimension(job, strategy)
         schedule = strategy.decide(job)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
@@ -141,6 +144,16 @@ class Simulator:
         if before is None or before.folded != folded or before.cluster != cluster:
             self._resources = before = ClusterResources(cluster, folded)
         return before
+
+
+def check_dimension(job: Job, strategy: Strategy) -> None:
+    """Raise PlanError where ``strategy`` trains whole models and the model of ``job`` is cut into stages."""
+    if len(job.stages) > 1 and not fits(job, type(strategy)):
+        raise PlanError(
+            "this strategy trains a whole model on every rank",
+            got=f"{strategy.describe()}, and a model that is cut into {len(job.stages)} stages",
+            expected="a pipeline",
+        )
 
 
 def simulate(job: Job, strategy: Strategy, *, fold: bool = True) -> Simulation:

@@ -1,4 +1,4 @@
-"""How large a replay would be: refused before anything is built, where it is too large or times out of range."""
+"""How large a replay would be: it is refused before anything is built if it is too large or times are out of range."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_size(ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy
 def operations_of(
     ranks: Sequence[Sequence[Timeline]], job: Job, strategy: Strategy, schedule: Schedule
 ) -> int:
-    """About how many, by what is launched: a bucket's collectives a pass, and blocking ones."""
+    """Roughly how many operations there are: those of each pass's buckets, and of blocking collectives."""
     world_size = job.world_size
     items = collectives = 0
     pieces = plugin_of(strategy).messages(schedule, world_size, job.on.library)

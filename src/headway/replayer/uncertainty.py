@@ -19,7 +19,7 @@ def unfitted(graph: GraphBuilder[Any]) -> float:
 
 
 def doubts(steps_ms: Mapping[int, float], missed: float) -> tuple[str, ...]:
-    """What makes answers worth little: recorded steps that stand out, costs that are off by ``missed``, a share."""
+    """What makes answers less reliable: recorded steps that stand out, costs that are off by the share ``missed``."""
     said = []
     median_ms = statistics.median(steps_ms.values())
     longest = max(steps_ms, key=lambda step: steps_ms[step])
@@ -28,11 +28,11 @@ def doubts(steps_ms: Mapping[int, float], missed: float) -> tuple[str, ...]:
         said.append(
             f"{len(outlying)} of {len(steps_ms)} recorded steps took more than {OUTLYING:g} times the median "
             f"(step {longest}: {steps_ms[longest]:.1f} ms, median: {median_ms:.1f}). They count in every answer, and "
-            "with more workers someone is in such a step more often. Record more steps, or ask headway diagnose why."
+            "with more workers such steps occur more often. Record more steps, or see headway diagnose for the cause."
         )
     if missed > POOR_FIT:
         said.append(
-            f"What was measured of collectives is {missed:.0%} off what is taken as their costs, in the median. "
+            f"Measured collectives deviate from the costs used here by {missed:.0%} in the median. "
             "Measure them with headway probe, and pass --cluster."
         )
     return tuple(said)

@@ -18,19 +18,19 @@ FORMS = (
     "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, workers=4x8, bandwidth:HOST=0.5x, compute:RANK=2x, "
     "kernels:PATTERN=0.5x or traffic:HOST:HOST=100mbit"
 )
-TRAFFIC_FORM = "a rate such as 100mbit, of all the time or of some as in 100mbit@200ms-1s"
+TRAFFIC_FORM = "a rate such as 100mbit, or a rate for a while such as 100mbit@200ms-1s"
 UP, DOWN = "up", "down"
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Multipliers on what was recorded, and another number of workers, or of workers a host.
+    """Multipliers on what was recorded, and another number of workers, or of workers per host.
 
-    ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time computation takes (0.5
-    stands for devices twice as fast). ``link_factors`` multiplies the rate of single links, by the name of their host
+    ``bandwidth`` multiplies link rates, ``latency`` link latencies, ``compute`` the time that computation takes (0.5
+    means devices twice as fast). ``link_factors`` multiplies the rate of single links, by the name of their host
     and their direction ("up" or "down"), ``rank_factors`` the time that computation takes on single ranks,
     ``kernel_factors`` that of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is
-    what others send over the same links, besides what the cluster says. Each worker keeps its batch when their number
+    what others send over the same links, in addition to the cluster's. Each worker keeps its batch if their number
     changes.
     """
 
@@ -46,7 +46,7 @@ class WhatIf:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
-        """Read ``K=V`` texts; later ones multiply with earlier ones. Raises UserError for what has no meaning."""
+        """Read ``K=V`` texts; factors of repeated keys multiply. Raises UserError for what cannot be read."""
         factors = {"bandwidth": 1.0, "latency": 1.0, "compute": 1.0}
         link_factors: dict[tuple[str, str], float] = {}
         rank_factors: dict[int, float] = {}
@@ -58,7 +58,9 @@ class WhatIf:
             what, colon, whose = key.partition(":")
             if equals and key == "workers":
                 if workers is not None:
-                    raise UserError("--what-if workers is said twice", got=repr(text), expected="one of them")
+                    raise UserError(
+                        "--what-if workers is given twice", got=repr(text), expected="one of them"
+                    )
                 workers, workers_a_host = _parse_workers(value)
             elif equals and key in factors:
                 factors[key] *= parse_factor(value, f"--what-if {key}")

@@ -30,10 +30,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What gradients are sent as: of ``dtype``, which ``codec`` makes of them. "cast" rounds every element."""
+    """What gradients are sent as."""
 
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    """The type of the elements that are sent."""
+
     codec: Literal["cast"] = "cast"
+    """How gradients become elements of this type: ``cast`` rounds each of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def bucket_caps_mb(groups: Groups, model: ModelSpec) -> tuple[float, ...]:
         )
     if len({parameter.dtype for parameter in model.parameters}) > 1:
         raise PlanError(
-            "stock DDP cannot make these buckets: it counts the caps of every dtype anew",
+            "stock DDP cannot make these buckets: it applies the caps to each dtype separately",
             expected="parameters of one dtype",
             fix="Use bucket_cap_mb, or the decoupled strategy.",
         )

@@ -12,7 +12,7 @@ Group = tuple[int, ...]
 class GroupSchedule:
     """Round ``i`` of training averages within each of ``rounds[i % len(rounds)]``; ranks in none go on alone.
 
-    Raises ValueError for a rank that is none of ``world_size``, that is in two groups of a round, or alone in one.
+    Raises ValueError for a rank that is not in ``world_size``, that is in two groups of a round, or alone in one.
     """
 
     world_size: int
@@ -26,7 +26,7 @@ class GroupSchedule:
             if len(set(members)) < len(members):
                 raise ValueError(f"a rank is in two groups of round {number}")
             if any(not 0 <= rank < self.world_size for rank in members):
-                raise ValueError(f"round {number} has a rank that is none of {self.world_size}")
+                raise ValueError(f"round {number} has a rank that is not below {self.world_size}")
             if any(len(group) < 2 or list(group) != sorted(group) for group in groups):
                 raise ValueError(f"a group of round {number} has one rank, or ranks out of order")
 

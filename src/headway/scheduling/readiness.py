@@ -29,6 +29,6 @@ class BucketReadiness:
         return self.next == len(self._missing)
 
     def restart(self) -> None:
-        """Count anew, for the next backward."""
+        """Start counting again, for the next backward."""
         self._missing = list(self._full)
         self.next = 0

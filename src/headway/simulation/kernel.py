@@ -267,7 +267,7 @@ def reallocate(
     reached: Array,
     component: Array,
 ) -> int:
-    """Estimate anew when the heads of queues leave that are on ``resource``, or held up by those that are.
+    """Estimate again when the heads of queues leave that are on ``resource``, or held up by those that are.
 
     An estimate holds until something else begins or ends, or there is more or less of a resource. Returns how many are
     in flight.

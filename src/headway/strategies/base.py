@@ -9,29 +9,37 @@ from pydantic import BaseModel, ConfigDict
 from headway.job import Job
 from headway.scheduling.schedule import Schedule
 
+DATA, PIPELINE = "data", "pipeline"
+"""Dimensions: along the one every rank trains the whole model, or its stage; along the other each has a stage."""
+
 
 class Strategy(BaseModel):
     """A decision about gradients, made once and interpreted by the live driver and by replay.
 
-    Subclasses are frozen values whose fields are the options a plan file holds. ``dimension`` is that of the device
-    mesh which the strategy shares the work along. ``decide`` is pure: the same
-    job gives the same schedule in every process.
+    Subclasses are frozen values whose fields are the options in a plan file. ``dimension`` is the dimension of the
+    device mesh along which the strategy shares the work. ``decide`` is pure: the same job gives the same schedule in
+    every process.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    dimension: ClassVar[str] = "data"
+    dimension: ClassVar[str] = DATA
 
     def decide(self, job: Job) -> Schedule:
-        """Decide what ``job`` communicates. Raises PlanError where the options do not fit its model."""
+        """Decide what ``job`` communicates. Raises PlanError if the options do not fit its model."""
         raise NotImplementedError
 
     def spelled_out(self, job: Job) -> Self:
-        """The same decision with everything written out that it takes from ``job``, as a plan file holds it."""
+        """The same decision with everything that it takes from ``job`` written out, as in a plan file."""
         del job
         return self
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""
         raise NotImplementedError
+
+
+def fits(job: Job, policy: type[Strategy]) -> bool:
+    """Whether decisions of that class are for models as those of ``job``: whole ones, or cut into stages."""
+    return (len(job.stages) > 1) == (policy.dimension == PIPELINE)

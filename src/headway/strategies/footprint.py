@@ -9,12 +9,13 @@ from dataclasses import dataclass
 class Footprint:
     """``buffers_bytes`` for good (buckets, scratch), and ``state_bytes`` of the optimizer's state.
 
-    ``gradients_apart`` says that gradients have memory of their own beside the buffers, from when they are complete
+    ``gradients_apart`` says that gradients have memory of their own apart from the buffers, from when they are complete
     until they are set to None. ``updated_share`` is how much of all parameters is updated at a time while all of them
-    are there.
+    are there. ``passes_in_flight`` forwards have not come back in a backward, at most.
     """
 
     buffers_bytes: int
     state_bytes: int
     gradients_apart: bool
     updated_share: float
+    passes_in_flight: int = 1

@@ -1,4 +1,4 @@
-"""Injection: how ``DistributedDataParallel(...)`` in somebody's unmodified script becomes a strategy's runtime."""
+"""Injection: how a wrapper, or a pipeline's schedule, in an unmodified script becomes a strategy's runtime."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
+    from headway.torch_private.pipelining import PipelineSteps
+
 S = TypeVar("S", bound=Strategy)
 
 
+class ScheduleInjection(ABC, Generic[S]):
+    """What is done with a schedule of ``torch.distributed.pipelining`` whose stages a plan was made for."""
+
+    @abstractmethod
+    def take_over(self, steps: PipelineSteps, strategy: S) -> None:
+        """Carry out the steps of the script's schedule under ``strategy`` from now on.
+
+        Raises PlanError where the strategy does not fit it.
+        """
+
+
 class Injection(ABC, Generic[S]):
-    """What is done in the place of the constructor of DistributedDataParallel, for a model that a plan was made for."""
+    """What is done instead of the constructor of DistributedDataParallel, for a model that a plan was made for."""
 
     def wrapper(self) -> type[DistributedDataParallel] | None:
-        """A subclass whose instances take the place of DistributedDataParallel's; None where these stay."""
+        """A subclass whose instances replace those of DistributedDataParallel; None if these stay."""
         return None
 
     @abstractmethod
@@ -33,6 +46,6 @@ class Injection(ABC, Generic[S]):
     ) -> None:
         """Construct ``wrapped`` around ``module`` by its class's own constructor, ``init``, under ``strategy``.
 
-        ``given`` are the other arguments of the script's, by name; what the strategy decides goes before them. Raises
-        PlanError where the strategy does not fit the module, UnsupportedError where it would train wrongly.
+        ``given`` are the script's other arguments, by name; what the strategy decides overrides them. Raises
+        PlanError if the strategy does not fit the module, UnsupportedError if it would train wrongly.
         """

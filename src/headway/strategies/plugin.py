@@ -1,7 +1,7 @@
 """StrategyPlugin: all that Headway asks of a strategy, from its decision to the scripts that run under it.
 
-A strategy is a folder with one object of this class. Nothing outside the folder knows its name, so that a package of
-somebody else's may bring one (``registry``).
+A strategy is a folder with one object of this class. Nothing outside the folder knows its name, so that another
+package can add one (``registry``).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
-    from headway.strategies.injection import Injection
+    from headway.strategies.injection import Injection, ScheduleInjection
 
 S = TypeVar("S", bound=Strategy)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a strategy has the search replay for one job.
+    """The plans of a strategy that are worth a replay for one job.
 
-    No plan of the strategy can have a step of less than ``bound_ms``. ``note`` says why some plans are left out.
+    No plan of the strategy can have a step shorter than ``bound_ms``. ``note`` says why some plans are left out.
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -53,10 +53,10 @@ class InForce:
 class StrategyPlugin(ABC, Generic[S]):
     """One strategy. Methods import what is heavy, torch above all, when they are called.
 
-    ``policy`` is the class of its decisions, and their ``name`` the strategy's. ``carries_over`` says that it finishes
-    some of a step's collectives in the next. ``usual`` are the options under which ``headway predict`` shows it where
-    nobody names strategies, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that ranks may
-    measure links and cores when a recording under it is over.
+    ``policy`` is the class of its decisions, whose ``name`` is the strategy's. ``carries_over`` says that it finishes
+    some of a step's collectives in the next step. ``usual`` are the options with which ``headway predict`` shows it if
+    no strategies are named, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that ranks may
+    measure links and cores after a recording under it.
     """
 
     policy: type[S]
@@ -73,39 +73,39 @@ class StrategyPlugin(ABC, Generic[S]):
 
     @abstractmethod
     def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
-        """What lays the steps of the ranks of ``job`` out in ``graph``, whose schedule this strategy decided."""
+        """What lays out the steps of the ranks of ``job`` in ``graph``, whose schedule this strategy decided."""
 
     @abstractmethod
-    def footprint(self, job: Job, schedule: Any) -> Footprint:
-        """What one rank holds besides parameters, gradients and activations."""
+    def footprint(self, job: Job, schedule: Any, stage: int) -> Footprint:
+        """What a rank of ``job.stages[stage]`` holds in addition to parameters, gradients and a pass's activations."""
 
     def messages(self, schedule: Any, world_size: int, library: str) -> int:
-        """About how many pieces the collectives of one pass have; by default, all-reduces of buckets."""
+        """Roughly how many pieces the collectives of one pass have; by default those of all-reduces of buckets."""
         assert isinstance(schedule, BucketSchedule)
         sizes = (bucket.size_bytes for bucket in schedule.buckets)
         return sum(native(ALL_REDUCE, size, world_size, library).pieces for size in sizes)
 
     def as_run(self, strategy: S, job: Job) -> S:
-        """``strategy`` as it is run where ``job`` does not permit all that it asks for.
+        """``strategy`` as it is run if ``job`` does not permit all of its options.
 
-        Raises UnsupportedError where nothing of it would be left.
+        Raises UnsupportedError if nothing of it would be left.
         """
         del job
         return strategy
 
     def without_own_costs(self, cluster: Cluster) -> Cluster:
-        """``cluster`` without measured costs that a recording under this strategy holds, or shows, by itself."""
+        """``cluster`` without those measured costs that recordings under this strategy already contain."""
         return cluster
 
     # In the search.
 
     def propose(self, job: Job) -> Proposal:
-        """What is worth a replay for ``job``; nothing by default."""
+        """The plans that are worth a replay for ``job``; none by default."""
         del job
         return Proposal()
 
     def explain(self, before: Strategy, after: S) -> Sequence[str]:
-        """What ``after`` changes of the recorded ``before``, besides the strategy and the number of its buckets."""
+        """What ``after`` changes of the recorded ``before``, other than the strategy and the number of buckets."""
         del before, after
         return ()
 
@@ -115,29 +115,37 @@ class StrategyPlugin(ABC, Generic[S]):
     def wrap(self, module: nn.Module, strategy: S, **ddp_options: Any) -> nn.Module:
         """Wrap ``module`` as ``headway.parallelize`` does. Collective over the process group.
 
-        Raises PlanError where the strategy does not fit the module, UnsupportedError where it would train wrongly.
+        Raises PlanError if the strategy does not fit the module, UnsupportedError if it would train wrongly.
         """
 
     @property
     def injection(self) -> Injection[S] | None:
-        """How a script's own DistributedDataParallel becomes this strategy's; None where none can."""
+        """How a script's own DistributedDataParallel becomes this strategy's wrapper; None if it cannot."""
+        return None
+
+    @property
+    def schedule_injection(self) -> ScheduleInjection[S] | None:
+        """How a script's own schedule of a pipeline becomes this strategy's; None where none can."""
         return None
 
     # In recordings.
 
     def wrappers(self) -> tuple[type[nn.Module], ...]:
-        """Classes that wrap models for this strategy, besides DistributedDataParallel itself."""
+        """Classes that wrap models for this strategy, other than DistributedDataParallel itself."""
         return ()
 
-    def recognise(self, wrapped: nn.Module) -> InForce | None:
-        """What is in force where ``wrapped`` is trained under this strategy; None where it is not."""
+    def recognise(self, wrapped: Any) -> InForce | None:
+        """What is in force if ``wrapped`` is trained under this strategy; None if it is not.
+
+        It is a wrapped model, or a stage of ``torch.distributed.pipelining``.
+        """
         del wrapped
         return None
 
     def refusal(self, wrapped: nn.Module, *, compiled_around: bool) -> str:
-        """Why ``wrapped``, of whatever strategy, could not be trained under this one; "" where it could.
+        """Why ``wrapped``, whatever its strategy, could not be trained under this one; "" if it could.
 
-        ``compiled_around`` says that code was compiled which calls the wrapper.
+        ``compiled_around`` says that code which calls the wrapper was compiled.
         """
         del wrapped, compiled_around
         return ""

@@ -20,6 +20,7 @@ SHIPPED = (
     "headway.strategies.data_parallel.ddp.plugin",
     "headway.strategies.data_parallel.decoupled.plugin",
     "headway.strategies.data_parallel.parameter_server.plugin",
+    "headway.strategies.pipeline.plugin",
 )
 
 AS_RECORDED: Strategy = DistributedDataParallelStrategy(bucket_cap_mb=0)

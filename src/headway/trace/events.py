@@ -24,19 +24,19 @@ class Kind:
     INPUT = "input"  # waiting for the data loader
     FORWARD_PASS = "forward_pass"  # the whole forward of the wrapped model
     FORWARD = "forward"  # one module's forward; a module inside another lies inside its span
-    BACKWARD_PASS = "backward_pass"  # the whole backward, until its caller goes on
+    BACKWARD_PASS = "backward_pass"  # the whole backward, until the call of backward() returns
     BACKWARD = "backward"  # one module's share of the backward; shares do not overlap
     GRADIENT_READY = "gradient_ready"  # an instant: a parameter's gradient is complete on this rank
     WAIT = "wait"  # computation waits for communication
     PAUSE = "pause"  # the program does something else: a garbage collection, a checkpoint
     IDLE = "idle"  # a device has nothing to do; name says what its host was in
-    READ = "read"  # gradients are clipped, unscaled or looked at, or values are; algorithm: SHARDED, or ""
-    GRADIENT_READ = (
-        "gradient_read"  # an instant: the read that begins is of this parameter; of all where there is none
-    )
+    # gradients are clipped, unscaled or read, or parameters are read; algorithm: SHARDED, or ""
+    READ = "read"
+    # an instant: the read that begins here is of the parameter ``name``, or of all if empty
+    GRADIENT_READ = "gradient_read"
     OPTIMIZER = "optimizer"  # the optimizer's step
     UPDATE = "update"  # a deferred update of one bucket
-    COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was asked for
+    COLLECTIVE = "collective"  # from its start on this rank to its end; enqueue_ns is when it was requested
     SEND = "send"
     RECEIVE = "receive"
     LINK = "link"  # what a connection to ``peer`` carried in a step; it was busy for duration_ns
@@ -59,21 +59,21 @@ class Idle:
 class Read:
     """What is read, and what for: the names of events of kind READ.
 
-    Gradients are read between backward and step, values between a step and the next forward. Where gradients are
-    sharded each rank does its share of those in BY_SHARES.
+    Gradients are read between backward and step, parameters between a step and the next forward. If gradients are
+    sharded, each rank does its share of the reads in BY_SHARES.
     """
 
     CLIP = "clip"  # by their total norm
     CLIP_VALUE = "clip_value"
     UNSCALE = "unscale"
     SCALE = "scale"  # by a norm that is known
-    LOOK = "look"  # at gradients, or at their norm
-    VALUES = "values"  # a look at parameters: averaged, saved, logged
+    LOOK = "look"  # gradients, or their norm, are read by the script itself
+    VALUES = "values"  # parameters are averaged, saved or logged
     BY_SHARES = (CLIP, UNSCALE)
 
 
 WORK = "work"
-"""The name of a WAIT for a work of ``torch.distributed`` that the script, or its optimizer, waits for by itself."""
+"""The name of a WAIT for a ``torch.distributed.Work`` on which the script, or its optimizer, waits itself."""
 
 SHARDED = "sharded"
 """The algorithm of a READ in which each rank read its share of the gradients only."""
@@ -95,7 +95,7 @@ class Event(NamedTuple):
     step: int
     start_ns: int
     duration_ns: int
-    enqueue_ns: int = -1  # communication: when the collective was asked for
+    enqueue_ns: int = -1  # communication: when the collective was requested
     group: str = ""  # communication: the process group's name
     sequence: int = -1  # communication: its index in its group, equal on all members
     size_bytes: int = -1
@@ -103,7 +103,7 @@ class Event(NamedTuple):
     peer: int = -1
     algorithm: str = ""
     stage: int = -1  # pipelines: the stage that computes, or that sends or receives
-    micro_batch: int = -1  # pipelines: the micro-batch that it is of
+    micro_batch: int = -1  # pipelines: the micro-batch that it belongs to
 
     @property
     def end_ns(self) -> int:

@@ -73,9 +73,9 @@ def _write_events(path: Path, info: RankInfo, model: ModelSpec, events: Events) 
     table = pa.table(arrays).replace_schema_metadata(
         {"headway": __version__, "rank": info.model_dump_json(), "model": model.model_dump_json()}
     )
-    beside = path.with_suffix(".writing")
-    pq.write_table(table, beside, compression="zstd")
-    beside.replace(path)
+    unfinished = path.with_suffix(".writing")
+    pq.write_table(table, unfinished, compression="zstd")
+    unfinished.replace(path)
     return path
 
 
@@ -113,15 +113,15 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
         own = set(np.unique(columns["step"][columns["kind"] == Kind.STEP]).tolist())
         steps = own if steps is None else steps & own
     if model is None or not infos:
-        raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet a rank")
+        raise TraceError("no rank wrote a file", got=folder, expected="one rank-*.parquet per rank")
     missing = sorted(set(range(infos[0].world_size)) - {info.rank for info in infos})
     names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
     if missing and not missing_ok:
         raise TraceError(
             f"rank {names} wrote no file",
             got=f"{len(infos)} rank files",
-            expected=f"{infos[0].world_size}, one a rank",
-            fix="See why it ended early, and record again.",
+            expected=f"{infos[0].world_size}, one per rank",
+            fix="Find out why it ended early, and record again.",
         )
     absent = (
         (f"{len(missing)} of {infos[0].world_size} ranks wrote no file: rank {names}",) if missing else ()
@@ -142,20 +142,20 @@ def assemble(folder: Path, *, missing_ok: bool = False) -> Manifest:
 def load_trace(path: str | Path) -> Trace:
     """Read a trace folder.
 
-    Raises TraceError where the folder is missing, empty, foreign, truncated, or lacks a file that its manifest
-    names, or a rank's step.
+    Raises TraceError if the folder is missing, empty, damaged or not a trace, or if it lacks a file or a step that its
+    manifest names.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise TraceError(
             "trace not found", got=folder, expected="a folder that headway record or headway import wrote",
-            fix="Profiles of other tools are imported first: headway import.",
+            fix="Import profiles of other tools first: headway import.",
         )  # fmt: skip
     if not (folder / MANIFEST).is_file():
         what = "the folder is empty" if not any(folder.iterdir()) else f"the folder has no {MANIFEST}"
         raise TraceError(
             what, got=folder, expected="a folder that headway record or headway import wrote",
-            fix="Profiles of other tools are imported first: headway import.",
+            fix="Import profiles of other tools first: headway import.",
         )  # fmt: skip
     manifest = _manifest(folder / MANIFEST)
     model = files.validate(_json(folder / MODEL), ModelSpec, TraceError, f"{folder / MODEL}")
@@ -163,7 +163,7 @@ def load_trace(path: str | Path) -> Trace:
     if not manifest.ranks:
         raise TraceError("the trace holds no rank", got=folder, fix="Record again.")
     if not manifest.steps:
-        raise TraceError("the trace holds no whole step", got=folder, fix="Record more steps.")
+        raise TraceError("the trace holds no complete step", got=folder, fix="Record more steps.")
     allowance = Allowance()
     events = {
         info.rank: _read_events(folder / rank_file(info.rank), info.rank, allowance)
@@ -175,7 +175,25 @@ def load_trace(path: str | Path) -> Trace:
         info.rank: _read_events(folder / server_file(info.rank), info.rank, allowance)
         for info in manifest.servers
     }
-    return Trace(folder, manifest, model, events, servers, _measured_cluster(folder, manifest))
+    stages = _stages(folder, events)
+    return Trace(folder, manifest, model, events, servers, _measured_cluster(folder, manifest), stages)
+
+
+def _stages(folder: Path, events: Mapping[int, Events]) -> tuple[ModelSpec, ...]:
+    """The model of each stage of a pipeline, from the file of the one rank that has it; none where it is otherwise."""
+    rank_of: dict[int, int] = {}
+    for rank, own in events.items():
+        stages = set(np.unique(own.stage[own.kind == Kind.FORWARD_PASS]).tolist()) - {-1}
+        if len(stages) != 1 or not stages.isdisjoint(rank_of):
+            return ()
+        rank_of[stages.pop()] = rank
+    if sorted(rank_of) != list(range(len(rank_of))):
+        return ()
+    found = []
+    for stage in range(len(rank_of)):
+        with RankColumns(folder / rank_file(rank_of[stage]), Allowance()) as file:
+            found.append(_metadata(file, "model", ModelSpec))
+    return tuple(found)
 
 
 def _manifest(path: Path) -> Manifest:
@@ -195,7 +213,7 @@ def _measured_cluster(folder: Path, manifest: Manifest) -> Cluster | None:
     cluster = Cluster.load(folder / CLUSTER)
     if cluster.world_size != manifest.world_size:
         raise TraceError(
-            f"{CLUSTER} is another job's", got=f"{cluster.world_size} workers",
+            f"{CLUSTER} belongs to another job", got=f"{cluster.world_size} workers",
             expected=f"the trace's {manifest.world_size}", fix="Remove it, or record again.",
         )  # fmt: skip
     return cluster
@@ -220,7 +238,7 @@ def _read_events(path: Path, rank: int, allowance: Allowance) -> Events:
         columns = file.read(Event._fields)
     if info.rank != rank:
         raise TraceError(
-            f"{path.name} is another rank's", got=f"rank {info.rank}", expected=f"rank {rank}",
+            f"{path.name} belongs to another rank", got=f"rank {info.rank}", expected=f"rank {rank}",
             fix="Copy the file again, or record again.",
         )  # fmt: skip
     events = Events(**columns)
@@ -257,7 +275,7 @@ def _metadata(file: RankColumns, key: str, kind: type[_Description]) -> _Descrip
         document = json.loads(file.metadata[key.encode()])
     except (KeyError, ValueError, RecursionError):
         raise TraceError(
-            f"{name} is foreign", got=file.path, expected="a file headway record wrote"
+            f"{name} was not written by Headway", got=file.path, expected="a file that headway record wrote"
         ) from None
     return files.validate(document, kind, TraceError, name)
 

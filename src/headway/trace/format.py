@@ -22,9 +22,9 @@ MAX_WORLD_SIZE = 100_000
 
 
 class ClockFit(BaseModel):
-    """How a rank's clock was brought onto rank 0's: ``t0 = t + offset + drift · (t - reference)``.
+    """How a rank's clock was aligned with rank 0's: ``t0 = t + offset + drift · (t - reference)``.
 
-    ``by`` says what from: round trips to rank 0, or the order of what ranks did together.
+    ``by`` says how that was found: by round trips to rank 0, or by causality, from what ranks did together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,11 +39,11 @@ class ClockFit(BaseModel):
 class RankInfo(BaseModel):
     """Where a rank ran, how its clock was aligned and which strategy was in force.
 
-    ``version`` is the framework's; ``source`` is the document that an imported rank was read from. ``notes`` say what
-    recording could not see there; ``other_models`` were wrapped besides the one that is recorded; where the job uses
-    ``fully_shard``, it is ``fully_sharded``. ``groups`` are the ranks of the process groups that it used, where those
-    lack some rank of the job; in a manifest they stand for all ranks together. ``refusals`` says, by the names of
-    strategies, why the recorded model cannot be trained under them.
+    ``version`` is the framework's; ``source`` is the file that an imported rank was read from. ``notes`` say what
+    could not be recorded there; ``other_models`` were wrapped in addition to the recorded one; ``fully_sharded`` says
+    that the job uses ``fully_shard``. ``groups`` are the ranks of the process groups that it used and that do not
+    include all ranks of the job; a manifest has those of all ranks together. ``refusals`` says, by the name of a
+    strategy, why the recorded model cannot be trained under it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,10 +78,10 @@ class RankInfo(BaseModel):
 class Manifest(BaseModel):
     """What a trace holds.
 
-    ``steps`` are the recorded steps' numbers in the job. A trace may lack ranks. ``servers`` are a parameter
-    server's processes, counted from 0. ``groups`` names the ranks of process groups, where they are known. ``notes``
-    say what the importer could not know, or which ranks left nothing. ``run`` is torchrun's name of the job or one of
-    the recording's own, ``attempt`` how often torchrun had started the ranks again.
+    ``steps`` are the recorded steps' numbers in the job. A trace may lack ranks. ``servers`` are the processes of
+    parameter servers, counted from 0. ``groups`` has the ranks of process groups, if they are known. ``notes``
+    say what the importer could not know, or which ranks wrote no file. ``run`` is torchrun's name of the job or one
+    that Headway chose, ``attempt`` how often torchrun had restarted the ranks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,11 +102,11 @@ class Manifest(BaseModel):
     def _fits_together(self) -> Self:
         ranks = [info.rank for info in self.ranks]
         if len(set(ranks)) != len(ranks):
-            raise ValueError("a rank stands twice")
+            raise ValueError("a rank is listed twice")
         if (last := max(ranks, default=-1)) >= self.world_size:
-            raise ValueError(f"rank {last} is none of {self.world_size}")
+            raise ValueError(f"rank {last} is out of range for world_size {self.world_size}")
         if list(self.steps) != sorted(set(self.steps)):
-            raise ValueError("steps are not in order, or stand twice")
+            raise ValueError("steps are not in order, or are listed twice")
         return self
 
 
@@ -114,7 +114,8 @@ class Manifest(BaseModel):
 class Trace:
     """One recording: who took part, the model, and every rank's events on rank 0's clock.
 
-    ``cluster`` is what the job measured of its links and machines, where it did.
+    ``cluster`` is what the job measured of its links and machines, where it did. ``stages`` are the models of a
+    pipeline's stages, where every recorded rank has one of its own; ``model`` is then that of the first recorded rank.
     """
 
     path: Path
@@ -123,6 +124,7 @@ class Trace:
     events: dict[int, Events]
     servers: dict[int, Events] = field(default_factory=dict)
     cluster: Cluster | None = None
+    stages: tuple[ModelSpec, ...] = ()
 
     @cached_property
     def hosts(self) -> dict[int, str]:
@@ -159,5 +161,5 @@ class Trace:
         return tuple(sorted(set(range(self.world_size)) - set(self.events)))
 
     def members(self, group: str) -> Sequence[int]:
-        """The ranks of a process group: the whole job where nothing else is known."""
+        """The ranks of a process group; all ranks of the job if nothing else is known."""
         return self.manifest.groups.get(group, ()) or range(self.world_size)

@@ -20,7 +20,7 @@ MAX_RANK_BYTES = 2 * 2**30
 """What one rank may come to in memory: some 20 million events."""
 _BATCH_ROWS = 2**17
 _VALUE_BYTES = 8  # of a number, and of a reference to a text
-_TEXT_BYTES = 64  # of a text in Python, beside its characters
+_TEXT_BYTES = 64  # of a text in Python, besides its characters
 
 
 class Allowance:
@@ -114,7 +114,9 @@ class RankColumns:
         places = schema.get_all_field_indices(name)
         if len(places) != 1:
             got = f"{len(places)} columns {name}" if places else f"no column {name}"
-            raise TraceError(f"{self.path.name} is foreign", got=got, expected="headway's columns")
+            raise TraceError(
+                f"{self.path.name} was not written by Headway", got=got, expected="one column of this name"
+            )
         found = schema.field(places[0]).type
         text = name in TEXT_COLUMNS
         plain = found.value_type if kinds.is_dictionary(found) else found
@@ -122,7 +124,7 @@ class RankColumns:
             raise self._damaged(name, str(found))
 
     def _damaged(self, name: str, got: str) -> TraceError:
-        expected = "texts" if name in TEXT_COLUMNS else "whole numbers"
+        expected = "text" if name in TEXT_COLUMNS else "integers"
         return TraceError(f"{self.path.name} is damaged: column {name}", got=got, expected=expected)
 
     def _admit(self, name: str, column: Any) -> None:
@@ -165,7 +167,7 @@ def _joined(name: str, pieces: Sequence[Any]) -> Any:
 
 def _too_large(path: Path, got_bytes: int, limit_bytes: int) -> TraceError:
     return TraceError(
-        f"{path.name} comes to more in memory than traces do",
+        f"{path.name} takes more memory than a trace may",
         got=f"at least {got_bytes} bytes",
         expected=f"at most {limit_bytes}",
     )

@@ -83,7 +83,8 @@ class _Plugin(StrategyPlugin[FlatStrategy]):
     def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> _Reactions:
         return _Reactions(graph, job)
 
-    def footprint(self, job: Job, schedule: BucketSchedule) -> Footprint:
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        del stage
         return Footprint(job.model.size_bytes, job.model.optimizer_state_bytes, True, 1.0)
 
     def propose(self, job: Job) -> Proposal:

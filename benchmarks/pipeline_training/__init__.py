@@ -1,0 +1,1 @@
+"""What benchmarks/pipeline.py measures with."""

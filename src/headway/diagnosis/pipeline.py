@@ -1,0 +1,114 @@
+"""Why ranks of a pipeline wait: for messages, for each other by the order itself, for a stage that has more to do.
+
+A recorded step is held against one in which messages take no time, and against one in which all stages take the same
+time besides. Each difference is one cause.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import mean, median
+
+from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.findings import Finding, milliseconds, of_each_step
+from headway.diagnosis.verdict import STANDS_OUT
+from headway.graph.recorded_messages import both_ends
+from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
+from headway.scheduling.pipeline.timing import times_without_messages
+from headway.trace.events import Kind
+from headway.trace.format import Trace
+
+EXPLAINED = ("communication", "straggler", "imbalance")
+"""Causes of jobs whose ranks do the same at the same time: of a pipeline they say nothing."""
+_PASSES = {Kind.FORWARD_PASS: Pass.FORWARD, Kind.BACKWARD_PASS: Pass.BACKWARD}
+
+
+def pipeline_findings(trace: Trace, steps: tuple[int, ...], step_ms: float) -> list[Finding]:
+    """What of a step of ``step_ms`` ranks wait for messages, by the order itself, and for the slowest stage."""
+    ranks = [_passes_ms(trace, rank, steps) for rank in sorted(trace.events)]
+    try:
+        schedule = PipelineSchedule(
+            tuple(tuple(own) for own in ranks),
+            1 + max((action.micro_batch for own in ranks for action in own), default=-1),
+        )
+    except ValueError:  # a backward in parts, or passes that were not seen
+        return []
+    lasts_ms = {action: took_ms for own in ranks for action, took_ms in own.items()}
+    stages = range(schedule.stages)
+    typical = {
+        kind: mean(median(_of(lasts_ms, kind, stage)) for stage in stages)
+        for kind in (Pass.FORWARD, Pass.BACKWARD)
+    }
+    recorded_ms = _total_ms(schedule, lambda action: lasts_ms[action])
+    even_ms = _total_ms(schedule, lambda action: typical[action.kind])
+    busy_ms = sum(lasts_ms.values()) / len(ranks)
+    found = [
+        _messages(trace, steps, step_ms, max(0.0, step_ms - recorded_ms)),
+        _bubble(schedule, step_ms, max(0.0, min(recorded_ms, even_ms) - busy_ms)),
+    ]
+    if recorded_ms > even_ms:
+        per_stage = [sum(median(_of(lasts_ms, kind, stage)) for kind in typical) for stage in stages]
+        found.append(_uneven(schedule, per_stage, step_ms, recorded_ms - even_ms))
+    return found
+
+
+def _passes_ms(trace: Trace, rank: int, steps: tuple[int, ...]) -> dict[Action, float]:
+    """How long each pass of a rank takes in the median step, in the order of the first step."""
+    seen: dict[Action, list[float]] = defaultdict(list)
+    rows = trace.events[rank].of_kind(*_PASSES)
+    for row in sorted(rows, key=lambda row: (row.step, row.start_ns)):
+        if row.step in steps and row.stage >= 0:
+            action = Action(_PASSES[row.kind], row.stage, row.micro_batch)
+            seen[action].append(row.duration_ns / NS_A_MS)
+    return {action: median(times) for action, times in seen.items()}
+
+
+def _of(lasts_ms: dict[Action, float], kind: Pass, stage: int) -> list[float]:
+    return [took for action, took in lasts_ms.items() if action.kind is kind and action.stage == stage]
+
+
+def _total_ms(schedule: PipelineSchedule, lasts_ms: Callable[[Action], float]) -> float:
+    return times_without_messages(schedule, lambda action: round(lasts_ms(action) * NS_A_MS)).total / NS_A_MS
+
+
+def _messages(trace: Trace, steps: tuple[int, ...], step_ms: float, cost_ms: float) -> Finding:
+    took_ms: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for message in both_ends(trace):
+        if message.sent.step in steps:
+            took_ns = message.received.end_ns - message.begin_ns
+            took_ms[message.sender, message.receiver].append(took_ns / NS_A_MS)
+    slowest = max(took_ms, key=lambda pair: median(took_ms[pair]), default=(0, 0))
+    each_ms = median(took_ms.get(slowest, [0.0]))
+    return Finding(
+        "pipeline messages",
+        cost_ms,
+        f"Messages between stages cost {of_each_step(cost_ms, step_ms)}: ranks have nothing else left to compute while "
+        f"they travel, {milliseconds(each_ms)} from rank {slowest[0]} to rank {slowest[1]}, the slowest; compute other "
+        "micro-batches meanwhile, in an order with groups (headway optimize).",
+        stands_out=cost_ms > STANDS_OUT * step_ms,
+    )
+
+
+def _bubble(schedule: PipelineSchedule, step_ms: float, cost_ms: float) -> Finding:
+    return Finding(
+        "pipeline bubble",
+        cost_ms,
+        f"The pipeline's bubble costs {of_each_step(cost_ms, step_ms)}: with {schedule.parts} ranks wait for each "
+        "other even if messages take no time; split batches into more micro-batches.",
+        stands_out=cost_ms > STANDS_OUT * step_ms,
+    )
+
+
+def _uneven(schedule: PipelineSchedule, per_stage_ms: list[float], step_ms: float, cost_ms: float) -> Finding:
+    worst = max(range(len(per_stage_ms)), key=lambda stage: per_stage_ms[stage])
+    rank = schedule.rank_of_stage[worst]
+    return Finding(
+        "uneven stages",
+        cost_ms,
+        f"Stage {worst}, on rank {rank}, takes {milliseconds(per_stage_ms[worst])} for a micro-batch, all together "
+        f"{milliseconds(mean(per_stage_ms))} on average, which costs {of_each_step(cost_ms, step_ms)}; move layers to "
+        "other stages.",
+        (rank,),
+        stands_out=cost_ms > STANDS_OUT * step_ms,
+    )

@@ -1,0 +1,50 @@
+"""A plan for unmodified scripts with pipelines: their own schedules carry out the planned order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from headway.errors import UserError
+from headway.plan import Plan
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.injection import ScheduleInjection
+from headway.torch_private import pipelining
+
+_undo: list[Callable[[], None]] = []
+
+
+def install(
+    plan: Plan,
+    injection: ScheduleInjection[Any],
+    on_refusal: Callable[[UserError], object] | None = None,
+    on_applied: Callable[[], object] | None = None,
+) -> None:
+    """From now on schedules of ``torch.distributed.pipelining`` follow ``plan`` in this process.
+
+    The first step of one raises PlanError where its stages are not the plan's, before anything is computed.
+    ``on_refusal`` is called with what it raises, for a script may catch it; ``on_applied`` when a schedule follows.
+    """
+    uninstall()
+
+    def take_over(steps: pipelining.PipelineSteps) -> None:
+        try:
+            for index, module in steps.modules.items():
+                plan.check_stage(model_spec(module), index, steps.stage_count, dist.get_world_size())
+            injection.take_over(steps, plan.strategy)
+        except UserError as error:
+            if on_refusal is not None:
+                on_refusal(error)
+            raise error.with_traceback(None) from None
+        if on_applied is not None:
+            on_applied()
+
+    _undo.append(pipelining.when_first_stepped(take_over))
+
+
+def uninstall() -> None:
+    """Leave schedules that are constructed from now on as torch made them."""
+    while _undo:
+        _undo.pop()()

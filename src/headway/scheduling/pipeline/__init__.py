@@ -1,0 +1,1 @@
+"""Pipelines: in which order ranks take micro-batches through the stages of a model, and what they send each other."""

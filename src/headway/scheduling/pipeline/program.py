@@ -1,0 +1,100 @@
+"""Programs: all that a rank of a pipeline does in one step and in which order, its messages included.
+
+One program is carried out live and laid out in replay. Receives are posted before they are needed, so that a message
+travels while other micro-batches are computed, and a send is never waited for before the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from headway.scheduling.pipeline.messages import Message, message_for, message_of
+from headway.scheduling.pipeline.schedule import Action, PipelineSchedule
+
+
+class Post(NamedTuple):
+    """A rank begins to receive ``message``, into memory of its own."""
+
+    message: Message
+
+
+class Await(NamedTuple):
+    """A rank goes on when ``message``, whose receive it has posted, has arrived."""
+
+    message: Message
+
+
+class Send(NamedTuple):
+    """A rank begins to send ``message``, which it has computed."""
+
+    message: Message
+
+
+class Release(NamedTuple):
+    """The memory of ``message`` may go: what has just arrived was sent after its receiver had needed it."""
+
+    message: Message
+
+
+Instruction = Action | Post | Await | Send | Release
+
+
+def program_of(schedule: PipelineSchedule, rank: int) -> tuple[Instruction, ...]:
+    """What ``rank`` does in a step.
+
+    It has at most ``schedule.receive_buffers`` messages of each sender posted that have not been needed yet, or as many
+    as it takes to get at one that is needed. Of each sender they are posted in the order in which they are sent: that
+    alone tells them apart on a network without tags. Sends that nothing comes back for end with the step.
+    """
+    return tuple(_program(schedule, rank))
+
+
+def _program(schedule: PipelineSchedule, rank: int) -> Iterator[Instruction]:
+    receives = {
+        sender: _Receives(schedule, sender, rank) for sender in range(len(schedule.ranks)) if sender != rank
+    }
+    places = {action: place for actions in schedule.ranks for place, action in enumerate(actions)}
+    sent: dict[int, deque[tuple[int, Message]]] = {peer: deque() for peer in receives}
+    for queue in receives.values():
+        yield from queue.fill()
+    for action in schedule.ranks[rank]:
+        if needed := message_for(schedule, action):
+            queue = receives[needed.sender]
+            yield from queue.until(needed)
+            yield Await(needed)
+            yield from queue.fill()
+            mine = sent[needed.sender]
+            while mine and mine[0][0] <= places[needed.of]:
+                yield Release(mine.popleft()[1])
+        yield action
+        if made := message_of(schedule, action):
+            yield Send(made)
+            sent[made.receiver].append((places[made.needed_by(schedule)], made))
+
+
+class _Receives:
+    """What one sender sends one receiver: what is still to be posted, and what is posted and not needed yet."""
+
+    def __init__(self, schedule: PipelineSchedule, sender: int, receiver: int) -> None:
+        sent = (message_of(schedule, action) for action in schedule.ranks[sender])
+        self._to_post = deque(each for each in sent if each is not None and each.receiver == receiver)
+        self._posted: set[Message] = set()
+        self._most = schedule.receive_buffers
+
+    def fill(self) -> Iterator[Post]:
+        """Post as many as there is room for."""
+        while self._to_post and len(self._posted) < self._most:
+            yield self._post()
+
+    def until(self, needed: Message) -> Iterator[Post]:
+        """Post ``needed`` and what is sent before it; it takes no room any more."""
+        while needed not in self._posted:
+            yield self._post()
+        self._posted.remove(needed)
+
+    def _post(self) -> Post:
+        message = self._to_post.popleft()
+        self._posted.add(message)
+        return Post(message)

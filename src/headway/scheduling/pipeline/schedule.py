@@ -1,0 +1,165 @@
+"""Pipeline schedules: what every rank computes in which order, for the micro-batches of one step.
+
+Transfers follow from it: what a stage computes goes to the next one, its gradient comes back. A rank does its actions
+in their order, each as soon as what it needs has arrived.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Pass(enum.Enum):
+    """What is computed of a stage: forward, all of backward, or one of its halves (zero-bubble schedules)."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage; both are counted from 0."""
+
+    kind: Pass
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """``ranks[r]`` are the actions of rank ``r`` of each pipeline, in their order; ``micro_batches`` are one step's.
+
+    A rank has receives of up to ``receive_buffers`` messages of each sender posted before it needs them. Raises
+    ValueError unless every micro-batch goes once through every stage, forward before backward, each stage has one rank,
+    and the order leaves nobody waiting for ever, however slow transfers are.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    micro_batches: int
+    receive_buffers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.receive_buffers < 1:
+            raise ValueError(f"a rank has at least one receive buffer, not {self.receive_buffers}")
+        self._check_complete()
+        if stuck := self._stuck():
+            raise ValueError(f"the schedule never gets past {', '.join(map(str, stuck))}")
+
+    @cached_property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank that computes each stage."""
+        found = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return tuple(found[stage] for stage in sorted(found))
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.rank_of_stage)
+
+    @property
+    def transfers(self) -> int:
+        """How many messages pass between ranks in one step, activations and gradients."""
+        hops = zip(self.rank_of_stage, self.rank_of_stage[1:], strict=False)
+        return 2 * self.micro_batches * sum(one != other for one, other in hops)
+
+    @property
+    def parts(self) -> str:
+        """What it cuts a step into, in words."""
+        return f"{self.micro_batches} micro-batches through {self.stages} stages"
+
+    @property
+    def collectives(self) -> int:
+        """How many transfers a step has: fewer are less risk."""
+        return self.transfers
+
+    def needs(self, action: Action) -> Iterator[Action]:
+        """What must be done, on whatever rank, before ``action`` may begin, besides what its own rank does before."""
+        kind, stage, micro_batch = action
+        if kind is Pass.FORWARD:
+            if stage:
+                yield Action(Pass.FORWARD, stage - 1, micro_batch)
+        elif kind is Pass.WEIGHT_GRADIENT:
+            yield Action(Pass.INPUT_GRADIENT, stage, micro_batch)
+        else:
+            yield Action(Pass.FORWARD, stage, micro_batch)
+            if stage + 1 < self.stages:
+                yield self.first_of_backward(stage + 1, micro_batch)
+
+    def most_in_flight(self, rank: int) -> int:
+        """The most micro-batches of which ``rank`` holds activations at a time, over all of its stages."""
+        most = held = 0
+        for action in self.ranks[rank]:
+            if action.kind is Pass.FORWARD:
+                held += 1
+                most = max(most, held)
+            elif action.kind is not Pass.INPUT_GRADIENT:
+                held -= 1
+        return most
+
+    def first_of_backward(self, stage: int, micro_batch: int) -> Action:
+        """What computes the gradient of what went into ``stage``: all of backward, or its first half."""
+        half = Action(Pass.INPUT_GRADIENT, stage, micro_batch)
+        return half if half in self._places else Action(Pass.BACKWARD, stage, micro_batch)
+
+    @cached_property
+    def _places(self) -> dict[Action, int]:
+        return {action: rank for rank, actions in enumerate(self.ranks) for action in actions}
+
+    def _check_complete(self) -> None:
+        places = self._places
+        count = sum(map(len, self.ranks))
+        if count != len(places):
+            raise ValueError("an action is listed twice")
+        stages = range(1 + max((action.stage for action in places), default=-1))
+        if not stages or self.micro_batches < 1:
+            raise ValueError("a schedule has at least one stage and one micro-batch")
+        expected = 0
+        for stage in stages:
+            ranks = set()
+            for micro_batch in range(self.micro_batches):
+                kinds = [kind for kind in Pass if Action(kind, stage, micro_batch) in places]
+                if kinds not in (
+                    [Pass.FORWARD, Pass.BACKWARD],
+                    [Pass.FORWARD, Pass.INPUT_GRADIENT, Pass.WEIGHT_GRADIENT],
+                ):
+                    said = ", ".join(kind.name for kind in kinds) or "nothing"
+                    raise ValueError(f"micro-batch {micro_batch} goes through stage {stage} as {said}")
+                expected += len(kinds)
+                ranks |= {places[Action(kind, stage, micro_batch)] for kind in kinds}
+            if len(ranks) > 1:
+                raise ValueError(f"stage {stage} is on ranks {', '.join(map(str, sorted(ranks)))}")
+        if count != expected:
+            raise ValueError(f"an action is of a micro-batch that is not below {self.micro_batches}")
+
+    def _stuck(self) -> list[Action]:
+        """What ranks stand at for ever: nothing, where every action comes about."""
+        done: set[Action] = set()
+        at = [0] * len(self.ranks)
+        waiting: dict[Action, list[int]] = {}
+        ready = deque(range(len(self.ranks)))
+        while ready:
+            rank = ready.popleft()
+            while at[rank] < len(self.ranks[rank]):
+                action = self.ranks[rank][at[rank]]
+                missing = next((need for need in self.needs(action) if need not in done), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(rank)
+                    break
+                done.add(action)
+                at[rank] += 1
+                ready.extend(waiting.pop(action, ()))
+        return [actions[place] for actions, place in zip(self.ranks, at, strict=True) if place < len(actions)]
+
+
+@dataclass(frozen=True)
+class RecordedPipelineSchedule(PipelineSchedule):
+    """The order of a recording, whose messages stand where they were recorded rather than where a program has them."""

@@ -1,0 +1,1 @@
+"""Pipelines: the model is cut into stages, each on a rank of its own, and micro-batches go through them."""

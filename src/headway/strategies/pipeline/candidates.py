@@ -1,0 +1,50 @@
+"""Which orders of a pipeline are worth a replay: groups of every useful size, and the known others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.job import Job
+from headway.scheduling.pipeline.schedule import Pass
+from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes, micro_batches
+
+
+def candidates(job: Job) -> Iterator[PipelineStrategy]:
+    """Orders for the micro-batches that were recorded; none for a model in one piece."""
+    count = micro_batches(job.steps) if len(job.stages) > 1 else 0
+    if not count:
+        return
+    yield PipelineStrategy(micro_batches=count)
+    for size in group_sizes(count):
+        yield PipelineStrategy(micro_batches=count, order="kfkb", group_size=size)
+    yield PipelineStrategy(micro_batches=count, order="eager-1f1b")
+    yield PipelineStrategy(micro_batches=count, order="zero-bubble")
+
+
+def group_sizes(micro_batches: int) -> list[int]:
+    """Sizes of groups of more than one, but for those that make no fewer groups than a smaller one, and hold more."""
+    smallest: dict[int, int] = {}
+    for size in range(2, micro_batches + 1):
+        smallest.setdefault(-(-micro_batches // size), size)
+    return list(smallest.values())
+
+
+def step_bound_ms(job: Job) -> float:
+    """What no order of these stages can beat, where transfers take no time at all.
+
+    A rank does its own work; and between its last backward of a step and its first forward of the next, those of the
+    stages before it come. Of backwards the gradients of inputs alone, for weights may be put off.
+    """
+    bound_ns = 0.0
+    for steps in zip(*(job.steps.timelines[rank] for rank in sorted(job.steps.timelines)), strict=False):
+        others_ns = 0.0
+        for times in map(StageTimes.of, steps):
+            outside_ns = sum(block.duration_ns for block in (*times.before, *times.after))
+            forwards = [ns for action, ns in times.passes_ns.items() if action.kind is Pass.FORWARD]
+            backwards = [ns for action, ns in times.passes_ns.items() if action.kind is Pass.BACKWARD]
+            all_ns = sum(forwards) + sum(backwards) + outside_ns
+            needed_ns = sum(forwards) + sum(backwards) * INPUT_SHARE + others_ns
+            bound_ns = max(bound_ns, all_ns, needed_ns)
+            others_ns += min(forwards, default=0) + min(backwards, default=0) * INPUT_SHARE
+    return bound_ns / 1e6

@@ -1,0 +1,74 @@
+"""A pipeline in the graph of all ranks: each goes through its program, as the live runtime does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headway.graph.blocks import ComputeBlock
+from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.timeline import Part, Timeline
+from headway.scheduling.pipeline.messages import Message
+from headway.scheduling.pipeline.program import Await, Post, Send, program_of
+from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
+from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes
+
+ACTIVATION, GRADIENT = "activation", "gradient"
+
+
+class PipelineLayout:
+    """Lays out steps of ranks of one pipeline: rank ``r`` of the graph is rank ``r`` of the schedule.
+
+    ``boundary_bytes[s]`` is what stage ``s`` hands to stage ``s + 1`` of one micro-batch, and as much comes back. A
+    halved backward spends ``input_share`` of its time on the gradients of inputs.
+    """
+
+    def __init__(
+        self,
+        graph: GraphBuilder[PipelineSchedule],
+        boundary_bytes: tuple[int, ...],
+        *,
+        input_share: float = INPUT_SHARE,
+    ) -> None:
+        assert len(boundary_bytes) == graph.schedule.stages - 1
+        self._graph = graph
+        self._boundary_bytes = boundary_bytes
+        self._input_share = input_share
+        self._programs = [program_of(graph.schedule, rank) for rank in range(len(graph.schedule.ranks))]
+
+    def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
+        """Add one step of a rank: what it computes first, its program, the update."""
+        times = StageTimes.of(timeline)
+        self._compute_blocks(cursor, times.before)
+        receives: dict[Message, int] = {}
+        awaited: list[int] = []  # since the last computation, which will wait for them
+        for instruction in self._programs[cursor.rank]:
+            match instruction:
+                case Action() as action:
+                    part = Part.FORWARD if action.kind is Pass.FORWARD else Part.BACKWARD
+                    self._graph.compute(cursor, part, times.duration_ns(action, self._input_share))
+                    awaited.clear()
+                case Post(message):
+                    receives[message] = self._ask(cursor, message, awaited)
+                case Await(message):
+                    self._graph.wait(cursor, _name(message), receives[message])
+                    awaited.append(receives[message])
+                case Send(message):
+                    self._ask(cursor, message)
+        self._compute_blocks(cursor, times.after)
+
+    def _compute_blocks(self, cursor: RankCursor, blocks: Iterable[ComputeBlock]) -> None:
+        for block in blocks:
+            self._graph.compute(cursor, block.kind, block.duration_ns)
+
+    def _ask(self, cursor: RankCursor, message: Message, after: Iterable[int] = ()) -> int:
+        """Send or receive ``message``; returns the number of the transfer."""
+        of = message.of
+        key = (cursor.step * self._graph.schedule.stages + of.stage) * self._graph.schedule.micro_batches
+        return self._graph.transfer(
+            cursor, message.sender, message.receiver, key + of.micro_batch,
+            self._boundary_bytes[message.boundary], name=_name(message), after=tuple(after),
+        )  # fmt: skip
+
+
+def _name(message: Message) -> str:
+    return GRADIENT if message.is_gradient else ACTIVATION

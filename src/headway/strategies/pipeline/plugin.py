@@ -1,0 +1,104 @@
+"""Pipelines of ``torch.distributed.pipelining`` as a strategy: the stages are the script's, the order is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import PlanError, UnsupportedError
+from headway.job import Job
+from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
+from headway.strategies.footprint import Footprint
+from headway.strategies.injection import ScheduleInjection
+from headway.strategies.pipeline.candidates import candidates, step_bound_ms
+from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headway.graph.build import GraphBuilder
+    from headway.graph.step_layout import StepLayout
+    from headway.strategies.base import Strategy
+    from headway.torch_private.pipelining import PipelineSteps
+
+
+class _Plugin(StrategyPlugin[PipelineStrategy]):
+    policy = PipelineStrategy
+
+    def reactions(self, graph: GraphBuilder[PipelineSchedule], job: Job) -> StepLayout:
+        from headway.strategies.pipeline.layout import PipelineLayout
+        from headway.strategies.pipeline.recorded_layout import RecordedLayout
+
+        if (ranks := len(graph.schedule.ranks)) != job.world_size:
+            raise PlanError(
+                "replay of a pipeline needs one rank per stage",
+                got=f"{ranks} stages on {job.world_size} ranks",
+                fix="Replay a recording of one pipeline without data parallelism.",
+            )
+        if isinstance(graph.schedule, RecordedPipelineSchedule):
+            return RecordedLayout(graph)
+        return PipelineLayout(graph, job.boundary_bytes)
+
+    def footprint(self, job: Job, schedule: PipelineSchedule, stage: int) -> Footprint:
+        """Activations of every micro-batch in flight, and messages that are on their way."""
+        model = job.stages[stage]
+        inward = job.boundary_bytes[max(0, stage - 1) : stage + 1]
+        return Footprint(
+            buffers_bytes=schedule.receive_buffers * sum(inward),
+            state_bytes=model.optimizer_state_bytes,
+            gradients_apart=True,
+            updated_share=1.0,
+            passes_in_flight=schedule.most_in_flight(schedule.rank_of_stage[stage]),
+        )
+
+    def messages(self, schedule: PipelineSchedule, world_size: int, library: str) -> int:
+        """One: what a pass sends is one message a neighbour."""
+        del schedule, world_size, library
+        return 1
+
+    def propose(self, job: Job) -> Proposal:
+        proposed = tuple(candidates(job))
+        return Proposal(proposed, step_bound_ms(job)) if proposed else Proposal()
+
+    def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
+        if after.order == RECORDED or before == after:
+            return ()
+        return ("micro-batches go through the stages in another order",)
+
+    @property
+    def schedule_injection(self) -> ScheduleInjection[PipelineStrategy]:
+        return _Injection()
+
+    def recognise(self, wrapped: Any) -> InForce | None:
+        from headway.torch_private import pipelining
+
+        if not pipelining.is_stage(wrapped):
+            return None
+        strategy = pipelining.planned_of(wrapped) or PipelineStrategy(order="recorded")
+        assert isinstance(strategy, PipelineStrategy)
+        return InForce(strategy.model_dump(mode="json", exclude_defaults=True))
+
+    def wrap(self, module: nn.Module, strategy: PipelineStrategy, **ddp_options: Any) -> nn.Module:
+        del module, ddp_options
+        raise UnsupportedError(
+            "a module in one piece cannot be wrapped as a pipeline",
+            got=strategy.describe(),
+            fix="Build stages and a schedule with torch.distributed.pipelining, and start the script with headway run.",
+        )
+
+
+class _Injection(ScheduleInjection[PipelineStrategy]):
+    def take_over(self, steps: PipelineSteps, strategy: PipelineStrategy) -> None:
+        from headway.strategies.pipeline.runtime import PipelineRuntime
+
+        if strategy.order == RECORDED:
+            raise PlanError("an order can only be replayed as recorded", fix="Name an order in the plan.")
+        strategy = strategy.model_copy(
+            update={"micro_batches": strategy.micro_batches or steps.micro_batches}
+        )
+        PipelineRuntime(steps, strategy.schedule_of(steps.stage_count))
+        steps.note_plan(strategy)
+
+
+PLUGIN = _Plugin()

@@ -1,0 +1,95 @@
+"""Pipelines as a decision: in which order micro-batches go through the stages of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headway.errors import PlanError
+from headway.job import Job
+from headway.scheduling.pipeline.orders import ORDERS, grouped
+from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
+from headway.strategies.base import PIPELINE, Strategy
+from headway.strategies.pipeline.stage_times import micro_batches, recorded_actions
+
+GROUPED, RECORDED = "kfkb", "recorded"
+_WORDS = {
+    "1f1b": "1F1B", "gpipe": "GPipe", "eager-1f1b": "eager 1F1B", "zero-bubble": "zero bubble",
+    "recorded": "as recorded",
+}  # fmt: skip
+
+
+class PipelineStrategy(Strategy):
+    """Micro-batches go through stages, each on a rank of its own, in a given order.
+
+    Gradients are the same in every order. Orders differ in how long ranks wait for messages and for each other, and in
+    how many micro-batches' activations they hold.
+    """
+
+    name: ClassVar[str] = "pipeline"
+    dimension: ClassVar[str] = PIPELINE
+
+    micro_batches: int | None = Field(default=None, ge=1, le=4096)
+    """How many micro-batches a batch is split into; by default as many as were recorded."""
+    order: Literal["kfkb", "1f1b", "gpipe", "eager-1f1b", "zero-bubble", "recorded"] = "1f1b"
+    """The order of forwards and backwards. `kfkb` alternates between `group_size` forwards and as many backwards;
+    `recorded` is that of a recording, whatever it was, and is only replayed."""
+    group_size: int = Field(default=1, ge=1)
+    """For `kfkb`: the number of micro-batches in a group. While one of them is being sent, the others are computed; a
+    stage holds `group_size` times the activations of `1f1b`."""
+    receive_buffers: int | None = Field(default=None, ge=1)
+    """How many messages from each neighbour may be in flight at a time; by default the size of a group."""
+
+    @model_validator(mode="after")
+    def _groups_are_asked_for(self) -> PipelineStrategy:
+        if self.group_size != 1 and self.order != GROUPED:
+            raise ValueError(f"group_size is an option of the order kfkb, not of {self.order}")
+        return self
+
+    def decide(self, job: Job) -> PipelineSchedule:
+        """The order of every rank.
+
+        Raises PlanError for a model that is not cut into stages, and where the number of micro-batches is unknown.
+        """
+        if len(job.stages) < 2:
+            raise PlanError(
+                "a pipeline needs a model that is cut into stages", got="a model in one piece",
+                fix="Record a job that trains with torch.distributed.pipelining.",
+            )  # fmt: skip
+        if self.order == RECORDED:
+            return RecordedPipelineSchedule(recorded_actions(job.steps), micro_batches(job.steps))
+        return self.spelled_out(job).schedule_of(len(job.stages))
+
+    def spelled_out(self, job: Job) -> Self:
+        """The same with the number of micro-batches that were recorded. Raises PlanError where none were."""
+        if self.micro_batches is not None:
+            return self
+        if job.computation is None or not (recorded := micro_batches(job.computation)):
+            raise PlanError(
+                "nothing says how many micro-batches a batch is split into", fix="Give micro_batches."
+            )
+        return self.model_copy(update={"micro_batches": recorded})
+
+    def schedule_of(self, stages: int) -> PipelineSchedule:
+        """The order of every rank of a pipeline of so many stages. Raises PlanError for too few buffers."""
+        assert self.micro_batches is not None
+        assert self.order != RECORDED
+        if self.order == GROUPED:
+            schedule = grouped(stages, self.micro_batches, self.group_size)
+        else:
+            schedule = ORDERS[self.order](stages, self.micro_batches)
+        least = schedule.receive_buffers
+        if self.receive_buffers is not None and self.receive_buffers < least:
+            raise PlanError(
+                "the plan has too few receive buffers for this order: ranks could wait for each other forever",
+                got=f"receive_buffers: {self.receive_buffers}", expected=f"at least {least} for {self.describe()}",
+            )  # fmt: skip
+        return replace(schedule, receive_buffers=self.receive_buffers or least)
+
+    def describe(self) -> str:
+        """Say the order and how many micro-batches there are."""
+        order = f"{self.group_size}F{self.group_size}B" if self.order == GROUPED else _WORDS[self.order]
+        parts = f", {self.micro_batches} micro-batches" if self.micro_batches else ""
+        return f"pipeline, {order}{parts}"

@@ -1,0 +1,148 @@
+"""The live runtime of pipelines: a schedule's program carried out on torch's stages.
+
+Receives are posted early, into memory that is allocated then and let go of when it has been used: torch's own runtime
+keeps memory for every micro-batch of a batch. The program of the next step may be another one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import PlanError
+from headway.scheduling.pipeline.messages import Message
+from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
+from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
+from headway.torch_private.pipelining import PipelineSteps
+
+
+class PipelineRuntime:
+    """Carries out the steps of one of torch's schedule objects in the order of ``schedule``.
+
+    Raises PlanError where that is of other stages, or splits batches into another number of micro-batches.
+    """
+
+    def __init__(self, steps: PipelineSteps, schedule: PipelineSchedule) -> None:
+        self._steps = steps
+        self._templates: dict[tuple[int, bool], tuple[list[torch.Tensor | None], torch.device]] = {}
+        self.follow(schedule)
+        steps.carry_out_by(self._step)
+
+    def follow(self, schedule: PipelineSchedule) -> None:
+        """Carry out steps in the order of ``schedule`` from now on; every rank says so before the same step."""
+        _check(self._steps, schedule)
+        self._program = program_of(schedule, self._steps.rank)
+        self._gradients = Counter(
+            action.stage
+            for action in schedule.ranks[self._steps.rank]
+            if action.kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENT)
+        )
+
+    def _step(self, given: dict[str, Any]) -> None:
+        if not self._steps.trains:
+            self._with_all_buffers()
+            self._steps.as_torch_does(given)
+            return
+        args, kwargs = self._steps.begin(given)
+        self._release_all_buffers()
+        received: dict[Message, Sequence[dist.Work]] = {}
+        sent: dict[Message, Sequence[dist.Work]] = {}
+        left = self._gradients.copy()
+        for instruction in self._program:
+            match instruction:
+                case Post(message):
+                    received[message] = self._post(message)
+                case Await(message):
+                    _wait(received.pop(message))
+                case Send(message):
+                    of = message.of
+                    sends = self._steps.sends(of.stage, of.micro_batch, gradients=message.is_gradient)
+                    sent[message] = dist.batch_isend_irecv(sends) if sends else ()
+                case Release(message):
+                    _wait(sent.pop(message))
+                case Action() as action:
+                    self._compute(action, args, kwargs, given, left)
+        for works in sent.values():
+            _wait(works)
+        self._steps.end(given)
+
+    def _compute(
+        self,
+        action: Action,
+        args: Sequence[Any],
+        kwargs: Sequence[Any],
+        given: dict[str, Any],
+        left: Counter[int],
+    ) -> None:
+        kind, stage, micro_batch = action
+        if kind is Pass.FORWARD:
+            self._steps.forward(stage, micro_batch, args[micro_batch], kwargs[micro_batch], given)
+            self._steps.receive_buffers(stage, micro_batch, gradients=False).release()
+            return
+        left[stage] -= kind is not Pass.INPUT_GRADIENT
+        if kind is Pass.WEIGHT_GRADIENT:
+            self._steps.backward_of_weights(stage, micro_batch, last=not left[stage])
+            return
+        whole = kind is Pass.BACKWARD
+        self._steps.backward(stage, micro_batch, whole=whole, last=whole and not left[stage])
+        self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
+
+    # Messages ----------------------------------------------------------------------------------------
+
+    def _post(self, message: Message) -> Sequence[dist.Work]:
+        stage, micro_batch, gradients = message.to_stage, message.of.micro_batch, message.is_gradient
+        buffers = self._steps.receive_buffers(stage, micro_batch, gradients=gradients)
+        buffers.allocate(*self._templates[stage, gradients])
+        receives = self._steps.receives(stage, micro_batch, gradients=gradients)
+        return dist.batch_isend_irecv(receives) if receives else ()
+
+    def _all_buffers(self) -> Any:
+        for stage in self._steps.stages:
+            for gradients in (False, True):
+                if (stage == 0 and not gradients) or (stage == self._steps.stage_count - 1 and gradients):
+                    continue
+                for micro_batch in range(self._steps.micro_batches):
+                    yield (
+                        (stage, gradients),
+                        self._steps.receive_buffers(stage, micro_batch, gradients=gradients),
+                    )
+
+    def _release_all_buffers(self) -> None:
+        """Let go of what torch has allocated, and note what it was like."""
+        for key, buffers in self._all_buffers():
+            if buffers.device.type != "meta":  # in later steps they are let go of already
+                self._templates[key] = buffers.templates(), buffers.device
+                buffers.release()
+
+    def _with_all_buffers(self) -> None:
+        """Give torch's own order the memory that it expects, where it was let go of."""
+        if not self._templates:
+            return
+        for key, buffers in self._all_buffers():
+            if key in self._templates:
+                buffers.allocate(*self._templates[key])
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _check(steps: PipelineSteps, schedule: PipelineSchedule) -> None:
+    if schedule.micro_batches != steps.micro_batches:
+        raise PlanError(
+            "the plan is for another number of micro-batches",
+            got=f"{steps.micro_batches}",
+            expected=f"{schedule.micro_batches}",
+            fix="Construct the schedule with n_microbatches as planned, or plan again from a recording of this script.",
+        )
+    if schedule.rank_of_stage != steps.rank_of_stage:
+        raise PlanError(
+            "the plan is for stages on other ranks",
+            got=", ".join(map(str, steps.rank_of_stage)),
+            expected=", ".join(map(str, schedule.rank_of_stage)),
+        )

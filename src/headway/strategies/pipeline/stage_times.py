@@ -1,0 +1,71 @@
+"""How long a rank's passes take, by what of a step they are: taken from its timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.graph.blocks import ComputeBlock, blocks_of
+from headway.graph.computation import Computation
+from headway.graph.timeline import Part, Timeline
+from headway.scheduling.pipeline.schedule import Action, Pass
+
+INPUT_SHARE = 0.5
+"""Of a backward's time, for the gradients of inputs, where the other half is put off."""
+PASSES = {Part.FORWARD: Pass.FORWARD, Part.BACKWARD: Pass.BACKWARD}
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One step of one rank: ``passes_ns`` of its actions, and what it computes before the first and after the last.
+
+    What stands between two passes counts to the one before it. ``passes_ns`` has whole backwards only.
+    """
+
+    before: tuple[ComputeBlock, ...]
+    passes_ns: dict[Action, int]
+    after: tuple[ComputeBlock, ...]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> StageTimes:
+        """Read them off the blocks of ``timeline``, in whatever order it has them."""
+        blocks = blocks_of(timeline)
+        places = [index for index, block in enumerate(blocks) if _action(block) is not None]
+        if not places:
+            return cls(blocks, {}, ())
+        first, last = places[0], places[-1] + 1
+        passes_ns: dict[Action, int] = {}
+        current = _action(blocks[first])
+        assert current is not None
+        for block in blocks[first:last]:
+            current = _action(block) or current
+            passes_ns[current] = passes_ns.get(current, 0) + block.duration_ns
+        return cls(blocks[:first], passes_ns, blocks[last:])
+
+    def duration_ns(self, action: Action, input_share: float) -> int:
+        """How long ``action`` takes; of a backward that is halved, the gradients of inputs take ``input_share``.
+
+        Raises KeyError for a pass that the timeline does not have.
+        """
+        kind, stage, micro_batch = action
+        if kind in (Pass.FORWARD, Pass.BACKWARD):
+            return self.passes_ns[action]
+        whole_ns = self.passes_ns[Action(Pass.BACKWARD, stage, micro_batch)]
+        inputs_ns = round(whole_ns * input_share)
+        return inputs_ns if kind is Pass.INPUT_GRADIENT else whole_ns - inputs_ns
+
+
+def _action(block: ComputeBlock) -> Action | None:
+    kind = PASSES.get(block.kind)
+    return None if kind is None or block.micro_batch < 0 else Action(kind, block.stage, block.micro_batch)
+
+
+def recorded_actions(computation: Computation) -> tuple[tuple[Action, ...], ...]:
+    """What every rank computed in its first recorded step, in its order."""
+    timelines = computation.timelines
+    return tuple(tuple(StageTimes.of(timelines[rank][0]).passes_ns) for rank in sorted(timelines))
+
+
+def micro_batches(computation: Computation) -> int:
+    """How many micro-batches the first recorded step goes through its stages in; 0 where it is no pipeline's."""
+    actions = (action for own in recorded_actions(computation) for action in own)
+    return 1 + max((action.micro_batch for action in actions), default=-1)

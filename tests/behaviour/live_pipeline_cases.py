@@ -1,0 +1,144 @@
+"""What ranks do for the tests of live pipelines: train as planned, and say what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from headway.scheduling.pipeline.orders import ORDERS, grouped, interleaved
+from headway.scheduling.pipeline.schedule import PipelineSchedule
+from headway.strategies.pipeline.runtime import PipelineRuntime
+from headway.torch_private.pipelining import PipelineSteps
+
+MICRO_BATCHES, ROWS, WIDTH, STEPS = 6, 2, 8, 3
+
+
+def part(stage: int) -> nn.Module:
+    """One stage of the model: the same wherever it is built."""
+    torch.manual_seed(stage)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step's input and target."""
+    torch.manual_seed(1000 + step)
+    return torch.randn(MICRO_BATCHES * ROWS, WIDTH), torch.randn(MICRO_BATCHES * ROWS, WIDTH)
+
+
+def orders(stages: int) -> dict[str, PipelineSchedule]:
+    """Every order that one stage a rank is trained in."""
+    found = {name: order(stages, MICRO_BATCHES) for name, order in ORDERS.items()}
+    found |= {f"k={size}": grouped(stages, MICRO_BATCHES, size) for size in (2, 3, 4)}
+    found["k=2 and more memory"] = replace(found["k=2"], receive_buffers=5)
+    return found
+
+
+def in_every_order(rank: int, world_size: int) -> dict[str, list[list[float]]]:
+    """For each order, and for all in turn: the losses on the last rank, and this rank's parameters, of every step."""
+    found = {}
+    every = orders(world_size)
+    for name, schedule in every.items():
+        found[name] = trained(rank, world_size, [schedule] * STEPS)
+    found["all in turn"] = trained(rank, world_size, [*every.values()])
+    return found
+
+
+def trained(rank: int, world_size: int, schedules: list[PipelineSchedule]) -> list[list[float]]:
+    """One step in each order, of one stage a rank."""
+    own = part(rank)
+    stage = PipelineStage(own, rank, world_size, torch.device("cpu"))
+    steps = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    runtime = PipelineRuntime(PipelineSteps(steps), schedules[0])
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    found = []
+    for number, schedule in enumerate(schedules):
+        runtime.follow(schedule)
+        optimizer.zero_grad()
+        found.append(one_step(steps, rank, world_size, number))
+        optimizer.step()
+        found[-1] += flat(own)
+        if number == 0:
+            found[-1] += evaluated(steps, rank, world_size)
+    return found
+
+
+def evaluated(steps: ScheduleGPipe, rank: int, world_size: int) -> list[float]:
+    """The output of an evaluation between steps, on the last rank."""
+    data, target = batch(99)
+    with torch.no_grad():
+        if rank == 0:
+            output = steps.eval(data)
+        elif rank == world_size - 1:
+            output = steps.eval(target=target, losses=[])
+        else:
+            output = steps.eval()
+    return [] if output is None else output.flatten().tolist()
+
+
+def one_step(
+    steps: ScheduleGPipe | ScheduleInterleaved1F1B, rank: int, world_size: int, number: int
+) -> list[float]:
+    """Run one step; the losses, on the last rank."""
+    data, target = batch(number)
+    losses: list[torch.Tensor] = []
+    if rank == 0:
+        steps.step(data)
+    elif rank == world_size - 1:
+        output = steps.step(target=target, losses=losses)
+        assert output.shape == target.shape
+    else:
+        steps.step()
+    return [float(each.detach()) for each in losses]
+
+
+def flat(module: nn.Module) -> list[float]:
+    """All parameters."""
+    return torch.cat([each.detach().flatten() for each in module.parameters()]).tolist()
+
+
+def several_stages_a_rank(rank: int, world_size: int) -> list[list[float]]:
+    """Interleaved: two stages a rank."""
+    count = 2 * world_size
+    own = [part(stage) for stage in range(rank, count, world_size)]
+    stages: list[Any] = [
+        PipelineStage(each, number, count, torch.device("cpu"))
+        for each, number in zip(own, range(rank, count, world_size), strict=True)
+    ]
+    steps = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    PipelineRuntime(PipelineSteps(steps), interleaved(world_size, 2, MICRO_BATCHES))
+    optimizer = torch.optim.SGD(nn.ModuleList(own).parameters(), lr=0.1)
+    found = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        found.append(one_step(steps, rank, world_size, number))
+        optimizer.step()
+        found[-1] += flat(nn.ModuleList(own))
+    return found
+
+
+def alone(stages: int, steps: int) -> list[dict[str, list[float]]]:
+    """The same training in one process: losses, parameters by stage, and the evaluation after the first step."""
+    parts = nn.ModuleList(part(stage) for stage in range(stages))
+    model = nn.Sequential(*parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number in range(steps):
+        data, target = batch(number)
+        optimizer.zero_grad()
+        losses = []
+        for some, wanted in zip(data.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True):
+            loss = nn.functional.mse_loss(model(some), wanted)
+            (loss / MICRO_BATCHES).backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        with torch.no_grad():
+            output = model(batch(99)[0])
+        found.append(
+            {"losses": losses, "output": output.flatten().tolist()}
+            | {str(stage): flat(each) for stage, each in enumerate(parts)}
+        )
+    return found

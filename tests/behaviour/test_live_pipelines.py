@@ -1,0 +1,41 @@
+"""Pipelines trained live in every order, held against the same training in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import workers
+from tests.behaviour import live_pipeline_cases as cases
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_order_trains_as_one_process_does(world_size: int) -> None:
+    """Losses, parameters and evaluations; also where the order changes from step to step."""
+    found = workers.run(world_size, "tests.behaviour.live_pipeline_cases:in_every_order", timeout_s=120)
+    expected = cases.alone(world_size, len(cases.orders(world_size)))
+    for rank, own in enumerate(found):
+        assert set(own) == {*cases.orders(world_size), "all in turn"}
+        last = rank == world_size - 1
+        for name, steps in own.items():
+            for number, values in enumerate(steps):
+                wanted = (expected[number]["losses"] if last else []) + expected[number][str(rank)]
+                wanted += expected[number]["output"] if last and number == 0 else []
+                assert_close(values, wanted, f"{name}, step {number}, rank {rank}")
+
+
+def test_several_stages_a_rank() -> None:
+    found = workers.run(2, "tests.behaviour.live_pipeline_cases:several_stages_a_rank", timeout_s=120)
+    expected = cases.alone(4, cases.STEPS)
+    for rank, steps in enumerate(found):
+        for number, values in enumerate(steps):
+            wanted = expected[number]["losses"] if rank == 1 else []
+            wanted = [*wanted, *expected[number][str(rank)], *expected[number][str(rank + 2)]]
+            assert_close(values, wanted, f"step {number}, rank {rank}")
+
+
+def assert_close(values: list[float], wanted: list[float], where: str) -> None:
+    torch.testing.assert_close(
+        torch.tensor(values), torch.tensor(wanted), msg=lambda said: f"{where}: {said}"
+    )

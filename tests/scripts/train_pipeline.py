@@ -1,0 +1,47 @@
+"""A pipeline of torch.distributed.pipelining as its documentation builds one: a stage a rank, one schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+MICRO_BATCHES, ROWS, WIDTH = 4, 2, 32
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--gpipe", action="store_true")
+parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES)
+parser.add_argument("--losses", type=Path)
+arguments = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())
+stage = PipelineStage(part, rank, world_size, torch.device("cpu"))
+kind = ScheduleGPipe if arguments.gpipe else Schedule1F1B
+schedule = kind(stage, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.AdamW(part.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(7)
+data = torch.randn(arguments.micro_batches * ROWS, WIDTH, generator=generator)
+seen: list[float] = []
+for _ in range(arguments.steps):
+    optimizer.zero_grad()
+    losses: list[torch.Tensor] = []
+    if rank == 0:
+        schedule.step(data)
+    elif rank == world_size - 1:
+        schedule.step(target=data, losses=losses)
+    else:
+        schedule.step()
+    optimizer.step()
+    seen += [float(loss.detach()) for loss in losses]
+if arguments.losses and rank == world_size - 1:
+    arguments.losses.write_text(json.dumps(seen))
+dist.destroy_process_group()
