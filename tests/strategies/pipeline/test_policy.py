@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.models import layered_model
 from tests.strategies.pipeline.test_layout import UNIT_NS, UNITS, a_cluster, timelines
@@ -17,7 +19,7 @@ from headway.scheduling.pipeline.orders import (
     one_forward_one_backward,
 )
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.pipeline.candidates import group_sizes
+from headway.strategies.pipeline.candidates import group_sizes, step_bound_ms
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import plugin_named, plugin_of
 
@@ -99,3 +101,23 @@ def test_what_it_proposes() -> None:
         for order in ("1F1B", "2F2B", "3F3B", "4F4B", "8F8B", "eager 1F1B", "zero bubble")
     }
     assert plugin_of(PipelineStrategy()).propose(Job.of(MODEL)).strategies == ()
+
+
+def test_the_bound_is_a_mean_over_steps_and_binds() -> None:
+    """Two equal stages: a rank's M (tf + tb); and one stage's first pass and last gradient before the second's own."""
+    job = a_job(2, 4)
+    assert step_bound_ms(job) == pytest.approx(4 * 3)
+    disturbed = {
+        rank: (
+            *own,
+            timelines(one_forward_one_backward(2, 4), {kind: 3 * u for kind, u in UNITS.items()})[rank][0],
+        )
+        for rank, own in job.steps.timelines.items()
+    }
+    assert step_bound_ms(replace(job, computation=Computation(disturbed))) == pytest.approx((12 + 36) / 2)
+    faster = replace(job, computation=job.steps.scaled(0.5, {}))
+    assert step_bound_ms(faster) == pytest.approx(6)
+    for size in (1, 2, 4):
+        strategy = PipelineStrategy(micro_batches=4, order="kfkb", group_size=size)
+        for each in (job, faster):
+            assert simulate(each, strategy).step_ms >= step_bound_ms(each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from headway.job import Job
 from headway.scheduling.pipeline.schedule import Pass
@@ -31,20 +31,25 @@ def group_sizes(micro_batches: int) -> list[int]:
 
 
 def step_bound_ms(job: Job) -> float:
-    """What no order of these stages can beat, where transfers take no time at all.
+    """What no order of these stages can beat, as the mean of the recorded steps, if transfers take no time at all."""
+    ranks = sorted(job.steps.timelines)
+    factors = [job.steps.factor * job.steps.rank_factors.get(rank, 1.0) for rank in ranks]
+    steps = list(zip(*(job.steps.timelines[rank] for rank in ranks), strict=False))
+    bounds_ns = [_bound_ns([StageTimes.of(timeline) for timeline in each], factors) for each in steps]
+    return sum(bounds_ns) / len(bounds_ns) / 1e6 if bounds_ns else 0.0
 
-    A rank does its own work; and between its last backward of a step and its first forward of the next, those of the
+
+def _bound_ns(stages: Sequence[StageTimes], factors: Sequence[float]) -> float:
+    """A rank does its own work; and between its last backward of a step and its first forward of the next, those of the
     stages before it come. Of backwards the gradients of inputs alone, for weights may be put off.
     """
-    bound_ns = 0.0
-    for steps in zip(*(job.steps.timelines[rank] for rank in sorted(job.steps.timelines)), strict=False):
-        others_ns = 0.0
-        for times in map(StageTimes.of, steps):
-            outside_ns = sum(block.duration_ns for block in (*times.before, *times.after))
-            forwards = [ns for action, ns in times.passes_ns.items() if action.kind is Pass.FORWARD]
-            backwards = [ns for action, ns in times.passes_ns.items() if action.kind is Pass.BACKWARD]
-            all_ns = sum(forwards) + sum(backwards) + outside_ns
-            needed_ns = sum(forwards) + sum(backwards) * INPUT_SHARE + others_ns
-            bound_ns = max(bound_ns, all_ns, needed_ns)
-            others_ns += min(forwards, default=0) + min(backwards, default=0) * INPUT_SHARE
-    return bound_ns / 1e6
+    bound_ns = others_ns = 0.0
+    for times, factor in zip(stages, factors, strict=True):
+        outside_ns = factor * sum(block.duration_ns for block in (*times.before, *times.after))
+        forwards = [factor * ns for action, ns in times.passes_ns.items() if action.kind is Pass.FORWARD]
+        backwards = [factor * ns for action, ns in times.passes_ns.items() if action.kind is Pass.BACKWARD]
+        all_ns = sum(forwards) + sum(backwards) + outside_ns
+        needed_ns = sum(forwards) + sum(backwards) * INPUT_SHARE + others_ns
+        bound_ns = max(bound_ns, all_ns, needed_ns)
+        others_ns += min(forwards, default=0) + min(backwards, default=0) * INPUT_SHARE
+    return bound_ns
