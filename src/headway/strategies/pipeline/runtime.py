@@ -7,7 +7,7 @@ keeps memory for every micro-batch of a batch. The program of the next step may 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from headway.errors import PlanError
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
-from headway.torch_private.pipelining import PipelineSteps
+from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers
 
 
 class PipelineRuntime:
@@ -100,7 +100,8 @@ class PipelineRuntime:
         receives = self._steps.receives(stage, micro_batch, gradients=gradients)
         return dist.batch_isend_irecv(receives) if receives else ()
 
-    def _all_buffers(self) -> Any:
+    def _all_buffers(self) -> Iterator[tuple[tuple[int, bool], ReceiveBuffers]]:
+        """What messages are received into, by stage and whether they are gradients, of every micro-batch."""
         for stage in self._steps.stages:
             for gradients in (False, True):
                 if (stage == 0 and not gradients) or (stage == self._steps.stage_count - 1 and gradients):
