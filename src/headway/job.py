@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from headway.cluster import Cluster
+from headway.errors import UserError
 from headway.graph.computation import Computation
 from headway.model import ModelSpec
 
@@ -27,7 +29,8 @@ class Job:
     if only decisions are needed, and ``computation`` if nothing was recorded or predicted: a live job knows
     its model and its ``world_size``. ``refusals`` says, by the name of a strategy, why its model cannot be trained
     under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
-    ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch.
+    ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch. ``mesh`` is the size of each
+    dimension along which ranks share the work, the outermost first, where there are several.
     """
 
     stages: tuple[ModelSpec, ...]
@@ -38,10 +41,12 @@ class Job:
     refusals: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     has_parameters: bool = True
     boundary_bytes: tuple[int, ...] = ()
+    mesh: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         assert self.cluster is None or self.cluster.world_size == self.world_size
         assert len(self.boundary_bytes) == len(self.stages) - 1
+        assert not self.mesh or math.prod(self.mesh.values()) == self.world_size
 
     @classmethod
     def of(cls, model: ModelSpec, world_size: int = 1) -> Job:
@@ -67,5 +72,13 @@ class Job:
         return self.computation
 
     def moved_to(self, cluster: Cluster) -> Job:
-        """The same job on another cluster, of any number of workers."""
+        """The same job on another cluster, of any number of workers.
+
+        Raises UserError for another number where ranks are those of a mesh.
+        """
+        if self.mesh and cluster.world_size != self.world_size:
+            raise UserError(
+                "a replay of pipelines side by side has as many workers as were recorded",
+                got=f"{cluster.world_size} workers", expected=f"{self.world_size}",
+            )  # fmt: skip
         return replace(self, cluster=cluster, world_size=cluster.world_size)

@@ -11,7 +11,7 @@ from tests.models import layered_model
 from headway.errors import PlanError
 from headway.job import Job
 from headway.plan import Plan, Prediction
-from headway.plan.mesh import groups_along
+from headway.scheduling.mesh import groups_along
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy

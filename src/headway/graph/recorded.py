@@ -129,7 +129,7 @@ def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
     cuts = []
     for row in rows:
         if row.kind == Kind.FORWARD and row.name in owners:
-            cuts.append(_Cut(row.start_ns, 2, Item(Point.USE, row.name)))
+            cuts.append(_Cut(row.start_ns, 2, _labelled(Point.USE, row)))
         elif row.kind == Kind.READ:
             cuts.append(_Cut(row.start_ns, 2, Item(Part.READ, row.name, parameters=_read(row, rows))))
         elif row.kind == Kind.OPTIMIZER:
@@ -143,10 +143,11 @@ def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
         if model.find_unused_parameters:
             begins_ns = min((row.start_ns for row in ready), default=one.start_ns)
             unused = [p.name for p in model.parameters if p.name not in {row.name for row in ready}]
-            cuts += [_Cut(begins_ns, 2, Item(Point.UNUSED, name)) for name in unused]
-        cuts += [_Cut(row.start_ns, 2, Item(Point.READY, row.name)) for row in ready]
+            label = _labelled(Point.UNUSED, one)
+            cuts += [_Cut(begins_ns, 2, label._replace(name=name)) for name in unused]
+        cuts += [_Cut(row.start_ns, 2, _labelled(Point.READY, row)) for row in ready]
         ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
-        cuts.append(_Cut(max(ends, default=one.end_ns), 3, Item(Point.BACKWARD_END)))
+        cuts.append(_Cut(max(ends, default=one.end_ns), 3, _labelled(Point.BACKWARD_END, one)))
     return cuts
 
 
@@ -189,7 +190,8 @@ def _parts(rows: Sequence[Event]) -> list[_Interval]:
 
 
 def _labelled(part: str, row: Event) -> Item:
-    return Item(part, stage=max(0, row.stage), micro_batch=row.micro_batch)
+    name = row.name if part in (Point.USE, Point.READY) else ""
+    return Item(part, name, stage=max(0, row.stage), micro_batch=row.micro_batch)
 
 
 def _part_at(time_ns: int, parts: Sequence[_Interval]) -> Item:

@@ -24,7 +24,7 @@ from headway.errors import PlanError
 from headway.model import ModelSpec
 from headway.passes.base import Pass
 from headway.passes.registry import passes
-from headway.plan.mesh import Groups, groups_along
+from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.version import __version__

@@ -54,6 +54,12 @@ def stage_described(
     )
 
 
+def of_replica(model: ModelSpec, stage: ModelSpec) -> ModelSpec:
+    """``model``, which is wrapped for data parallelism, as that of a ``stage``: what one micro-batch leaves in it."""
+    held = {"activation_bytes": stage.activation_bytes, "pass_memory": None}
+    return model.model_copy(update=held)
+
+
 def strategy_in_force(*trained: object) -> tuple[str, InForce]:
     """The name of the strategy that a wrapped model, or a stage, is trained under, and what is in force.
 

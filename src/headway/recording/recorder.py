@@ -35,7 +35,7 @@ from headway.recording.derive import (
     transfer_rows,
     wait_rows,
 )
-from headway.recording.description import model_described, refusals, stage_described, strategy_in_force
+from headway.recording.description import model_described, of_replica, refusals, stage_described, strategy_in_force
 from headway.recording.groups import GroupWatch
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch
@@ -411,9 +411,10 @@ class Recorder:
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
         stages = self._pipelines.stages
-        if self._root is None and len(stages) == 1:
+        if len(stages) == 1:
             (stage,) = stages.values()
-            model = stage_described(stage, self._pipelines.activation_bytes, self._step_clock.optimizer)
+            of_stage = stage_described(stage, self._pipelines.activation_bytes, self._step_clock.optimizer)
+            model = of_stage if self._root is None else of_replica(model, of_stage)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)
         peers = {}
@@ -424,8 +425,11 @@ class Recorder:
         last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
-        name, in_force = strategy_in_force(self._model, *stages.values())
-        self.may_be_measured = bool(name) and plugin_named(name).measured_after_recordings
+        name, in_force = strategy_in_force(self._model)
+        order, in_order = strategy_in_force(*stages.values())
+        strategies = {name: in_force, order: in_order}
+        strategies.pop("", None)
+        self.may_be_measured = any(plugin_named(one).measured_after_recordings for one in strategies)
         info = RankInfo(
             rank=rank,
             host=os.environ.get("HEADWAY_HOST") or socket.gethostname(),
@@ -434,7 +438,7 @@ class Recorder:
             backend=dist.get_backend() if dist.is_initialized() else "gloo",
             version=str(torch.__version__),
             clock=fit,
-            strategy={name: dict(in_force.options)} if name else {},
+            strategy={one: dict(found.options) for one, found in strategies.items()},
             buckets=in_force.buckets,
             notes=self._notes(events),
             other_models=tuple(self._others),

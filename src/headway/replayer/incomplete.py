@@ -71,11 +71,12 @@ def check_takes_plans(trace: Trace) -> None:
 def check_pipeline(trace: Trace) -> None:
     """Raise TraceError where models are cut into stages in a way that replay does not lay out."""
     stages = 1 + max((int(events.stage.max(initial=-1)) for events in trace.events.values()), default=-1)
-    if stages and (len(trace.stages) != trace.world_size or not all(s.parameters for s in trace.stages)):
+    whole = trace.stages and len(trace.events) == trace.world_size and trace.world_size % stages == 0
+    if stages and not (whole and all(stage.parameters for stage in trace.stages)):
         raise TraceError(
             "replay does not support this pipeline",
             got=f"passes and messages of {stages} stages on {trace.world_size} ranks",
-            expected="one stage a rank, and no data parallelism",
+            expected="a recording of all ranks, one stage a rank, and as many ranks for each stage",
             fix="Use headway diagnose: its breakdown and its links are valid for this pipeline too.",
         )
 

@@ -13,6 +13,7 @@ from headway.graph.computation import Computation
 from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Timeline
 from headway.job import Job, OptimizerUse
+from headway.replayer.recorded_mesh import recorded_mesh
 from headway.trace.events import Kind
 from headway.trace.format import Trace
 
@@ -34,6 +35,7 @@ def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True)
     return Job(
         stages=trace.stages or (trace.model,),
         boundary_bytes=boundary_bytes(trace),
+        mesh=recorded_mesh(trace),
         world_size=trace.world_size,
         cluster=cluster,
         computation=Computation(timelines({}), with_factors=timelines),

@@ -34,6 +34,7 @@ from headway.replayer.incomplete import (
     of_recorded_buckets,
 )
 from headway.replayer.recorded_job import recorded_job
+from headway.replayer.recorded_mesh import recorded_on_mesh
 from headway.replayer.simulate import Simulation, Simulator
 from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
@@ -82,10 +83,15 @@ class Replayer:
     @cached_property
     def recorded_strategy(self) -> Strategy:
         """The strategy that was in force when the trace was recorded."""
-        for name, options in self.trace.manifest.ranks[0].strategy.items():
-            if name in registry.names():
-                what = f"the trace's strategy {name}"
-                return files.validate(options, registry.policy_named(name), TraceError, what)
+        found = [
+            files.validate(options, registry.policy_named(name), TraceError, f"the trace's strategy {name}")
+            for name, options in self.trace.manifest.ranks[0].strategy.items()
+            if name in registry.names()
+        ]
+        if self.job.mesh:
+            return recorded_on_mesh(found)
+        for strategy in found:
+            return strategy
         raise TraceError("the trace does not say which strategy was in force", fix="Record it again.")
 
     @cached_property

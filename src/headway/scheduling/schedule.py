@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.groups import GroupSchedule
+from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 
-Schedule = BucketSchedule | PipelineSchedule | GroupSchedule
-"""Gradients in buckets, over all ranks; micro-batches through stages; or models averaged in groups of ranks."""
+Schedule = BucketSchedule | PipelineSchedule | ReplicatedSchedule | GroupSchedule
+"""Gradients in buckets, over all ranks; micro-batches through stages, of one pipeline or of several side by side; or
+models averaged in groups of ranks."""

@@ -23,6 +23,9 @@ SHIPPED = (
     "headway.strategies.pipeline.plugin",
 )
 
+COMPOSED = {"mesh": "headway.strategies.pipeline.mesh_plugin"}
+"""Decisions that a plan has in parts, one for each dimension of its mesh: they have no name in plan files."""
+
 AS_RECORDED: Strategy = DistributedDataParallelStrategy(bucket_cap_mb=0)
 """What lays out all-reduces of which nothing but their sizes is known: a bucket of every "parameter"."""
 
@@ -63,4 +66,7 @@ def policy_named(name: str) -> type[Strategy]:
 
 def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:
     """What a decision belongs to."""
+    if strategy.name in COMPOSED:
+        composed: StrategyPlugin[Any] = import_module(COMPOSED[strategy.name]).PLUGIN
+        return composed
     return plugins()[strategy.name]

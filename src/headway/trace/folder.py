@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -180,14 +181,20 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def _stages(folder: Path, events: Mapping[int, Events]) -> tuple[ModelSpec, ...]:
-    """The model of each stage of a pipeline, from the file of the one rank that has it; none where it is otherwise."""
+    """The model of each stage of a pipeline, from the file of the first rank that has it.
+
+    None where a rank has several, or where as many ranks do not have each.
+    """
     rank_of: dict[int, int] = {}
-    for rank, own in events.items():
+    count: Counter[int] = Counter()
+    for rank, own in sorted(events.items()):
         stages = set(np.unique(own.stage[own.kind == Kind.FORWARD_PASS]).tolist()) - {-1}
-        if len(stages) != 1 or not stages.isdisjoint(rank_of):
+        if len(stages) != 1:
             return ()
-        rank_of[stages.pop()] = rank
-    if sorted(rank_of) != list(range(len(rank_of))):
+        stage = stages.pop()
+        rank_of.setdefault(stage, rank)
+        count[stage] += 1
+    if sorted(rank_of) != list(range(len(rank_of))) or len(set(count.values())) != 1:
         return ()
     found = []
     for stage in range(len(rank_of)):

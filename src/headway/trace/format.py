@@ -115,7 +115,8 @@ class Trace:
     """One recording: who took part, the model, and every rank's events on rank 0's clock.
 
     ``cluster`` is what the job measured of its links and machines, where it did. ``stages`` are the models of a
-    pipeline's stages, where every recorded rank has one of its own; ``model`` is then that of the first recorded rank.
+    pipeline's stages, where every recorded rank has one, and as many ranks have each; ``model`` is then that of the
+    first recorded rank.
     """
 
     path: Path

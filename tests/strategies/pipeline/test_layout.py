@@ -71,8 +71,9 @@ def step_units(
     units: dict[Pass, float] | None = None,
     receive_buffers: int = 100,
 ) -> float:
-    graph = GraphBuilder(cluster, replace(schedule, receive_buffers=receive_buffers))
-    layout = PipelineLayout(graph, (size_bytes,) * (schedule.stages - 1))
+    schedule = replace(schedule, receive_buffers=receive_buffers)
+    graph = GraphBuilder(cluster, schedule)
+    layout = PipelineLayout(graph, schedule, (size_bytes,) * (schedule.stages - 1))
     lay_out_ranks(graph, layout, timelines(schedule, units or dict(UNITS)))
     return float(play(graph.close()).end_ns.max()) / UNIT_NS
 
@@ -202,7 +203,7 @@ def test_several_steps_follow_each_other() -> None:
     schedule = one_forward_one_backward(2, 4)
     graph = GraphBuilder(a_cluster(2), schedule)
     steps = [[own[0], own[0]] for own in timelines(schedule, dict(UNITS))]
-    lay_out_ranks(graph, PipelineLayout(graph, (10,)), steps)
+    lay_out_ranks(graph, PipelineLayout(graph, schedule, (10,)), steps)
     ends = play(graph.close()).end_ns
     lengths = [ends[graph.boundaries[1][rank]] - ends[graph.boundaries[0][rank]] for rank in range(2)]
     assert lengths[0] / UNIT_NS == pytest.approx(15, abs=0.01)

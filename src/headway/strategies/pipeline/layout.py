@@ -1,39 +1,60 @@
-"""A pipeline in the graph of all ranks: each goes through its program, as the live runtime does."""
+"""Pipelines in the graph of all ranks: each goes through its program, as the live runtime does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from headway.graph.blocks import ComputeBlock
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Part, Timeline
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, Post, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
+from headway.strategies.pipeline.gradients import lay_out_readying
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 
 
 class PipelineLayout:
-    """Lays out steps of ranks of one pipeline: rank ``r`` of the graph is rank ``r`` of the schedule.
+    """Lays out steps of ranks of pipelines, of which ``pipelines`` has the ranks of the graph in the schedule's order.
 
-    ``boundary_bytes[s]`` is what stage ``s`` hands to stage ``s + 1`` of one micro-batch, and as much comes back. A
-    halved backward spends ``input_share`` of its time on the gradients of inputs.
+    Without them there is one, and rank ``r`` of the graph is rank ``r`` of the schedule. ``boundary_bytes[s]`` is what
+    stage ``s`` hands to stage ``s + 1`` of one micro-batch, and as much comes back. ``gradients`` reacts for the
+    replicas of each stage to its last backward. A halved backward spends ``input_share`` of its time on the gradients
+    of inputs.
     """
 
     def __init__(
         self,
-        graph: GraphBuilder[PipelineSchedule],
+        graph: GraphBuilder[Any],
+        schedule: PipelineSchedule,
         boundary_bytes: tuple[int, ...],
         *,
+        pipelines: Sequence[Sequence[int]] = (),
+        gradients: Mapping[int, InRecordedOrder] = MappingProxyType({}),
         input_share: float = INPUT_SHARE,
     ) -> None:
-        assert len(boundary_bytes) == graph.schedule.stages - 1
+        assert len(boundary_bytes) == schedule.stages - 1
         self._graph = graph
+        self._schedule = schedule
         self._boundary_bytes = boundary_bytes
+        self._gradients = gradients
         self._input_share = input_share
-        self._programs = [program_of(graph.schedule, rank) for rank in range(len(graph.schedule.ranks))]
+        self._programs = [program_of(schedule, rank) for rank in range(len(schedule.ranks))]
+        self._lasts = {
+            {each.stage: each for each in actions if each.kind is Pass.BACKWARD}[stage]
+            for actions in schedule.ranks
+            for stage in {each.stage for each in actions} & gradients.keys()
+        }
+        self._places = {
+            rank: (own, at)
+            for own in pipelines or [range(len(schedule.ranks))]
+            for at, rank in enumerate(own)
+        }
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step of a rank: what it computes first, its program, the update."""
@@ -41,8 +62,11 @@ class PipelineLayout:
         self._compute_blocks(cursor, times.before)
         receives: dict[Message, int] = {}
         awaited: list[int] = []  # since the last computation, which will wait for them
-        for instruction in self._programs[cursor.rank]:
+        for instruction in self._programs[self._places[cursor.rank][1]]:
             match instruction:
+                case Action() as action if action in self._lasts:
+                    lay_out_readying(self._graph, self._gradients[action.stage], cursor, times, action)
+                    awaited.clear()
                 case Action() as action:
                     part = Part.FORWARD if action.kind is Pass.FORWARD else Part.BACKWARD
                     self._graph.compute(cursor, part, times.duration_ns(action, self._input_share))
@@ -62,10 +86,10 @@ class PipelineLayout:
 
     def _ask(self, cursor: RankCursor, message: Message, after: Iterable[int] = ()) -> int:
         """Send or receive ``message``; returns the number of the transfer."""
-        of = message.of
-        key = (cursor.step * self._graph.schedule.stages + of.stage) * self._graph.schedule.micro_batches
+        of, ranks = message.of, self._places[cursor.rank][0]
+        key = (cursor.step * self._schedule.stages + of.stage) * self._schedule.micro_batches
         return self._graph.transfer(
-            cursor, message.sender, message.receiver, key + of.micro_batch,
+            cursor, ranks[message.sender], ranks[message.receiver], key + of.micro_batch,
             self._boundary_bytes[message.boundary], name=_name(message), after=tuple(after),
         )  # fmt: skip
 

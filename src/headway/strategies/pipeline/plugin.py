@@ -33,12 +33,12 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         if (ranks := len(graph.schedule.ranks)) != job.world_size:
             raise PlanError(
                 "replay of a pipeline needs one rank per stage",
-                got=f"{ranks} stages on {job.world_size} ranks",
-                fix="Replay a recording of one pipeline without data parallelism.",
+                got=f"{ranks} ranks of a pipeline on {job.world_size} ranks",
+                fix="For several pipelines side by side, give a mesh of stages and replicas.",
             )
         if isinstance(graph.schedule, RecordedPipelineSchedule):
             return RecordedLayout(graph)
-        return PipelineLayout(graph, job.boundary_bytes)
+        return PipelineLayout(graph, graph.schedule, job.boundary_bytes)
 
     def footprint(self, job: Job, schedule: PipelineSchedule, stage: int) -> Footprint:
         """Activations of every micro-batch in flight, and messages that are on their way."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from headway.graph.blocks import COMPUTED
 from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, MessageEnd, Point, Timeline
-from headway.scheduling.pipeline.schedule import PipelineSchedule
+from headway.strategies.pipeline.gradients import react
 
 _STEPS_APART = 2**40  # more messages than a step has
 
 
 class RecordedLayout:
-    """Lays out computation in its recorded order, and sends, receives and waits between it."""
+    """Lays out computation in its recorded order, and sends, receives and waits between it.
 
-    def __init__(self, graph: GraphBuilder[PipelineSchedule]) -> None:
+    ``gradients`` reacts for the replicas of each stage to the gradients that a backward readies.
+    """
+
+    def __init__(
+        self, graph: GraphBuilder[Any], gradients: Mapping[int, InRecordedOrder] = MappingProxyType({})
+    ) -> None:
         self._graph = graph
+        self._gradients = gradients
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step as it stood."""
@@ -29,6 +40,8 @@ class RecordedLayout:
             elif item.kind in COMPUTED and item.duration_ns:
                 self._graph.compute(cursor, item.kind, item.duration_ns)
                 awaited.clear()
+            elif reacts := self._gradients.get(item.stage):
+                react(reacts, cursor, item)
         if awaited:
             self._graph.compute(cursor, timeline.items[-1].kind, 0)
 

@@ -1,0 +1,73 @@
+"""Pipelines side by side as a decision: an order within each, and how the replicas of a stage add up gradients."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import field_validator
+
+from headway.errors import PlanError
+from headway.job import Job
+from headway.scheduling.mesh import groups_along
+from headway.scheduling.pipeline.replicated import ReplicatedSchedule
+from headway.scheduling.pipeline.schedule import Pass
+from headway.strategies.base import DATA, PIPELINE, Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
+
+
+class MeshStrategy(Strategy):
+    """A strategy for each of the two dimensions of a job's mesh: stages, and replicas of each.
+
+    It is no strategy of a plan file by itself: that has one under each dimension.
+    """
+
+    name: ClassVar[str] = "mesh"
+    dimension: ClassVar[str] = PIPELINE
+
+    pipeline: PipelineStrategy
+    """The order of every pipeline."""
+    data: DistributedDataParallelStrategy
+    """What the replicas of a stage do about its gradients, under its last backward."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _reduces_in_the_last_backward(cls, value: object) -> object:
+        if isinstance(value, Strategy) and not isinstance(value, DistributedDataParallelStrategy):
+            raise ValueError(f"the replicas of a stage need ddp, not {value.name}")
+        return value
+
+    def decide(self, job: Job) -> ReplicatedSchedule:
+        """The order of every rank, and the buckets of every stage.
+
+        Raises PlanError where ``job`` has no mesh of those two dimensions, where its model is not cut into as many
+        stages, and for an order that halves backwards, in which DDP would not see the gradients of weights.
+        """
+        mesh = dict(job.mesh)
+        if set(mesh) != {DATA, PIPELINE}:
+            raise PlanError(
+                "pipelines side by side need a mesh of stages and replicas", got=f"{mesh or 'no mesh'}",
+                expected=f"the dimensions {PIPELINE} and {DATA}",
+            )  # fmt: skip
+        pipeline = self.pipeline.decide(job)
+        if len(pipeline.ranks) != mesh[PIPELINE]:
+            raise PlanError(
+                "the mesh is for another number of stages", got=f"{mesh[PIPELINE]}",
+                expected=f"{len(pipeline.ranks)}",
+            )  # fmt: skip
+        if any(action.kind is Pass.WEIGHT_GRADIENT for own in pipeline.ranks for action in own):
+            raise PlanError(
+                "DDP cannot reduce the gradients of a stage whose backwards are halved",
+                got=self.pipeline.describe(), expected="an order with whole backwards",
+                fix="Use another order than zero-bubble, or one pipeline.",
+            )  # fmt: skip
+        buckets = tuple(self.data.decide(Job.of(stage, mesh[DATA])) for stage in job.stages)
+        return ReplicatedSchedule(pipeline, groups_along(mesh, PIPELINE), buckets)
+
+    def spelled_out(self, job: Job) -> Self:
+        """The same with the number of micro-batches that were recorded."""
+        return self.model_copy(update={"pipeline": self.pipeline.spelled_out(job)})
+
+    def describe(self) -> str:
+        """Say both."""
+        return f"{self.pipeline.describe()} × {self.data.describe()}"

@@ -1,0 +1,83 @@
+"""Pipelines side by side as a strategy: a pipeline's order, and DDP's reactions among the replicas of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import UnsupportedError
+from headway.job import Job
+from headway.scheduling.pipeline.replicated import ReplicatedSchedule
+from headway.scheduling.pipeline.schedule import RecordedPipelineSchedule
+from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP
+from headway.strategies.footprint import Footprint
+from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.plugin import PLUGIN as PIPELINES
+from headway.strategies.plugin import StrategyPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headway.graph.build import GraphBuilder
+    from headway.graph.step_layout import InRecordedOrder, StepLayout
+    from headway.strategies.base import Strategy
+
+
+class _Plugin(StrategyPlugin[MeshStrategy]):
+    policy = MeshStrategy
+    measured_after_recordings = True
+
+    def reactions(self, graph: GraphBuilder[ReplicatedSchedule], job: Job) -> StepLayout:
+        from headway.strategies.pipeline.layout import PipelineLayout
+        from headway.strategies.pipeline.recorded_layout import RecordedLayout
+
+        schedule = graph.schedule
+        gradients = {
+            stage: _reactions(graph, job, stage)
+            for stage in range(schedule.stages)
+            if len(schedule.pipelines) > 1
+        }
+        if isinstance(schedule.pipeline, RecordedPipelineSchedule):
+            return RecordedLayout(graph, gradients)
+        return PipelineLayout(
+            graph, schedule.pipeline, job.boundary_bytes, pipelines=schedule.pipelines, gradients=gradients
+        )
+
+    def footprint(self, job: Job, schedule: ReplicatedSchedule, stage: int) -> Footprint:
+        """That of the pipeline, and the buckets of the stage."""
+        own = PIPELINES.footprint(job, schedule.pipeline, stage)
+        reduced = DDP.footprint(Job.of(job.stages[stage]), schedule.buckets[stage], 0)
+        return replace(
+            own,
+            buffers_bytes=own.buffers_bytes + reduced.buffers_bytes,
+            gradients_apart=reduced.gradients_apart,
+        )
+
+    def messages(self, schedule: ReplicatedSchedule, world_size: int, library: str) -> int:
+        """Those of the buckets of the stage that has most."""
+        return max(DDP.messages(own, world_size, library) for own in schedule.buckets)
+
+    def explain(self, before: Strategy, after: MeshStrategy) -> Sequence[str]:
+        if not isinstance(before, MeshStrategy):
+            return ()
+        changed = list(PIPELINES.explain(before.pipeline, after.pipeline))
+        if before.data != after.data:
+            changed.append(f"{after.data.describe()} within stages")
+        return changed
+
+    def wrap(self, module: nn.Module, strategy: MeshStrategy, **ddp_options: Any) -> nn.Module:
+        del module, ddp_options
+        raise UnsupportedError("a module in one piece cannot be wrapped as pipelines", got=strategy.describe())
+
+
+def _reactions(graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int) -> InRecordedOrder:
+    from headway.graph.group import GroupGraph
+    from headway.strategies.data_parallel.ddp.reactions import Reactions
+
+    members = graph.schedule.replicas_of(stage)
+    of_stage = GroupGraph(graph, graph.schedule.buckets[stage], members)
+    return Reactions(of_stage, Job.of(job.stages[stage], len(members)))
+
+
+PLUGIN = _Plugin()
