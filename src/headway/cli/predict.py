@@ -125,6 +125,8 @@ def predict(
     for each in overtakings:
         overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
         console.print(one_line(overtakes, LONGEST))
+    for note in best.notes:
+        console.print(one_line(f"{best.strategy}: {note}.", LONGEST))
     source = cluster.source.rstrip(".")
     basis = f"Links: {source}. Computation: {workload.times}, {workload.batch} a worker."
     console.print(one_line(basis, LONGEST))

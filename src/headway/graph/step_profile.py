@@ -68,12 +68,18 @@ def _along(part: str, point: str, moments: Sequence[tuple[str, int]], length_ns:
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """How long one module computes in forward and in backward, and the parameters that are its own."""
+    """How long one module computes in forward and in backward, and the parameters that are its own.
+
+    ``kept_bytes`` is what its forward leaves for backward, and ``cut_bytes`` what is passed on where the model is cut
+    behind it: 0 where they are not known, and where it is not to be cut.
+    """
 
     module: str
     parameters: tuple[str, ...]
     forward_ns: int
     backward_ns: int
+    kept_bytes: int = 0
+    cut_bytes: int = 0
 
 
 def profile_of(timelines: Mapping[int, Sequence[Timeline]]) -> StepProfile:

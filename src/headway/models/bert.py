@@ -46,6 +46,7 @@ def _bert(name: str, net: TransformerBuilder, depth: int) -> LayerTable:
         net.linear(f"{layer}.intermediate.dense", width, inner, rows=words, after=gelu)
         net.linear(f"{layer}.output.dense", inner, width, rows=words)
         net.norm(f"{layer}.output.LayerNorm")
+        net.cut()
     net.linear("bert.pooler.dense", width, width, rows=net.samples)
     gelu = net.elementwise(words * width, 2, 1)
     net.linear("cls.predictions.transform.dense", width, width, rows=words, after=gelu)

@@ -107,6 +107,11 @@ class ConvolutionalBuilder:
         self._keep(output)
         return output
 
+    def cut(self, feature: Feature) -> Feature:
+        """A stage of a pipeline may end here: ``feature`` is all that later layers need."""
+        self.layers[-1] = replace(self.layers[-1], cut_bytes=self._bytes(feature))
+        return feature
+
     def table(self, name: str, batch: str) -> LayerTable:
         """Everything collected."""
         return LayerTable(name, batch, self.samples, tuple(self.layers))
@@ -136,7 +141,7 @@ class ConvolutionalBuilder:
     def _work(self, more: Work) -> None:
         last = self.layers[-1]
         work = last.work + more
-        self.layers[-1] = Layer(last.name, last.parameters, work, last.tied)
+        self.layers[-1] = replace(last, work=work)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ def gpt2(samples: int = 8, length: int = 1024) -> LayerTable:
     inner = 4 * _WIDTH
     net.embedding(_WORDS, _VOCABULARY)
     net.embedding("transformer.wpe", _POSITIONS)
+    net.cut()
     for index in range(_DEPTH):
         layer = f"transformer.h.{index}"
         net.norm(f"{layer}.ln_1")
@@ -25,6 +26,7 @@ def gpt2(samples: int = 8, length: int = 1024) -> LayerTable:
         gelu = net.elementwise(net.words * inner, 2, 1)
         net.linear(f"{layer}.mlp.c_fc", _WIDTH, inner, rows=net.words, after=gelu)
         net.linear(f"{layer}.mlp.c_proj", inner, _WIDTH, rows=net.words)
+        net.cut()
     net.norm("transformer.ln_f")
     loss = net.elementwise(net.words * _VOCABULARY, 3, 2)
     net.tied_linear("lm_head", _VOCABULARY, f"{_WORDS}.weight", loss, bias=False)

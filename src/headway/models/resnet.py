@@ -17,7 +17,7 @@ def resnet50(samples: int = 64) -> LayerTable:
     for stage, depth in enumerate(_DEPTHS):
         for block in range(depth):
             stride = 2 if stage > 0 and block == 0 else 1
-            feature = _bottleneck(net, f"layer{stage + 1}.{block}", feature, 64 << stage, stride)
+            feature = net.cut(_bottleneck(net, f"layer{stage + 1}.{block}", feature, 64 << stage, stride))
     net.linear("fc", net.pool_all(feature), 1000)
     return net.table("ResNet-50", f"{samples} images of 224 x 224")
 

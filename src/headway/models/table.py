@@ -52,12 +52,14 @@ class Layer:
 
     What follows a module and owns nothing (activations, pooling, attention scores) is counted with it. ``tied`` holds
     full names of parameters of other layers that it also uses; their gradient is complete after both have run.
+    ``cut_bytes`` is what the whole batch passes on if the model is cut behind it; 0 where it is not to be cut.
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     work: Work
     tied: tuple[str, ...] = ()
+    cut_bytes: float = 0.0
 
     def full_name(self, parameter: Parameter) -> str:
         """The name of one of its parameters in the whole model."""

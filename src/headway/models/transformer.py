@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.models.table import FLOAT_BYTES, Layer, Parameter, Work
 
@@ -64,6 +64,10 @@ class TransformerBuilder:
         work = Work(2.0 * self.words * self.width * outputs, moved, 1, kept_bytes) + after
         own = (Parameter("bias", (outputs,)),) if bias else ()
         self.layers.append(Layer(name, own, work, (tied,)))
+
+    def cut(self) -> None:
+        """A stage of a pipeline may end here: a vector for every word is all that later layers need."""
+        self.layers[-1] = replace(self.layers[-1], cut_bytes=float(self.words * self.width * FLOAT_BYTES))
 
     def elementwise(self, elements: float, passes: int, kernels: int) -> Work:
         """So many passes over so many elements, which are kept."""

@@ -14,9 +14,11 @@ def vgg16(samples: int = 32) -> LayerTable:
     x, index = Feature(3, 224, 224), 0
     for channels, depth in _STAGES:
         for _ in range(depth):
-            x = net.activation(net.convolution(f"features.{index}", x, channels, 3, padding=1, bias=True))
+            x = net.cut(
+                net.activation(net.convolution(f"features.{index}", x, channels, 3, padding=1, bias=True))
+            )
             index += 2  # an activation follows
-        x = net.pool(x, 2, stride=2)
+        x = net.cut(net.pool(x, 2, stride=2))
         index += 1
     for name, inputs, outputs in (("0", x.numel, 4096), ("3", 4096, 4096), ("6", 4096, 1000)):
         net.linear(f"classifier.{name}", inputs, outputs)

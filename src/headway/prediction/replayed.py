@@ -10,6 +10,7 @@ from typing import Any
 
 from headway.cluster import Cluster
 from headway.graph.timeline import Part
+from headway.prediction.pipelines import PredictedPipeline, play_pipeline
 from headway.prediction.workload import Workload
 from headway.replayer.simulate import simulate
 from headway.replayer.uncertainty import unfitted
@@ -22,7 +23,8 @@ class Prediction:
 
     ``uncertainty_ms`` is by how much the step may be off because of errors in the times of layers and the costs of
     collectives. ``efficiency`` is the share of the throughput that as many workers would have without communication.
-    ``exposed_ms`` is the communication that computation does not hide.
+    ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how a model was cut into stages,
+    and what the prediction leaves out.
     """
 
     workers: int
@@ -35,6 +37,7 @@ class Prediction:
     breakdown_ms: Mapping[str, float]
     peak_bytes: int
     operations: int
+    notes: tuple[str, ...] = ()
 
     def to_document(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -44,15 +47,23 @@ class Prediction:
 def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy) -> Prediction:
     """Play ``workload`` on ``cluster``, whose workers are all alike, until its steps are the same, and take the last.
 
-    Raises UserError if the graph would be too large or times are out of range.
+    Raises UserError if the graph would be too large or times are out of range, and where it cannot be the pipelines
+    that ``strategy`` says.
     """
-    played = simulate(workload.job(cluster), strategy)
+    notes: tuple[str, ...] = ()
+    tied_bytes = 0
+    if isinstance(strategy, PredictedPipeline):
+        pipeline = play_pipeline(workload, cluster, strategy)
+        played, notes, tied_bytes = pipeline.simulation, pipeline.notes, pipeline.tied_bytes
+    else:
+        played = simulate(workload.job(cluster), strategy)
     (step_ns,) = played.step_times_ns.tolist()
-    parts_ns: dict[str, int] = defaultdict(int)
+    parts_ns: dict[str, float] = defaultdict(float)
     for span in played.graph.spans:
-        if span.rank == 0 and span.step == played.first_step:
-            parts_ns[span.part] += played.duration_ns(span)
+        if span.step == played.first_step:  # of folded ranks, and of all but a pipeline's, one is as the others
+            parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks
     exposed_ns = step_ns - sum(parts_ns.values())
+    tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
     peak_bytes = played.peak_bytes
     assert peak_bytes is not None
     return Prediction(
@@ -60,7 +71,9 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
         strategy=name,
         step_ms=step_ns / 1e6,
         uncertainty_ms=math.hypot(
-            workload.times_error * workload.computation_ns / 1e6, unfitted(played.graph) * exposed_ns / 1e6
+            workload.times_error * workload.computation_ns / 1e6,
+            unfitted(played.graph) * exposed_ns / 1e6,
+            tied_ns / 1e6,
         ),
         samples_per_s=workload.samples * cluster.world_size / step_ns * 1e9,
         efficiency=workload.computation_ns / step_ns,
@@ -72,4 +85,5 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
         },
         peak_bytes=peak_bytes,
         operations=played.operations,
+        notes=notes,
     )

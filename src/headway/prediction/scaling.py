@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from headway.cluster import Cluster
+from headway.prediction.pipelines import PredictedPipeline
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.workload import Workload
 from headway.strategies.base import Strategy
@@ -36,11 +37,17 @@ def scaling(
     world_sizes: Sequence[int],
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Prediction]:
-    """Every strategy at every world size, whose hosts are those of ``cluster`` in turn."""
+    """Every strategy at every world size, whose hosts are those of ``cluster`` in turn.
+
+    Sizes below the last at which workers make no whole pipelines are left out for pipelines.
+    """
     found = []
     for workers in world_sizes:
         sized = cluster.resized(workers)
         for name, strategy in strategies.items():
+            skipped = isinstance(strategy, PredictedPipeline) and not strategy.applies(workers)
+            if skipped and workers != world_sizes[-1]:
+                continue
             found.append(predict(workload, sized, name, strategy))
             progress(len(found), len(world_sizes) * len(strategies))
     return found
@@ -63,4 +70,6 @@ def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
 
 
 def _faster(step_ms: Mapping[str, float], one: str, other: str) -> bool:
+    if one not in step_ms or other not in step_ms:
+        return False
     return step_ms[one] < step_ms[other] * (1 - NOTICED)

@@ -10,9 +10,11 @@ import yaml
 from headway import files
 from headway.errors import UserError
 from headway.plan import Plan
+from headway.prediction.pipelines import PredictedPipeline
 from headway.prediction.workload import Workload
 from headway.strategies import registry
 from headway.strategies.base import Strategy
+from headway.strategies.pipeline.policy import PipelineStrategy
 
 FORM = "a name with options, as in ddp, ddp:bucket_cap_mb=10 or decoupled:gather=gradients, or a plan file"
 
@@ -64,4 +66,7 @@ def _named(text: str, workload: Workload) -> Strategy:
             given[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
             raise UserError(f"--strategy {name}: {key} cannot be read", got=repr(value)) from None
-    return files.validate(given, registry.policy_named(name), UserError, f"--strategy {name}")
+    policy = registry.policy_named(name)
+    if policy is PipelineStrategy:
+        policy = PredictedPipeline
+    return files.validate(given, policy, UserError, f"--strategy {name}")

@@ -24,7 +24,8 @@ MAX_LAYERS = 100_000
 class LayerRow(BaseModel):
     """One layer: its parameters by name and shape, and its times (ms), or its work for the table's batch.
 
-    ``tied`` are full names of parameters of other layers that it also uses.
+    ``tied`` are full names of parameters of other layers that it also uses. ``kept_bytes`` is what its forward leaves
+    for backward; with ``cut_bytes``, what is passed on behind it, a pipeline may be cut there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,6 +40,8 @@ class LayerRow(BaseModel):
     flops: Amount | None = None
     moved_bytes: Amount = 0.0
     kernels: int = Field(default=1, ge=0, le=10**6)
+    kept_bytes: int = Field(default=0, ge=0, le=10**15)
+    cut_bytes: int = Field(default=0, ge=0, le=10**15)
 
     @model_validator(mode="after")
     def _times_or_work(self) -> Self:
@@ -115,7 +118,14 @@ def _times(layer: LayerRow, device: Device) -> LayerTimes:
         forward_ms = device.forward_s(work) * 1e3
     backward_ms = layer.backward_ms if layer.backward_ms is not None else forward_ms * device.backward_factor
     own = tuple(f"{layer.name}.{name}" for name in layer.parameters)
-    return LayerTimes(layer.name, (*own, *layer.tied), round(forward_ms * 1e6), round(backward_ms * 1e6))
+    return LayerTimes(
+        layer.name,
+        (*own, *layer.tied),
+        round(forward_ms * 1e6),
+        round(backward_ms * 1e6),
+        kept_bytes=layer.kept_bytes,
+        cut_bytes=layer.cut_bytes,
+    )
 
 
 def load_table(path: Path) -> TableFile:

@@ -90,6 +90,8 @@ def workload_of_table(table: LayerTable, device: Device, optimizer: Optimizer) -
             (*(layer.full_name(parameter) for parameter in layer.parameters), *layer.tied),
             round(times.forward_s * 1e9),
             round(times.backward_s * 1e9),
+            kept_bytes=round(layer.work.kept_bytes),
+            cut_bytes=round(layer.cut_bytes),
         )
         for layer, times in zip(table.layers, layer_times(table, device), strict=True)
     )

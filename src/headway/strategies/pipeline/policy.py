@@ -41,6 +41,8 @@ class PipelineStrategy(Strategy):
     stage holds `group_size` times the activations of `1f1b`."""
     receive_buffers: int | None = Field(default=None, ge=1)
     """How many messages from each neighbour may be in flight at a time; by default the size of a group."""
+    split_points: tuple[str, ...] = ()
+    """The names of the modules at which a new stage begins, in the order of forward."""
 
     @model_validator(mode="after")
     def _groups_are_asked_for(self) -> PipelineStrategy:
