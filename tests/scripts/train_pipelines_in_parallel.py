@@ -39,7 +39,6 @@ class Device(nn.Module):
         return out
 
 
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--stages", type=int, default=2)

@@ -36,8 +36,11 @@ def print_document(kind: str, fields: dict[str, Any]) -> None:
 def print_order(where: Console, schedule: object) -> None:
     """Print the order of a pipeline's schedule, if it is one: a line a rank."""
     from headway.scheduling.pipeline.picture import picture
+    from headway.scheduling.pipeline.replicated import ReplicatedSchedule
     from headway.scheduling.pipeline.schedule import PipelineSchedule
 
+    if isinstance(schedule, ReplicatedSchedule):
+        schedule = schedule.pipeline
     if isinstance(schedule, PipelineSchedule):
         where.print("The order of forwards and backwards, as if messages took no time:")
         where.print(picture(schedule), no_wrap=True, overflow="ellipsis", crop=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from headway.errors import UserError
 from headway.plan import Plan
@@ -32,7 +33,8 @@ def install(
     def take_over(steps: pipelining.PipelineSteps) -> None:
         try:
             for index, module in steps.modules.items():
-                plan.check_stage(model_spec(module), index, steps.stage_count, dist.get_world_size())
+                inner = module.module if isinstance(module, DistributedDataParallel) else module
+                plan.check_stage(model_spec(inner), index, steps.stage_count, dist.get_world_size())
             injection.take_over(steps, plan.strategy)
         except UserError as error:
             if on_refusal is not None:

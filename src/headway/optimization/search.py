@@ -14,6 +14,7 @@ from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import PIPELINE, Strategy, fits
+from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.plugin import Proposal
 from headway.strategies.registry import plugin_of, plugins
 
@@ -88,7 +89,8 @@ def candidate_strategies(
     """
     found: dict[tuple[str, Schedule], Strategy] = {}
     options = [] if recorded is None else [recorded.spelled_out(job)]
-    options += [strategy for proposal in proposals for strategy in proposal.strategies]
+    proposed = [strategy for proposal in proposals for strategy in proposal.strategies]
+    options += proposed if recorded is None else [recorded.beside(strategy) for strategy in proposed]
     for strategy in options:
         found.setdefault((strategy.name, strategy.decide(job)), strategy)
     return [(strategy, schedule) for (_, schedule), strategy in found.items()]
@@ -114,8 +116,15 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
         candidates=_best_first(candidates, replayer.recorded_step_ms),
         bound_ms=_bound_ms(proposals, replayer),
         elapsed_s=time.perf_counter() - begun,
-        note=". ".join(proposal.note for proposal in proposals if proposal.note),
+        note=". ".join(filter(None, [*(proposal.note for proposal in proposals), *_left_out(job)])),
     )
+
+
+def _left_out(job: Job) -> list[str]:
+    """Why strategies for models that are cut otherwise were not considered."""
+    if job.world_size == 1:
+        return []
+    return [plugin.left_out(job) for plugin in plugins().values() if not fits(job, plugin.policy)]
 
 
 def _bound_ms(proposals: Iterable[Proposal], replayer: Replayer) -> float:
@@ -150,6 +159,10 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
         baseline_ms=candidate.expected.recorded_ms,
         uncertainty_ms=candidate.uncertainty_ms,
     )
+    if isinstance(strategy, MeshStrategy):
+        return Plan.on_mesh(
+            strategy, replayer.job.mesh, trace.stages, prediction=prediction, cluster=replayer.cluster
+        )
     if strategy.dimension == PIPELINE:
         return Plan.pipeline(strategy, trace.stages, prediction=prediction, cluster=replayer.cluster)
     return Plan.data_parallel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +27,9 @@ from headway.passes.registry import passes
 from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.version import __version__
 
 FORMAT: Literal[2] = 2
@@ -145,6 +148,26 @@ class Plan(BaseModel):
             cluster=cluster,
         )
 
+    @classmethod
+    def on_mesh(
+        cls,
+        strategy: MeshStrategy,
+        mesh: Mapping[str, int],
+        stages: Sequence[ModelSpec],
+        *,
+        prediction: Prediction | None = None,
+        cluster: Cluster | None = None,
+    ) -> Self:
+        """The plan that pipelines side by side train ``stages`` with ``strategy``."""
+        return cls(
+            mesh=dict(mesh),
+            parallel={PIPELINE: strategy.pipeline, DATA: strategy.data},
+            model=PlannedModel.of(stages[0]),
+            stages=tuple(map(PlannedModel.of, stages)),
+            prediction=prediction,
+            cluster=cluster,
+        )
+
     @field_validator("parallel", mode="before")
     @classmethod
     def _strategies_by_name(cls, value: Any) -> Any:
@@ -188,14 +211,21 @@ class Plan(BaseModel):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of a plan of one dimension. Raises PlanError for other plans, which nothing supports yet."""
-        if len(self.parallel) > 1:
+        """The strategy of a plan of one dimension, or of pipelines side by side. Raises PlanError for other plans."""
+        if len(self.parallel) == 1:
+            (strategy,) = self.parallel.values()
+            return strategy
+        pipeline, data = self.parallel.get(PIPELINE), self.parallel.get(DATA)
+        if len(self.parallel) > 2 or not (
+            isinstance(pipeline, PipelineStrategy) and isinstance(data, DistributedDataParallelStrategy)
+        ):
             raise PlanError(
-                "plans of several dimensions are not supported yet", got=", ".join(self.parallel),
-                expected="one dimension", fix="Leave one dimension in mesh and parallel.",
-            )  # fmt: skip
-        (strategy,) = self.parallel.values()
-        return strategy
+                "this combination of strategies is not supported",
+                got=", ".join(f"{one.name} along {dimension}" for dimension, one in self.parallel.items()),
+                expected="one dimension, or a pipeline whose stages are trained with ddp",
+                fix="Leave one dimension in mesh and parallel, or use ddp along data.",
+            )
+        return MeshStrategy(pipeline=pipeline, data=data)
 
     def groups(self, dimension: str) -> Groups:
         """The groups of ranks that the strategy of ``dimension`` acts on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 EXACT = 9  # workers: beyond, subsets are too many
 
@@ -59,8 +59,8 @@ class _Costs:
 
     def of(self, workers: Sequence[int]) -> Placement:
         stages = [self.stage_ns(stage, worker) for stage, worker in enumerate(workers)]
-        there = [self.hop_ns(s, a, b) for s, (a, b) in enumerate(zip(workers, workers[1:], strict=False))]
-        back = [self.hop_ns(s, b, a) for s, (a, b) in enumerate(zip(workers, workers[1:], strict=False))]
+        there = [self.hop_ns(s, a, b) for s, (a, b) in enumerate(pairwise(workers))]
+        back = [self.hop_ns(s, b, a) for s, (a, b) in enumerate(pairwise(workers))]
         return Placement(
             tuple(workers), sum(stages) + sum(there) + sum(back), max([*stages, *there, *back], default=0.0)
         )
@@ -126,7 +126,9 @@ def _greedy(costs: _Costs, first: int) -> tuple[int, ...]:
             min(
                 left,
                 key=lambda w: (
-                    costs.hop_ns(stage - 1, at, w) + costs.hop_ns(stage - 1, w, at) + costs.stage_ns(stage, w),
+                    costs.hop_ns(stage - 1, at, w)
+                    + costs.hop_ns(stage - 1, w, at)
+                    + costs.stage_ns(stage, w),
                     w,
                 ),
             )

@@ -158,9 +158,7 @@ def _splits(
 ) -> tuple[Split, ...]:
     def passing_ns(stage: int, size_bytes: int) -> float:
         one, other = ranks[stage], ranks[stage + 1]
-        return max(
-            message_ns(cluster, one, other, size_bytes), message_ns(cluster, other, one, size_bytes)
-        )
+        return max(message_ns(cluster, one, other, size_bytes), message_ns(cluster, other, one, size_bytes))
 
     if strategy.split_points:
         return (_by_hand(layers, stages, strategy.split_points),)
@@ -195,9 +193,7 @@ def message_ns(cluster: Cluster, sender: int, receiver: int, size_bytes: int) ->
     return cluster.latency_us * 1e3 + 8 * size_bytes / min(one.up_gbps, other.down_gbps)
 
 
-def _job(
-    workload: Workload, cluster: Cluster, cut: Split, micro_batches: int, mesh: dict[str, int]
-) -> Job:
+def _job(workload: Workload, cluster: Cluster, cut: Split, micro_batches: int, mesh: dict[str, int]) -> Job:
     stages = len(cut.ends)
     share = stages / micro_batches
     layers = workload.layers
@@ -244,9 +240,7 @@ def _timeline(
         """Stretches that end at the sums of times in proportion, so that rounding does not add up."""
         ends = [round(total * share) for total in accumulate(times_ns)]
         lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        return [
-            Item(part, duration_ns=length, stage=stage, micro_batch=micro_batch) for length in lengths
-        ]
+        return [Item(part, duration_ns=length, stage=stage, micro_batch=micro_batch) for length in lengths]
 
     for each in range(micro_batches):
         (forward,) = along(Part.FORWARD, each, [sum(layer.forward_ns for layer in layers)])

@@ -60,7 +60,9 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
     (step_ns,) = played.step_times_ns.tolist()
     parts_ns: dict[str, float] = defaultdict(float)
     for span in played.graph.spans:
-        if span.step == played.first_step:  # of folded ranks, and of all but a pipeline's, one is as the others
+        if (
+            span.step == played.first_step
+        ):  # of folded ranks, and of all but a pipeline's, one is as the others
             parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks
     exposed_ns = step_ns - sum(parts_ns.values())
     tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)

@@ -35,7 +35,13 @@ from headway.recording.derive import (
     transfer_rows,
     wait_rows,
 )
-from headway.recording.description import model_described, of_replica, refusals, stage_described, strategy_in_force
+from headway.recording.description import (
+    model_described,
+    of_replica,
+    refusals,
+    stage_described,
+    strategy_in_force,
+)
 from headway.recording.groups import GroupWatch
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch

@@ -35,6 +35,10 @@ class Strategy(BaseModel):
         del job
         return self
 
+    def beside(self, other: Strategy) -> Strategy:
+        """``other`` in the place of that part of this decision that it is an alternative to; by default of all."""
+        return other
+
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""
         raise NotImplementedError

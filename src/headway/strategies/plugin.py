@@ -104,6 +104,11 @@ class StrategyPlugin(ABC, Generic[S]):
         del job
         return Proposal()
 
+    def left_out(self, job: Job) -> str:
+        """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""
+        del job
+        return ""
+
     def explain(self, before: Strategy, after: S) -> Sequence[str]:
         """What ``after`` changes of the recorded ``before``, other than the strategy and the number of buckets."""
         del before, after

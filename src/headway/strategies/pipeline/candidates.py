@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headway.job import Job
+from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.schedule import Pass
+from headway.strategies.base import PIPELINE
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes, micro_batches
 
@@ -19,7 +21,8 @@ def candidates(job: Job) -> Iterator[PipelineStrategy]:
     for size in group_sizes(count):
         yield PipelineStrategy(micro_batches=count, order="kfkb", group_size=size)
     yield PipelineStrategy(micro_batches=count, order="eager-1f1b")
-    yield PipelineStrategy(micro_batches=count, order="zero-bubble")
+    if not job.mesh:  # the replicas of a stage reduce gradients in whole backwards
+        yield PipelineStrategy(micro_batches=count, order="zero-bubble")
 
 
 def group_sizes(micro_batches: int) -> list[int]:
@@ -32,8 +35,14 @@ def group_sizes(micro_batches: int) -> list[int]:
 
 def step_bound_ms(job: Job) -> float:
     """What no order of these stages can beat, as the mean of the recorded steps, if transfers take no time at all."""
-    ranks = sorted(job.steps.timelines)
-    factors = [job.steps.factor * job.steps.rank_factors.get(rank, 1.0) for rank in ranks]
+    ranks = tuple(sorted(job.steps.timelines))
+    pipelines = groups_along(job.mesh, PIPELINE) if job.mesh else (ranks,)
+    return max(_pipeline_bound_ms(job, own) for own in pipelines)
+
+
+def _pipeline_bound_ms(job: Job, ranks: Sequence[int]) -> float:
+    """The same of one pipeline of several, whose stages are on ``ranks`` in order."""
+    factors = [job.steps.factor_of(rank) for rank in ranks]
     steps = list(zip(*(job.steps.timelines[rank] for rank in ranks), strict=False))
     bounds_ns = [_bound_ns([StageTimes.of(timeline) for timeline in each], factors) for each in steps]
     return sum(bounds_ns) / len(bounds_ns) / 1e6 if bounds_ns else 0.0

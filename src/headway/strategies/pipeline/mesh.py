@@ -68,6 +68,10 @@ class MeshStrategy(Strategy):
         """The same with the number of micro-batches that were recorded."""
         return self.model_copy(update={"pipeline": self.pipeline.spelled_out(job)})
 
+    def beside(self, other: Strategy) -> Strategy:
+        """Another order for the same replicas."""
+        return self.model_copy(update={"pipeline": other}) if isinstance(other, PipelineStrategy) else other
+
     def describe(self) -> str:
         """Say both."""
-        return f"{self.pipeline.describe()} × {self.data.describe()}"
+        return f"{self.pipeline.describe()} x {self.data.describe()}"

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import UnsupportedError
+from headway.errors import PlanError, UnsupportedError
 from headway.job import Job
 from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.pipeline.schedule import RecordedPipelineSchedule
 from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint
+from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.plugin import PLUGIN as PIPELINES
 from headway.strategies.plugin import StrategyPlugin
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import InRecordedOrder, StepLayout
     from headway.strategies.base import Strategy
+    from headway.torch_private.pipelining import PipelineSteps
 
 
 class _Plugin(StrategyPlugin[MeshStrategy]):
@@ -66,9 +69,15 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
             changed.append(f"{after.data.describe()} within stages")
         return changed
 
+    @property
+    def schedule_injection(self) -> ScheduleInjection[MeshStrategy]:
+        return _Injection()
+
     def wrap(self, module: nn.Module, strategy: MeshStrategy, **ddp_options: Any) -> nn.Module:
         del module, ddp_options
-        raise UnsupportedError("a module in one piece cannot be wrapped as pipelines", got=strategy.describe())
+        raise UnsupportedError(
+            "a module in one piece cannot be wrapped as pipelines", got=strategy.describe()
+        )
 
 
 def _reactions(graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int) -> InRecordedOrder:
@@ -78,6 +87,21 @@ def _reactions(graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int) ->
     members = graph.schedule.replicas_of(stage)
     of_stage = GroupGraph(graph, graph.schedule.buckets[stage], members)
     return Reactions(of_stage, Job.of(job.stages[stage], len(members)))
+
+
+class _Injection(ScheduleInjection[MeshStrategy]):
+    def take_over(self, steps: PipelineSteps, strategy: MeshStrategy) -> None:
+        """Replicas stay as the script wraps them, which must be as planned."""
+        for stage, module in steps.modules.items():
+            found = DDP.recognise(module)
+            if found is None or strategy.data != DistributedDataParallelStrategy(**found.options):
+                raise PlanError(
+                    f"stage {stage} is not trained by its replicas as planned",
+                    got="no DistributedDataParallel" if found is None else f"{dict(found.options)}",
+                    expected=strategy.data.describe(),
+                    fix="Wrap stages as the recorded script did, or plan again from a recording of this script.",
+                )
+        PIPELINES.schedule_injection.take_over(steps, strategy.pipeline)
 
 
 PLUGIN = _Plugin()

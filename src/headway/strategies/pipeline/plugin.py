@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import PlanError, UnsupportedError
 from headway.job import Job
-from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
+from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, RecordedPipelineSchedule
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline.candidates import candidates, step_bound_ms
@@ -61,6 +61,12 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         proposed = tuple(candidates(job))
         return Proposal(proposed, step_bound_ms(job)) if proposed else Proposal()
 
+    def left_out(self, job: Job) -> str:
+        return (
+            "Pipelines were not considered: the recording does not say how much modules hand on to each other. "
+            "headway predict compares them, from a model's layers"
+        )
+
     def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
         if after.order == RECORDED or before == after:
             return ()
@@ -97,8 +103,24 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         strategy = strategy.model_copy(
             update={"micro_batches": strategy.micro_batches or steps.micro_batches}
         )
-        PipelineRuntime(steps, strategy.schedule_of(steps.stage_count))
+        schedule = strategy.schedule_of(steps.stage_count)
+        _check_replicas(steps, schedule, strategy)
+        PipelineRuntime(steps, schedule)
         steps.note_plan(strategy)
+
+
+def _check_replicas(steps: PipelineSteps, schedule: PipelineSchedule, strategy: PipelineStrategy) -> None:
+    """DDP reduces gradients in whole backwards only; of halved ones it would leave those of weights as they are."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    halved = any(action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own)
+    if halved and any(isinstance(each, DistributedDataParallel) for each in steps.modules.values()):
+        raise PlanError(
+            "DDP cannot reduce the gradients of a stage whose backwards are halved",
+            got=strategy.describe(),
+            expected="an order with whole backwards",
+            fix="Plan with another order than zero-bubble, or do not wrap the stages.",
+        )
 
 
 PLUGIN = _Plugin()

@@ -79,7 +79,7 @@ def _action(block: ComputeBlock) -> Action | None:
 
 
 def recorded_actions(computation: Computation) -> tuple[tuple[Action, ...], ...]:
-    """What every rank of a pipeline computed in its first recorded step, in its order; of several, the first's ranks."""
+    """What every rank of a pipeline computed in its first recorded step, in its order; of several, the first's."""
     timelines = computation.timelines
     found: dict[frozenset[int], tuple[Action, ...]] = {}
     for rank in sorted(timelines):
