@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--rows", type=int, default=2)
 parser.add_argument("--pace-ms", type=float, default=0)
 parser.add_argument("--data-first", action="store_true")
+parser.add_argument("--weights", type=Path)
 parser.add_argument("--gpipe", action="store_true")
 arguments = parser.parse_args()
 
@@ -75,4 +77,6 @@ for _ in range(arguments.steps):
     else:
         schedule.step()
     optimizer.step()
+if arguments.weights:
+    torch.save(part.state_dict(), f"{arguments.weights}.{dist.get_rank()}")
 dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""Pipelines predicted without a trace: split, placed, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headway.cluster import Cluster, Host
+from headway.errors import UserError
+from headway.prediction.models import workload_named
+from headway.prediction.pipelines import PredictedPipeline
+from headway.prediction.replayed import predict
+from headway.prediction.scaling import scaling
+from headway.prediction.strategies import strategies_named
+from headway.prediction.workload import Workload
+
+
+def a_workload() -> Workload:
+    return workload_named("gpt2", None, "sgd")
+
+
+def a_cluster(*gbps: float) -> Cluster:
+    hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=g, down_gbps=g) for i, g in enumerate(gbps))
+    return Cluster(hosts=hosts, latency_us=1, library="nccl")
+
+
+def test_a_pipeline_on_fast_links_takes_its_bubble() -> None:
+    """Times of layers of a whole batch, M micro-batches on S stages: the slowest stage and the others once."""
+    workload = a_workload()
+    found = predict(workload, a_cluster(1e5, 1e5), "pipeline", PredictedPipeline(micro_batches=8))
+    computed_ms = (workload.computation_ns - workload.optimizer_ns) / 1e6
+    least = computed_ms * (1 + 1 / 8)  # evenly split
+    assert least <= found.step_ms < least * 1.12
+    assert found.samples_per_s == pytest.approx(2 * workload.samples / found.step_ms * 1e3)
+    assert "2 stages" in found.notes[0]
+    assert "transformer.h." in found.notes[0]
+    assert "weights that stages share" in found.notes[-1]
+
+
+def test_replicas_of_stages_and_stages_by_hand() -> None:
+    cluster = a_cluster(*(10.0,) * 4)
+    products = predict(
+        a_workload(), cluster, "pipeline", PredictedPipeline(stages=2, order="kfkb", group_size=2)
+    )
+    assert "2 stages of 2 replicas" in products.notes[0]
+    by_hand = PredictedPipeline(stages=2, split_points=("transformer.h.2",))
+    found = predict(a_workload(), cluster, "pipeline", by_hand)
+    assert "begin at transformer.h.2.ln_1" in found.notes[0]
+    assert found.step_ms > products.step_ms
+
+
+def test_stages_are_placed_along_fast_links() -> None:
+    """A slow host in the middle is passed by each message twice, at an end once."""
+    found = predict(a_workload(), a_cluster(10, 0.5, 10), "pipeline", PredictedPipeline())
+    placed = [note for note in found.notes if "order of hosts" in note]
+    assert placed
+    assert placed[0].split("hosts ")[1].split(", ")[1] != "h1"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "said"),
+    [
+        (PredictedPipeline(stages=3), 4, "whole pipelines"),
+        (PredictedPipeline(), 32, "at most 14"),
+        (PredictedPipeline(micro_batches=100), 2, "fewer samples than micro-batches"),
+        (PredictedPipeline(split_points=("nowhere",)), 2, "where a split point says"),
+        (PredictedPipeline(split_points=("transformer.h.0.attn",)), 2, "where a split point says"),
+        (PredictedPipeline(split_points=("transformer.h.2", "transformer.h.4")), 2, "do not make the stages"),
+    ],
+)
+def test_what_is_refused(strategy: PredictedPipeline, workers: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        predict(a_workload(), a_cluster(*(10.0,) * workers), "pipeline", strategy)
+
+
+def test_a_model_of_which_nobody_knows_where_to_cut_it() -> None:
+    workload = a_workload()
+    layers = tuple(replace(layer, cut_bytes=0) for layer in workload.layers)
+    with pytest.raises(UserError, match="where the model may be cut"):
+        predict(replace(workload, layers=layers), a_cluster(10, 10), "pipeline", PredictedPipeline())
+
+
+def test_sizes_that_make_no_whole_pipelines_are_left_out() -> None:
+    workload, cluster = a_workload(), a_cluster(*(10.0,) * 4)
+    strategies = strategies_named(["ddp", "pipeline:stages=4,micro_batches=8"], workload)
+    found = scaling(workload, cluster, strategies, [1, 2, 4])
+    assert [(each.workers, each.strategy[:3]) for each in found] == [
+        (1, "ddp"),
+        (2, "ddp"),
+        (4, "ddp"),
+        (4, "pip"),
+    ]

@@ -1,0 +1,159 @@
+"""Pipelines side by side: decided, refused, proposed, and replayed as reckoned by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.models import layered_model
+
+from headway.cluster import Cluster, Host
+from headway.errors import PlanError, UserError
+from headway.graph.computation import Computation
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
+from headway.optimization.search import candidate_strategies
+from headway.plan import Plan
+from headway.replayer.simulate import simulate
+from headway.scheduling.mesh import groups_along
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.registry import plugin_of
+
+MS = 1_000_000
+MODEL = layered_model(1)
+DDP = DistributedDataParallelStrategy(bucket_cap_mb=25)
+MESHES = ({"pipeline": 2, "data": 2}, {"data": 2, "pipeline": 2})
+
+
+def a_job(mesh: dict[str, int], micro_batches: int = 2, gbps: float = 1e6) -> Job:
+    """Forwards of 1 ms and backwards of 2; the last backward readies all gradients when it ends."""
+    hosts = tuple(Host(name=f"h{rank}", workers=1, up_gbps=gbps, down_gbps=gbps) for rank in range(4))
+    timelines = {}
+    for ranks in groups_along(mesh, "pipeline"):
+        for stage, rank in enumerate(ranks):
+            timelines[rank] = (Timeline(rank, 0, tuple(items(stage, micro_batches))),)
+    return Job(
+        stages=(MODEL,) * 2,
+        world_size=4,
+        cluster=Cluster(hosts=hosts, latency_us=0, library="nccl"),
+        computation=Computation(timelines),
+        boundary_bytes=(0,),
+        mesh=mesh,
+    )
+
+
+def items(stage: int, micro_batches: int) -> list[Item]:
+    found = [
+        Item(part, duration_ns=ms * MS, stage=stage, micro_batch=each)
+        for part, ms in ((Part.FORWARD, 1), (Part.BACKWARD, 2))
+        for each in range(micro_batches)
+    ]
+    last = micro_batches - 1
+    ready = [Item(Point.READY, p.name, stage=stage, micro_batch=last) for p in MODEL.ready_parameters()]
+    end = Item(Point.BACKWARD_END, stage=stage, micro_batch=last)
+    return [*found, *ready, end, Item(Point.STEP), Item(Part.OPTIMIZER, duration_ns=MS)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+def test_a_stage_hands_on_gradients_when_its_replicas_have_added_up_theirs(
+    mesh: dict[str, int], order: str
+) -> None:
+    """Two stages, two micro-batches: 9 ms without communication, 1 for the update, and one reduction after the other.
+
+    An all-reduce over two ranks sends as many bytes as a stage has. DDP's backward returns when it is done, and the
+    gradient of the last micro-batch follows.
+    """
+    strategy = MeshStrategy(pipeline=PipelineStrategy.model_validate({"order": order}), data=DDP)
+    free = simulate(a_job(mesh), strategy).step_ms
+    assert free == pytest.approx(10, rel=1e-3)
+    gbps = MODEL.size_bytes * 8 / (4 * MS)  # 4 ms for a reduction
+    busy = simulate(a_job(mesh, gbps=gbps), strategy)
+    # Both stages begin their next step together but for the update, so the step is as long as a whole chain.
+    assert busy.step_ms == pytest.approx(10 + 2 * 4, rel=0.02)
+    members = {collective.members for collective in busy.graph.collectives}
+    assert members == set(groups_along(mesh, "data"))
+    messages = {each.members for each in busy.graph.communications if each.name != "all_reduce"}
+    assert {frozenset(each) for each in messages} == {
+        frozenset(own) for own in groups_along(mesh, "pipeline")
+    }
+
+
+def test_one_slow_replica_holds_up_the_other_pipeline() -> None:
+    job = a_job(MESHES[0])
+    slow = replace(job, computation=job.steps.scaled(1.0, {3: 2.0}))  # the last stage of the second pipeline
+    strategy = MeshStrategy(pipeline=PipelineStrategy(), data=DDP)
+    apart = simulate(
+        replace(
+            slow,
+            stages=(MODEL,) * 2,
+            world_size=2,
+            cluster=job.on.resized(2),
+            mesh={},
+            computation=Computation(
+                {0: job.steps.timelines[1], 1: job.steps.timelines[3]}, rank_factors={1: 2.0}
+            ),
+        ),
+        PipelineStrategy(),
+    )
+    assert simulate(slow, strategy).step_ms == pytest.approx(apart.step_ms, rel=1e-3)
+
+
+def test_what_it_decides_and_refuses() -> None:
+    job = a_job(MESHES[1])
+    strategy = MeshStrategy(pipeline=PipelineStrategy(order="gpipe"), data=DDP)
+    schedule = strategy.decide(job)
+    assert schedule.pipelines == ((0, 1), (2, 3))
+    assert schedule.replicas_of(1) == (1, 3)
+    assert schedule.place_of[2] == (1, 0)
+    assert len(schedule.buckets) == 2
+    assert schedule.parts == "2 x 2 micro-batches through 2 stages"
+    halved = MeshStrategy(pipeline=PipelineStrategy(order="zero-bubble"), data=DDP)
+    alone = replace(job, mesh={})
+    for refused, of, said in ((halved, job, "halved"), (strategy, alone, "mesh of stages and replicas")):
+        with pytest.raises(PlanError, match=said):
+            refused.decide(of)
+    with pytest.raises(ValueError, match="need ddp, not decoupled"):
+        MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="as many workers as were recorded"):
+        job.moved_to(job.on.resized(8))
+
+
+def test_only_orders_that_ddp_permits_are_proposed_with_the_recorded_replicas() -> None:
+    job = a_job(MESHES[0])
+    proposal = plugin_of(PipelineStrategy()).propose(job)
+    recorded = MeshStrategy(pipeline=PipelineStrategy(order="recorded"), data=DDP)
+    found = [strategy for strategy, _ in candidate_strategies(job, [proposal], recorded)]
+    assert all(isinstance(each, MeshStrategy) and each.data == DDP for each in found)
+    assert not any("zero bubble" in each.describe() for each in found)
+    for each in found[1:]:
+        assert simulate(job, each).step_ms >= proposal.bound_ms * 0.999
+    assert plugin_of(found[0]).explain(recorded, found[1])  # type: ignore[arg-type]
+
+
+def test_it_holds_buckets_besides_what_a_pipeline_holds() -> None:
+    job = a_job(MESHES[0])
+    alone = replace(
+        job, world_size=2, cluster=job.on.resized(2), mesh={},
+        computation=Computation({stage: job.steps.timelines[2 * stage] for stage in range(2)}),
+    )  # fmt: skip
+    held = simulate(job, MeshStrategy(pipeline=PipelineStrategy(), data=DDP)).peak_bytes
+    without = simulate(alone, PipelineStrategy()).peak_bytes
+    assert held is not None
+    assert without is not None
+    assert held - without == MODEL.size_bytes
+
+
+def test_a_plan_has_a_strategy_for_each_dimension() -> None:
+    strategy = MeshStrategy(pipeline=PipelineStrategy(micro_batches=2), data=DDP)
+    plan = Plan.on_mesh(strategy, MESHES[1], (MODEL, MODEL))
+    again = Plan.model_validate(plan.model_dump(mode="json"))
+    assert again == plan
+    assert again.strategy == strategy
+    assert again.world_size == 4
+    other = plan.model_copy(update={"parallel": {**plan.parallel, "data": DecoupledStrategy()}})
+    with pytest.raises(PlanError, match="combination of strategies"):
+        _ = other.strategy
