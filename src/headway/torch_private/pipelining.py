@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 _PLANNED = "_headway_planned"
 
@@ -127,7 +129,13 @@ class PipelineSteps:
         schedule, targets = self._schedule, given["target_mbs"]
         args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, given["losses"])
         more = (None if targets is None else targets[0], given.get("loss_kwargs"))
-        self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
+        with contextlib.ExitStack() as stack:
+            # Torch works shapes out with a forward, behind which DDP would reduce gradients in the next backward, and
+            # stumble over the last one.
+            for module in self.modules.values():
+                if isinstance(module, DistributedDataParallel):
+                    stack.enter_context(module.no_sync())
+            self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
         return args, kwargs
 
     def end(self, given: dict[str, Any]) -> None:

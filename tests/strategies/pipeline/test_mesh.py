@@ -131,7 +131,7 @@ def test_only_orders_that_ddp_permits_are_proposed_with_the_recorded_replicas() 
     assert not any("zero bubble" in each.describe() for each in found)
     for each in found[1:]:
         assert simulate(job, each).step_ms >= proposal.bound_ms * 0.999
-    assert plugin_of(found[0]).explain(recorded, found[1])  # type: ignore[arg-type]
+    assert plugin_of(found[0]).explain(recorded, found[1])
 
 
 def test_it_holds_buckets_besides_what_a_pipeline_holds() -> None:
