@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cluster import AlgorithmCost, Cluster, Host, Traffic
+from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
 from headway.errors import ClusterError
 
 
@@ -86,6 +86,23 @@ def test_traffic_needs_hosts_and_leaves_with_them() -> None:
             Cluster.model_validate(
                 {**cluster((1, 1)).model_dump(), "traffic": [{**traffic.model_dump(), "target": target}]}
             )
+
+
+def test_paths_lie_between_hosts_and_leave_with_them() -> None:
+    path = SlowPath(source="host0", target="host1", gbps=1)
+    given = cluster((1, 1)).model_dump()
+    slow = Cluster.model_validate({**given, "paths": [path.model_dump()]})
+    assert slow.resized(3).paths == (path,)
+    assert slow.resized(1).paths == ()
+    assert slow.scaled(bandwidth=0.5).paths[0].gbps == 0.5
+    back = SlowPath(source="host1", target="host0", gbps=1)
+    assert Cluster.model_validate({**given, "paths": [path.model_dump(), back.model_dump()]})
+    for target in ("host0", "host9"):
+        wrong = {**path.model_dump(), "target": target}
+        with pytest.raises(ValueError, match=r"to another|unknown host"):
+            Cluster.model_validate({**given, "paths": [wrong]})
+    with pytest.raises(ValueError, match="listed once"):
+        Cluster.model_validate({**given, "paths": [path.model_dump()] * 2})
 
 
 def test_an_unmeasured_algorithm_costs_the_ideal() -> None:

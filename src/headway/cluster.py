@@ -63,6 +63,21 @@ class Host(BaseModel):
     """The rate of its link to the host, in Gbit/s."""
 
 
+class SlowPath(BaseModel):
+    """What one connection from a host to another gets at most, where that is less than their links."""
+
+    model_config = _FROZEN
+
+    source: str
+    """The name of the host that sends."""
+
+    target: str
+    """The name of the host that receives."""
+
+    gbps: Rate
+    """The goodput of each connection at most, in Gbit/s."""
+
+
 class Traffic(BaseModel):
     """What others send over the same links."""
 
@@ -236,6 +251,9 @@ class Cluster(BaseModel):
     traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)
     """What others send over the same links."""
 
+    paths: tuple[SlowPath, ...] = Field(default=(), max_length=10_000)
+    """Ways between two hosts that are slower than their links, each in one direction."""
+
     source: str = "written by hand"
     """Where all of this comes from."""
 
@@ -255,9 +273,13 @@ class Cluster(BaseModel):
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"all hosts together have {self.world_size} workers, more than {MAX_WORLD_SIZE}")
         known = {host.name for host in self.hosts}
-        for name in (name for each in self.traffic for name in (each.source, each.target)):
-            if name not in known:
-                raise ValueError(f"traffic names an unknown host: {name!r}")
+        for what, named in (("traffic", self.traffic), ("paths", self.paths)):
+            for name in (name for each in named for name in (each.source, each.target)):
+                if name not in known:
+                    raise ValueError(f"{what} names an unknown host: {name!r}")
+        ways = {(each.source, each.target) for each in self.paths}
+        if len(ways) != len(self.paths) or any(source == target for source, target in ways):
+            raise ValueError("a path goes from one host to another, and is listed once")
         return self
 
     @property
@@ -305,6 +327,7 @@ class Cluster(BaseModel):
             "latency_us": self.latency_us * latency,
             "local_gbps": self.local_gbps * bandwidth,
             "local_latency_us": self.local_latency_us * latency,
+            "paths": tuple(each.model_copy(update={"gbps": each.gbps * bandwidth}) for each in self.paths),
             "algorithms": {**self.algorithms, **own},
             # The cores work for every byte, so more bytes a second take more of them.
             "compute_slowdown": self.compute_slowdown * bandwidth,
@@ -331,6 +354,7 @@ class Cluster(BaseModel):
         changed: dict[str, Any] = {
             "hosts": tuple(hosts),
             "traffic": tuple(each for each in self.traffic if {each.source, each.target} <= names),
+            "paths": tuple(each for each in self.paths if {each.source, each.target} <= names),
         }
         resized = self.model_copy(update=changed)
         times = resized.crowding / self.crowding

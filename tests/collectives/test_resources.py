@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.cluster import AlgorithmCost, Cluster, Host, Traffic
+from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
 from headway.collectives import resources as resources_module
 from headway.collectives.dataflow import alone, expand, repeated
 from headway.collectives.program import ring_all_gather, ring_reduce_scatter
@@ -29,6 +29,27 @@ def gather_ns(on: Cluster, size_bytes: int, cost: AlgorithmCost = AlgorithmCost(
 def test_traffic_leaves_what_it_does_not_take() -> None:
     others = Traffic(source="h0", target="h1", gbps=0.75)
     assert gather_ns(cluster(traffic=(others,)), 2_000_000) == pytest.approx(4 * 8 * MS, rel=1e-3)
+
+
+def test_a_slow_path_is_slow_in_its_direction_alone() -> None:
+    """Of 4 ranks the first sends its third of all at a quarter of the rate, and the others wait for it."""
+    slow = SlowPath(source="h0", target="h1", gbps=0.25)
+    for size_bytes, times in ((2_000_000, 4), (2_000_000, 1)):
+        on = cluster(paths=(slow,) if times == 4 else ())
+        assert gather_ns(on, size_bytes) == pytest.approx(times * 8 * MS, rel=1e-3)
+        resources = ClusterResources(on)
+        assert resources.message(0, 1, size_bytes)[0] == times * 16 * MS
+        assert resources.message(1, 0, size_bytes)[0] == 16 * MS
+
+
+def test_a_slow_path_leaves_its_hosts_links_to_others() -> None:
+    """Two messages from one host: the one on a slow path takes a quarter of its link, and the other the rest."""
+    on = cluster(3, paths=(SlowPath(source="h0", target="h1", gbps=0.25),))
+    builder = (resources := ClusterResources(on)).builder()
+    for receiver in (1, 2):
+        builder.routed(*resources.message(0, receiver, 1_500_000), [])
+    ends_ns = play(builder.close()).end_ns
+    assert ends_ns.tolist() == pytest.approx([48 * MS, 16 * MS], rel=1e-3)
 
 
 def test_traffic_that_asks_for_all_leaves_its_share() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ class ClusterResources:
         self._up_gbps = np.array([host.up_gbps for host in cluster.hosts])
         self._down_gbps = np.array([host.down_gbps for host in cluster.hosts])
         self._most_gbps = float(max(self._up_gbps.max(), self._down_gbps.max()))
+        places = {host.name: index for index, host in enumerate(cluster.hosts)}
+        self._path_gbps = {(places[p.source], places[p.target]): p.gbps for p in cluster.paths}
 
     @property
     def world_size(self) -> int:
@@ -145,6 +148,9 @@ class ClusterResources:
         table = np.array(routes, dtype=np.int32).reshape(len(routes), 2)
         source, target = self._host_of[pairs[:, 0]], self._host_of[pairs[:, 1]]
         between_gbps = np.minimum(self._up_gbps[source], self._down_gbps[target])
+        for (one, other), gbps in self._path_gbps.items():
+            here = (source == one) & (target == other)
+            between_gbps[here] = np.minimum(between_gbps[here], gbps)
         rate_gbps = np.where(source == target, self.cluster.local_gbps, between_gbps)
         duration_ns = np.rint(size_bytes * 8 / rate_gbps[pair_of])
         if duration_ns.size and duration_ns.max() >= LATEST_NS:
@@ -158,11 +164,16 @@ class ClusterResources:
         where it takes longer than can be counted.
         """
         source, target = int(self._host_of[sender]), int(self._host_of[receiver])
-        between_gbps = min(self._up_gbps[source], self._down_gbps[target])
-        duration_ns = round(size_bytes * 8 / (self.cluster.local_gbps if source == target else between_gbps))
+        rate_gbps = self.cluster.local_gbps if source == target else self._between_gbps(source, target)
+        duration_ns = round(size_bytes * 8 / rate_gbps)
         if duration_ns >= LATEST_NS:
             raise OverflowError("a message takes longer than can be counted")
         return duration_ns, self._routes_between(sender, receiver, connection, 0.0)[size_bytes > 0]
+
+    def _between_gbps(self, source: int, target: int) -> float:
+        """What one connection from a host to another one gets at most."""
+        links_gbps = float(min(self._up_gbps[source], self._down_gbps[target]))
+        return min(links_gbps, self._path_gbps.get((source, target), math.inf))
 
     def _routes_between(
         self, sender: int, receiver: int, connection: int, later_us: float
@@ -182,7 +193,7 @@ class ClusterResources:
             return empty, self.routes.number(
                 2 * hosts + sender, NO_RESOURCE, queue=queue, latency_ns=latency_ns
             )
-        rate_gbps = min(self._up_gbps[source], self._down_gbps[target])
+        rate_gbps = self._between_gbps(source, target)
         return empty, self.routes.number(
             2 * source,
             2 * (target % hosts) + 1,

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from headway.cluster import AlgorithmCost, Cluster, Host, MessageCost, PassSlowdown, Traffic
+from headway.cluster import AlgorithmCost, Cluster, Host, MessageCost, PassSlowdown, SlowPath, Traffic
 from headway.passes.base import Pass
 from headway.plan.plan import Plan, PlannedModel, Prediction
 from headway.scheduling.buckets import Wire
@@ -67,8 +67,9 @@ SECTIONS: dict[type, tuple[str, str]] = {
     MessageCost: ("message cost", "message-cost"),
     PassSlowdown: ("pass slowdown", "pass-slowdown"),
     Traffic: ("traffic", "traffic"),
+    SlowPath: ("path", "path"),
 }
-OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, PassSlowdown, Traffic)
+OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, PassSlowdown, Traffic, SlowPath)
 LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "min_length": "length at least"}
 LIMITS |= {"max_length": "length at most"}
 

@@ -19,7 +19,7 @@ def period_of(cluster: Cluster, timelines: int) -> int:
     The number of all ranks where nothing does. A single host has no link, and its ranks are alike.
     """
     world_size = cluster.world_size
-    if cluster.traffic:
+    if cluster.traffic or cluster.paths:
         return world_size
     hosts = [_like(host) for host in cluster.hosts]
     ends = [1] if len(hosts) == 1 else list(accumulate(workers for workers, _, _ in hosts))
