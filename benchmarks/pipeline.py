@@ -1,9 +1,9 @@
-"""Orders of pipelines, on torch's runtimes and on ours, over shaped links, against a bound and what replay predicts.
+"""Orders of pipelines on networks that are quiet, slow or shared, against one that follows the network.
 
     python benchmarks/pipeline.py [--quick] [--only CASE] [--json FILE]
 
-Stages are paced: they sleep for the time of a forward and of a backward; messages are real. All methods run in the same
-processes, in turn, each on a stage object of its own.
+Stages are paced: they sleep for the time of a forward and of a backward; messages are real, and so is other tenants'
+traffic. All methods run in the same processes, in turn, each on a stage object of its own.
 """
 
 from __future__ import annotations
@@ -14,35 +14,46 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import keep_case, parse_arguments, report
-from pipeline_training.cases import CASES, QUICK, PipelineCase
+from pipeline_training.network_cases import CASES, FIRST_BURST_S, PHASE_S, QUICK, NetworkCase
 
-from headway.cluster import Cluster, Host
+from headway.cluster import Cluster, Host, Traffic
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Timeline
 from headway.job import Job
 from headway.lab import launch
-from headway.lab.spec import LabSpec
+from headway.lab.spec import parse_spec
 from headway.model import ModelSpec
 from headway.replayer.simulate import simulate
+from headway.strategies.pipeline.candidates import step_bound_ms
+from headway.strategies.pipeline.tuning.tuner import candidates_of
 
 WORKER = "--worker"
-TIMEOUT_S = 1800.0
+TIMEOUT_S = 1750.0
 RESAMPLES = 2000
+REPLAYED_STEPS = 24
+LATENCY_US = 100.0
+CONNECTIONS = 4  # of each tenant of the lab
+OWN, OTHERS = "headway", ("torch-1f1b", "torch-gpipe")
+Steps = Sequence[tuple[float, float]]  # when each began (s), and how long it took (ms)
 WORDS = (
-    "Median step over interleaved rounds (ms), `interval` its 95 % (bootstrap over rounds). `bound_ms`, for all of "
-    "these methods: the last stage begins when a micro-batch has come through the others, works on all of them, and "
-    "its last gradient goes back: (S-1)(f + b + 2c) + M(f + b), of f, b and c measured alone (`forward_ms`, "
-    "`backward_ms`, `message_ms`; over links that have rested, whose bursts make c smaller than it is between others). "
-    "`predicted_ms` is the replay of the same order on links of that rate. `torch 1F1B` and `torch GPipe` are torch's "
-    "schedules as they stand; `torch runtime` is torch's own runtime of schedules, given the same orders as ours. "
-    "Forwards and backwards sleep: the CPU is free for messages, which with computation on the same cores it would "
-    "not be. `cpu` is what all ranks used of all cores, taken from rank 0. The lab's links are token buckets without "
-    "other traffic."
+    "`time_ms` is the median over interleaved rounds of the mean step of a block (three consecutive steps; in "
+    "`phases-` a whole cycle: 20 s quiet, 20 s with tenants), `interval` its 95 % (bootstrap over rounds). "
+    "`seen_ms` leaves out steps in which the network changes phase. `headway` begins as `1f1b` and goes over "
+    "between k = 1, 2, 4 and 8; it keeps what it has learnt from block to block, and has trained six steps before "
+    "the first, the others two, all of which but `torch-` run on its runtime. `oracle` is the best fixed order of "
+    "each phase (`best`), not run by itself. `bound_ms` is what no order of these stages can beat, were messages "
+    "to take no time. `predicted_ms` is the replay on links of the lab's rates and tenants' times; that of "
+    "`headway` is that of the best of its orders. `peak_bytes` is by how much the resident memory of the rank "
+    "with most of it grew in a block, the largest of all rounds: paced stages keep only what they send and are "
+    "given. Forwards and backwards sleep, so that CPUs are free for messages and for the tuner, which with "
+    "computation on the same cores they would not be. `cpu` is what all ranks used of all cores. Links are token "
+    "buckets; tenants are four TCP connections a direction, up to `tenant_mbit` together."
 )
 
 
@@ -59,15 +70,16 @@ def main() -> None:
     report("pipeline", rows, arguments, WORDS)
 
 
-def _measure(case: PipelineCase, *, quick: bool) -> dict[str, Any]:
+def _measure(case: NetworkCase, *, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         status = launch.run(
-            LabSpec(hosts=case.stages, rate=f"{case.rate_mbit:g}mbit"),
+            parse_spec(case.lab),
             [sys.executable, __file__, WORKER, case.name, str(int(quick)), str(out)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             timeout_s=TIMEOUT_S,
             on_line=lambda rank, _, line: print(f"[{rank}] {line}", file=sys.stderr, flush=True),
+            on_notice=lambda _: None,
         )
         if status != 0:
             raise SystemExit(f"{case.name}: the job ended with status {status}")
@@ -75,72 +87,166 @@ def _measure(case: PipelineCase, *, quick: bool) -> dict[str, Any]:
         return found
 
 
-def _rows(case: PipelineCase, found: dict[str, Any]) -> list[dict[str, Any]]:
-    from pipeline_training.worker import strategies
+def _rows(case: NetworkCase, found: dict[str, Any]) -> list[dict[str, Any]]:
+    from pipeline_training.network_worker import strategies
 
-    (forward_ms, backward_ms), message_ms = found["passes_ms"], found["message_ms"]
-    others, count = case.stages - 1, case.micro_batches
-    bound_ms = others * (forward_ms + backward_ms + 2 * message_ms) + count * (forward_ms + backward_ms)
-    job = _job(case, forward_ms, backward_ms, message_ms)
-    predicted = {name: simulate(job, strategy).step_ms for name, strategy in strategies(case).items()}
-    commit = subprocess.run(
+    planned = strategies(case)
+    job = _job(case, found)
+    predicted_ms = {name: _predicted_ms(case, job, each) for name, each in planned.items() if name != OWN}
+    following = {each.group_size for each in candidates_of(planned[OWN])}
+    predicted_ms[OWN] = min(
+        predicted_ms[name]
+        for name, each in planned.items()
+        if name == "1f1b" or (name != OWN and each.order == "kfkb" and each.group_size in following)
+    )
+    fixed = [name for name in planned if name != OWN]
+    blocks = {name: _blocks(found["methods"][name]) for name in found["methods"]}
+    oracle = _oracle(case, {name: blocks[name] for name in fixed})
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
+    common = {
+        "bound_ms": step_bound_ms(job), "stages": case.stages, "micro_batches": case.micro_batches,
+        "forward_ms": case.model.forwards_ms[0], "message_ms": found["stream_ms"],
+        "boundary_bytes": " ".join(map(str, case.model.boundary_bytes)), "rate_mbit": case.rate_mbit,
+        "tenants": len(case.tenants), "tenant_mbit": case.tenant_mbit if case.tenants else "",
+        "slow_up_mbit": " ".join(f"host{n}={rate:g}" for n, rate in case.slow_up_mbit.items()),
+        "model": case.model.words, "paced": True, "cpu": f"{found['cpu']:.0%}", "commit": described.stdout.strip(),
+    }  # fmt: skip
     rows = []
-    for method, taken in found["taken_ms"].items():
-        time_ms = median(taken)
-        low, high = _interval(taken)
-        expected = predicted.get(method)
-        rows.append(
-            {
-                "case": case.name, "method": method, "time_ms": time_ms, "interval": f"{low:.0f} to {high:.0f}",
-                "bound_ms": bound_ms, "ratio": time_ms / bound_ms,
-                "predicted_ms": "" if expected is None else expected,
-                "error": "" if expected is None else f"{100 * (expected / time_ms - 1):+.1f} %",
-                "forward_ms": forward_ms, "backward_ms": backward_ms, "message_ms": message_ms, "stages": case.stages,
-                "micro_batches": count, "size_bytes": case.size_bytes, "rate_mbit": case.rate_mbit, "paced": True,
-                "rounds": len(taken), "cpu": f"{found['cpu']:.0%}", "commit": commit.stdout.strip(),
-            }
-        )  # fmt: skip
+    for method, own in blocks.items():
+        each_ms, seen_ms = [_mean_ms(block) for block in own], [_mean_ms(_seen(case, block)) for block in own]
+        expected = predicted_ms.get(method)
+        row = {
+            "case": case.name,
+            "method": method,
+            "time_ms": median(each_ms),
+            "interval": _interval(each_ms),
+        }
+        row |= {"seen_ms": median(seen_ms) if case.is_phases else "", "predicted_ms": expected or ""}
+        error = "" if expected is None else f"{100 * (expected / median(seen_ms) - 1):+.1f} %"
+        peak_bytes = max(block["peak_bytes"] for block in found["methods"][method])
+        decided = found["decisions"] if method == OWN else []
+        switches = sum(each["before"] != each["candidate"] for each in decided)
+        row |= {"error": error, "peak_bytes": peak_bytes, "switches": switches if method == OWN else ""}
+        rows.append({**row, "rounds": len(own), "best": "", **common})
+    best_ms, best = oracle
+    column = "seen_ms" if case.is_phases else "time_ms"
+    rows.append(
+        {"case": case.name, "method": "oracle", "time_ms": best_ms, column: best_ms, "best": best, **common}
+    )
+    for row in rows:
+        row["ratio"] = row["time_ms"] / row["bound_ms"]
     return rows
 
 
-def _interval(taken: list[float]) -> tuple[float, float]:
+def _blocks(measured: Sequence[dict[str, Any]]) -> list[Steps]:
+    return [list(zip(block["begins_s"], block["took_ms"], strict=True)) for block in measured]
+
+
+def _mean_ms(steps: Steps) -> float:
+    return sum(took_ms for _, took_ms in steps) / len(steps)
+
+
+def _seen(case: NetworkCase, steps: Steps) -> Steps:
+    """Without those in which the network changes phase."""
+    if not case.is_phases:
+        return steps
+    return [(at, took) for at, took in steps if at // PHASE_S == (at + took / 1e3) // PHASE_S]
+
+
+def _oracle(case: NetworkCase, fixed: dict[str, list[Steps]]) -> tuple[float, str]:
+    """The mean step of who is in the best fixed order at any time, and these orders."""
+    phases = [lambda at: at // PHASE_S % 2 == 0, lambda at: at // PHASE_S % 2 == 1]
+    wanted: list[Callable[[float], bool]] = phases if case.is_phases else [lambda _: True]
+    times_ms, names = [], []
+    for is_in in wanted:
+        found = {
+            name: median(_mean_ms([one for one in _seen(case, steps) if is_in(one[0])]) for steps in blocks)
+            for name, blocks in fixed.items()
+        }
+        names.append(min(found, key=found.__getitem__))
+        times_ms.append(found[names[-1]])
+    return _mixed_ms(times_ms), ", ".join(names)
+
+
+def _mixed_ms(times_ms: Sequence[float]) -> float:
+    """The mean step where each of ``times_ms`` holds for as long as the others."""
+    return len(times_ms) / sum(1 / each for each in times_ms)
+
+
+def _interval(taken: list[float]) -> str:
     draw = random.Random(0)
     medians = sorted(median(draw.choices(taken, k=len(taken))) for _ in range(RESAMPLES))
-    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
+    return f"{medians[round(0.025 * RESAMPLES)]:.0f} to {medians[round(0.975 * RESAMPLES) - 1]:.0f}"
 
 
-def _job(case: PipelineCase, forward_ms: float, backward_ms: float, message_ms: float) -> Job:
-    """The case as replay knows it: passes and messages as they were measured alone."""
-    gbps = case.size_bytes * 8 / (message_ms * 1e6)
-    hosts = tuple(Host(name=f"host{n}", workers=1, up_gbps=gbps, down_gbps=gbps) for n in range(case.stages))
-    parts = ((Part.FORWARD, forward_ms), (Part.BACKWARD, backward_ms))
+def _predicted_ms(case: NetworkCase, job: Job, strategy: Any) -> float:
+    """The mean step of a replay with the lab's rates and its tenants; of phases, each by itself."""
+    hosts, cluster = [host.name for host in job.on.hosts], job.on
+
+    def traffic(begin_ms: float, end_ms: float | None, link: int) -> list[Traffic]:
+        ways = ((hosts[link], hosts[link + 1]), (hosts[link + 1], hosts[link]))
+        return [
+            Traffic(source=one, target=other, gbps=case.tenant_mbit / 1e3, start_ms=begin_ms, end_ms=end_ms,
+                    connections=CONNECTIONS)
+            for one, other in ways
+        ]  # fmt: skip
+
+    if case.is_phases:
+        busy = tuple(each for link in case.tenants for each in traffic(0.0, None, link))
+        return _mixed_ms(
+            [
+                simulate(job.moved_to(cluster.model_copy(update={"traffic": t})), strategy).step_ms
+                for t in ((), busy)
+            ]
+        )
+    bursts = tuple(
+        each
+        for link in case.tenants
+        for begin_s, end_s in case.busy_s(link)[: 4 * REPLAYED_STEPS]
+        for each in traffic((begin_s - FIRST_BURST_S) * 1e3, (end_s - FIRST_BURST_S) * 1e3, link)
+    )
+    return simulate(job.moved_to(cluster.model_copy(update={"traffic": bursts})), strategy).step_ms
+
+
+def _job(case: NetworkCase, found: dict[str, Any]) -> Job:
+    """The case as replay knows it: passes and links as they were measured alone."""
+    gbps = case.model.boundary_bytes[0] * 8 / (found["stream_ms"] * 1e6)
+    burst_bytes = max(0.0, (found["stream_ms"] - found["message_ms"]) * 1e6 * gbps / 8)
+    slow = {n: gbps * mbit / case.rate_mbit for n, mbit in case.slow_up_mbit.items()}
+    hosts = tuple(
+        Host(name=f"host{n}", workers=1, up_gbps=slow.get(n, gbps), down_gbps=gbps)
+        for n in range(case.stages)
+    )
+    steps = REPLAYED_STEPS if case.tenants and not case.is_phases else 1
+    parts = (Part.FORWARD, Part.BACKWARD)
     timelines = {
-        stage: (
+        stage: tuple(
             Timeline(
-                stage, 0,
+                stage, step,
                 tuple(
                     Item(part, duration_ns=round(took_ms * 1e6), stage=stage, micro_batch=number)
-                    for part, took_ms in parts
+                    for part, took_ms in zip(parts, found["passes_ms"][stage], strict=True)
                     for number in range(case.micro_batches)
                 ),
-            ),
+            )
+            for step in range(steps)
         )
         for stage in range(case.stages)
     }  # fmt: skip
     return Job(
         stages=(ModelSpec(parameters=()),) * case.stages,
         world_size=case.stages,
-        cluster=Cluster(hosts=hosts, latency_us=100),
+        cluster=Cluster(hosts=hosts, latency_us=LATENCY_US, burst_bytes=round(burst_bytes)),
         computation=Computation(timelines),
-        boundary_bytes=(case.size_bytes,) * (case.stages - 1),
+        boundary_bytes=case.model.boundary_bytes,
     )
 
 
 if __name__ == "__main__":
     if WORKER in sys.argv:
-        from pipeline_training.worker import work
+        from pipeline_training.network_worker import work
 
         work(sys.argv[2], Path(sys.argv[4]), quick=bool(int(sys.argv[3])))
     else:

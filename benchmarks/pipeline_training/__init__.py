@@ -1,1 +1,1 @@
-"""What benchmarks/pipeline.py measures with."""
+"""What benchmarks/pipeline_runtimes.py measures with."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 _PLANNED = "_headway_planned"
@@ -93,6 +94,18 @@ class PipelineSteps:
         """How many micro-batches a batch is split into."""
         count: int = self._schedule._n_microbatches
         return count
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of the pipeline's ranks."""
+        group: dist.ProcessGroup | None = next(iter(self.stages.values())).group
+        return dist.group.WORLD if group is None else group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages are."""
+        device: torch.device = next(iter(self.stages.values())).device
+        return device
 
     @property
     def trains(self) -> bool:

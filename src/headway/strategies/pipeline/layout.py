@@ -44,6 +44,7 @@ class PipelineLayout:
         self._boundary_bytes = boundary_bytes
         self._gradients = gradients
         self._input_share = input_share
+        self.messages: dict[int, Message] = {}  # by the numbers of their transfers
         self._programs = [program_of(schedule, rank) for rank in range(len(schedule.ranks))]
         self._lasts = {
             {each.stage: each for each in actions if each.kind is Pass.BACKWARD}[stage]
@@ -88,10 +89,12 @@ class PipelineLayout:
         """Send or receive ``message``; returns the number of the transfer."""
         of, ranks = message.of, self._places[cursor.rank][0]
         key = (cursor.step * self._schedule.stages + of.stage) * self._schedule.micro_batches
-        return self._graph.transfer(
+        number = self._graph.transfer(
             cursor, ranks[message.sender], ranks[message.receiver], key + of.micro_batch,
             self._boundary_bytes[message.boundary], name=_name(message), after=tuple(after),
         )  # fmt: skip
+        self.messages[number] = message
+        return number
 
 
 def _name(message: Message) -> str:

@@ -97,6 +97,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
 class _Injection(ScheduleInjection[PipelineStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: PipelineStrategy) -> None:
         from headway.strategies.pipeline.runtime import PipelineRuntime
+        from headway.strategies.pipeline.tuning.follower import Follower
 
         if strategy.order == RECORDED:
             raise PlanError("an order can only be replayed as recorded", fix="Name an order in the plan.")
@@ -105,7 +106,9 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         )
         schedule = strategy.schedule_of(steps.stage_count)
         _check_replicas(steps, schedule, strategy)
-        PipelineRuntime(steps, schedule)
+        runtime = PipelineRuntime(steps, schedule)
+        if strategy.group_sizes:
+            Follower(steps, runtime, strategy)
         steps.note_plan(strategy)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,9 @@ class PipelineStrategy(Strategy):
     group_size: int = Field(default=1, ge=1)
     """For `kfkb`: the number of micro-batches in a group. While one of them is being sent, the others are computed; a
     stage holds `group_size` times the activations of `1f1b`."""
+    group_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=64)
+    """For `kfkb`: other sizes of groups that the job may go over to while it trains, as its network changes. It begins
+    with `group_size`; where there are none, it stays at it."""
     receive_buffers: int | None = Field(default=None, ge=1)
     """How many messages from each neighbour may be in flight at a time; by default the size of a group."""
     split_points: tuple[str, ...] = ()
@@ -48,6 +51,8 @@ class PipelineStrategy(Strategy):
     def _groups_are_asked_for(self) -> PipelineStrategy:
         if self.group_size != 1 and self.order != GROUPED:
             raise ValueError(f"group_size is an option of the order kfkb, not of {self.order}")
+        if self.group_sizes and self.order != GROUPED:
+            raise ValueError(f"group_sizes is an option of the order kfkb, not of {self.order}")
         return self
 
     def decide(self, job: Job) -> PipelineSchedule:
@@ -93,5 +98,7 @@ class PipelineStrategy(Strategy):
     def describe(self) -> str:
         """Say the order and how many micro-batches there are."""
         order = f"{self.group_size}F{self.group_size}B" if self.order == GROUPED else _WORDS[self.order]
+        if self.group_sizes:
+            order += ", following the network"
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"pipeline, {order}{parts}"

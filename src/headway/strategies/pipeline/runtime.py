@@ -7,7 +7,8 @@ keeps memory for every micro-batch of a batch. The program of the next step may 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from headway.errors import PlanError
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
+from headway.strategies.pipeline.tuning.watch import StepWatch
 from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers
 
 
@@ -29,6 +31,9 @@ class PipelineRuntime:
     def __init__(self, steps: PipelineSteps, schedule: PipelineSchedule) -> None:
         self._steps = steps
         self._templates: dict[tuple[int, bool], tuple[list[torch.Tensor | None], torch.device]] = {}
+        self._watch: StepWatch | None = None
+        self._before_step: Callable[[], object] = _nothing
+        self._after_step: Callable[[], object] = _nothing
         self.follow(schedule)
         steps.carry_out_by(self._step)
 
@@ -42,13 +47,30 @@ class PipelineRuntime:
             if action.kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENT)
         )
 
+    def received_bytes(self) -> int:
+        """The size of the activations that this rank's first stage is given of a micro-batch; 0 where none are sent."""
+        templates, _ = self._templates.get((min(self._steps.stages), False), ([], None))
+        return sum(like.nbytes for like in templates if like is not None)
+
+    def observe(
+        self, watch: StepWatch, before_step: Callable[[], object], after_step: Callable[[], object]
+    ) -> None:
+        """Tell ``watch`` of every step that trains, and call the others before and after it."""
+        self._watch, self._before_step, self._after_step = watch, before_step, after_step
+
     def _step(self, given: dict[str, Any]) -> None:
         if not self._steps.trains:
             self._with_all_buffers()
             self._steps.as_torch_does(given)
             return
+        watch = self._watch
+        if watch is not None:
+            watch.called()
+        self._before_step()
         args, kwargs = self._steps.begin(given)
         self._release_all_buffers()
+        if watch is not None:
+            watch.begins()
         received: dict[Message, Sequence[dist.Work]] = {}
         sent: dict[Message, Sequence[dist.Work]] = {}
         left = self._gradients.copy()
@@ -56,19 +78,26 @@ class PipelineRuntime:
             match instruction:
                 case Post(message):
                     received[message] = self._post(message)
+                    if watch is not None:
+                        watch.posted(message, received[message])
                 case Await(message):
-                    _wait(received.pop(message))
+                    works = received.pop(message)
+                    _wait(works) if watch is None else watch.wait(message)
                 case Send(message):
                     of = message.of
+                    if watch is not None:
+                        watch.sending(message)
                     sends = self._steps.sends(of.stage, of.micro_batch, gradients=message.is_gradient)
                     sent[message] = dist.batch_isend_irecv(sends) if sends else ()
                 case Release(message):
                     _wait(sent.pop(message))
                 case Action() as action:
-                    self._compute(action, args, kwargs, given, left)
+                    compute = partial(self._compute, action, args, kwargs, given, left)
+                    compute() if watch is None else watch.computed(action, compute)
         for works in sent.values():
             _wait(works)
         self._steps.end(given)
+        self._after_step()
 
     def _compute(
         self,
@@ -126,6 +155,9 @@ class PipelineRuntime:
         for key, buffers in self._all_buffers():
             if key in self._templates:
                 buffers.allocate(*self._templates[key])
+
+
+def _nothing() -> None: ...
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

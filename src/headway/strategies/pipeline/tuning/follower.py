@@ -1,0 +1,143 @@
+"""The live driver of a pipeline's tuner: ranks tell rank 0 of each step, which tells all of them what is next.
+
+What is told travels while training goes on. A decision is in force from the same step on every rank: rank 0's word
+comes before every step. The schedule of a step is never changed while it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import UnsupportedError
+from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.runtime import PipelineRuntime
+from headway.strategies.pipeline.tuning.observed import Columns
+from headway.strategies.pipeline.tuning.service import TunerProcess
+from headway.strategies.pipeline.tuning.tuner import Decision, Tuner, candidates_of
+from headway.strategies.pipeline.tuning.watch import StepWatch
+from headway.torch_private.pipelining import PipelineSteps
+
+ROUND_TRIPS = 8
+CLOCK_STEPS = 50  # after which clocks are compared again: they drift
+
+_log = logging.getLogger("headway")
+
+
+class Follower:
+    """Has ``runtime`` follow what a tuner decides. ``decisions`` is what it said, on rank 0.
+
+    Collective over the ranks of the pipeline. Raises UnsupportedError where messages' arrivals cannot be seen.
+    """
+
+    def __init__(self, steps: PipelineSteps, runtime: PipelineRuntime, strategy: PipelineStrategy) -> None:
+        if steps.device.type != "cpu" or dist.get_backend(steps.group) != dist.Backend.GLOO:
+            raise UnsupportedError(
+                "the order of a pipeline cannot follow its network here",
+                got=f"{dist.get_backend(steps.group)} on {steps.device.type}",
+                expected="Gloo on CPUs, where a rank is told when a message arrives",
+                fix="Leave group_sizes out of the plan.",
+            )
+        if len(steps.stages) > 1:
+            raise UnsupportedError(
+                "the order of a pipeline with several stages a rank cannot follow its network",
+                got=f"{len(steps.stages)} stages on rank {steps.rank}",
+                fix="Leave group_sizes out of the plan.",
+            )
+        self.decisions: list[Decision] = []
+        self._steps, self._runtime = steps, runtime
+        self._candidates = candidates_of(strategy)
+        self._schedules = [each.schedule_of(steps.stage_count) for each in self._candidates]
+        self._columns = [Columns(each, steps.rank) for each in self._schedules]
+        ranks = dist.get_process_group_ranks(steps.group)
+        self._ranks = len(ranks)
+        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._length = max(
+            Columns(each, rank).length for each in self._schedules for rank in range(self._ranks)
+        )
+        self._watch = StepWatch()
+        self._tuner: TunerProcess | None = None
+        self._number = self._current = 0
+        self._wanted = 0  # rank 0's word
+        self._told: tuple[dist.Work, list[torch.Tensor]] | None = None
+        runtime.observe(self._watch, self._before_step, self._after_step)
+
+    def _before_step(self) -> None:
+        if self._told is not None:
+            self._take_in(*self._told)
+            self._told = None
+        word = torch.tensor([self._wanted])
+        dist.broadcast(word, group=self._group, group_src=0)
+        chosen = int(word)
+        if chosen != self._current:
+            self._current = chosen
+            self._runtime.follow(self._schedules[chosen])
+        if self._number % CLOCK_STEPS == 0:
+            self._watch.offset_ns = _offset_ns(self._group, self._steps.rank, self._ranks)
+
+    def _after_step(self) -> None:
+        step = self._watch.ended()
+        row = self._columns[self._current].row(self._number, self._current, step)
+        mine = torch.tensor(row + [0] * (self._length - len(row)))
+        first = self._steps.rank == 0
+        rows = [torch.empty_like(mine) for _ in range(self._ranks)] if first else []
+        if self._number == 0:
+            self._set_up()
+        work = dist.gather(mine, rows or None, group=self._group, group_dst=0, async_op=True)
+        assert work is not None
+        self._told = work, rows
+        self._number += 1
+
+    def _set_up(self) -> None:
+        """The first step is over: sizes of messages are known."""
+        mine = torch.tensor([self._runtime.received_bytes()])
+        sizes = [torch.empty_like(mine) for _ in range(self._ranks)]
+        dist.all_gather(sizes, mine, group=self._group)
+        if self._steps.rank == 0:
+            boundary_bytes = tuple(int(each) for each in sizes[1:])
+            self._tuner = TunerProcess(Tuner(self._candidates, boundary_bytes))
+
+    def _take_in(self, work: dist.Work, rows: Sequence[torch.Tensor]) -> None:
+        work.wait()
+        if self._tuner is None:
+            return
+        for decision in self._tuner.decisions():
+            self._decided(decision)
+        if self._tuner.is_alive:
+            self._tuner.tell([row.tolist() for row in rows])
+        else:
+            _log.warning("the tuner's process has ended: steps go on in the order in force")
+            self._tuner = None
+
+    def _decided(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        if decision.before != self._wanted:
+            return  # about a step before the last switch
+        self._wanted = decision.candidate
+        level = logging.INFO if decision.switches else logging.DEBUG
+        name = self._candidates[decision.candidate].describe()
+        _log.log(level, "step %d: %s: %s", decision.step, name, decision.reason)
+
+
+def _offset_ns(group: dist.ProcessGroup, rank: int, ranks: int) -> int:
+    """What brings this rank's clock onto rank 0's, by the fastest of some round trips (Cristian's algorithm)."""
+    moment = torch.zeros(1, dtype=torch.int64)
+    best = (0, 0)  # of a round trip: how long it took, and the offset that it says
+    for other in range(1, ranks):
+        for trip in range(ROUND_TRIPS):
+            if rank == other:
+                begin_ns = time.monotonic_ns()
+                dist.send(moment, group=group, group_dst=0)
+                dist.recv(moment, group=group, group_src=0)
+                end_ns = time.monotonic_ns()
+                found = end_ns - begin_ns, int(moment) - (begin_ns + end_ns) // 2
+                best = min(best, found) if trip else found
+            elif rank == 0:
+                dist.recv(moment, group=group, group_src=other)
+                moment[0] = time.monotonic_ns()
+                dist.send(moment, group=group, group_dst=other)
+    return best[1]
