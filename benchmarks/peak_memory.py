@@ -9,22 +9,17 @@ takes three minutes, and is kept as soon as it is done.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from common import keep_case, parse_arguments, report
-from memory.job import GO, TRACE, work
+from memory.job import TRACE, work
+from memory.running import run
 from memory.subjects import BASE_WORKERS, PLANS, SUBJECTS
-from memory.watching import Watching
 
 from headway.cluster import Cluster, Host
-from headway.lab import launch
-from headway.lab.spec import parse_spec
 from headway.prediction.models import HERE, workload_named
 from headway.prediction.replayed import predict
 from headway.prediction.workload import Workload
@@ -34,7 +29,6 @@ from headway.trace.folder import load_trace
 
 WORKER = "--worker"
 WORKERS = (2, 4)
-TIMEOUT_S = 600.0
 WORDS = (
     "Peak memory of a rank, in MB, measured as by how much a process's anonymous resident memory grew at most, seen "
     "from outside every half millisecond from before the model was built until after the fifth step (mean over "
@@ -91,43 +85,7 @@ def _row(name: str, plan: str, workers: int, replayer: Replayer, workload: Workl
 def _run(name: str, plan: str, workers: int, folder: Path, *, record: bool) -> list[int]:
     """Run a job; by how much each rank grew, unless it is recorded."""
     command = [sys.executable, __file__, WORKER, name, plan, str(folder), str(int(record))]
-    spec = parse_spec({"hosts": [{"name": f"host{rank}"} for rank in range(workers)]})
-    lines: list[str] = []
-    grown: list[int] = []
-    looking = threading.Thread(target=_look, args=(workers, folder, grown))
-    if not record:
-        looking.start()
-    status = launch.run(
-        spec,
-        command,
-        mode="loopback",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        timeout_s=TIMEOUT_S,
-        on_line=lambda rank, _, line: lines.append(f"[{rank}] {line}"),
-        on_notice=lines.append,
-    )
-    (folder / "ended").touch()
-    if not record:
-        looking.join()
-    if status != 0:
-        raise SystemExit("\n".join([*lines[-20:], f"{name} {plan}: the job ended with status {status}"]))
-    return grown
-
-
-def _look(workers: int, folder: Path, grown: list[int]) -> None:
-    """Wait until all ranks are ready, let them go and watch them until they end."""
-    files = [folder / f"pid-{rank}" for rank in range(workers)]
-    ended = folder / "ended"
-    while not all(file.exists() and file.read_text() for file in files):
-        if ended.exists():
-            return
-        time.sleep(0.01)
-    time.sleep(0.2)
-    watching = Watching([int(file.read_text()) for file in files])
-    (folder / GO).touch()
-    while not ended.exists():
-        time.sleep(0.05)
-    grown += watching.stop()
+    return run(command, workers, folder, f"{name} {plan}", watched=not record)
 
 
 if __name__ == "__main__":

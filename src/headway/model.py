@@ -75,13 +75,58 @@ class PassMemory(BaseModel):
     gradients_accumulate: bool = False
 
 
+class HalvedBackward(BaseModel):
+    """What the halves of a stage's backward hold, in bytes: as ``StageMemory`` has it of whole ones.
+
+    Gradients of inputs need up to ``input_bytes`` and leave ``put_off_bytes`` for those of weights, which need
+    ``first_weight_bytes`` in the first micro-batch of a step and ``weight_bytes`` in others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input_bytes: int = Field(ge=0)
+    put_off_bytes: int = Field(ge=0)
+    first_weight_bytes: int = Field(ge=0)
+    weight_bytes: int = Field(ge=0)
+
+
+class StageMemory(BaseModel):
+    """What a stage of a pipeline holds in a step, in bytes, in addition to parameters, buffers and optimizer state.
+
+    One micro-batch's forward needs up to ``forward_bytes`` beyond what is there already, its loss among it, and leaves
+    ``kept_bytes`` until its backward. That needs up to ``backward_bytes`` more, the first one of a step
+    ``first_backward_bytes`` since it makes the ``gradient_bytes`` of gradients (which are there all the time if
+    ``gradients_kept``), and leaves ``outputs_bytes`` for the end of the step, which needs ``end_bytes`` more. What
+    is received does not count there. ``halves`` is None if no halved backward was watched; modules with parameters put
+    out ``weighted_bytes`` in a forward. The script's batch has ``batch_bytes``, and an update needs ``update_bytes``.
+    The whole step held ``step_bytes`` at most, and ``received_bytes`` for messages, under the order that was watched.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    forward_bytes: int = Field(ge=0)
+    kept_bytes: int = Field(ge=0)
+    outputs_bytes: int = Field(ge=0)
+    first_backward_bytes: int = Field(ge=0)
+    backward_bytes: int = Field(ge=0)
+    gradient_bytes: int = Field(ge=0)
+    weighted_bytes: int = Field(default=0, ge=0)
+    halves: HalvedBackward | None = None
+    batch_bytes: int = Field(default=0, ge=0)
+    end_bytes: int = Field(default=0, ge=0)
+    update_bytes: int = Field(default=0, ge=0)
+    gradients_kept: bool = False
+    step_bytes: int = Field(default=0, ge=0)
+    received_bytes: int = Field(default=0, ge=0)
+
+
 class ModelSpec(BaseModel):
     """A model's trainable parameters, in registration order, and what a recording learned about their use.
 
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
     Both are empty if nothing was recorded. ``activation_bytes`` is about what forward keeps for backward;
-    ``pass_memory`` has more detail, if it was watched. ``find_unused_parameters`` says that the model is wrapped with
+    ``pass_memory`` has more detail, if it was watched, and ``stage_memory`` of a stage of a pipeline. ``find_unused_parameters`` says that the model is wrapped with
     that option of DDP: a backward may leave parameters without a gradient, and ranks tell each other which.
     """
 
@@ -93,6 +138,7 @@ class ModelSpec(BaseModel):
     buffer_bytes: int = Field(default=0, ge=0)
     activation_bytes: int = Field(default=0, ge=0)
     pass_memory: PassMemory | None = None
+    stage_memory: StageMemory | None = None
     optimizer_state_bytes: int = Field(default=0, ge=0)
     find_unused_parameters: bool = False
 

@@ -85,7 +85,7 @@ def replay(
             {
                 "step_ms": result.step_ms,
                 "breakdown_ms": of_rank_ms,
-                "peak_bytes": dict.fromkeys(of_rank_ms, result.peak_bytes),
+                "peak_bytes": {rank: result.rank_peak_bytes(int(rank)) for rank in of_rank_ms},
                 "operations": result.operations,
                 "elapsed_s": result.elapsed_s,
                 "recorded_step_ms": recorded_ms,

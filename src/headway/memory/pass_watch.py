@@ -47,6 +47,12 @@ class Allocations(torch_private.DispatchMode):
             if tensor.layout == torch.strided:
                 self._made(tensor)
 
+    def leave_out(self, value: Any) -> None:
+        """Count the tensors in ``value`` no more."""
+        for tensor in torch_private.tensors_in(value):
+            if tensor.layout == torch.strided:
+                self._gone(_memory_of(tensor), None)
+
     def stop(self) -> None:
         """See nothing any more."""
         self._stopped = True

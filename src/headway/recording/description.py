@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.model import ModelSpec, PassMemory
+from headway.model import ModelSpec, PassMemory, StageMemory
 from headway.recording.modules import ModuleWatch
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.plugin import InForce
@@ -43,12 +43,16 @@ def model_described(
 
 
 def stage_described(
-    stage: Any, activation_bytes: Mapping[int, int], optimizer: torch.optim.Optimizer | None
+    stage: Any,
+    activation_bytes: Mapping[int, int],
+    optimizer: torch.optim.Optimizer | None,
+    memory: StageMemory | None,
 ) -> ModelSpec:
     """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
     return model_spec(stage.submod).model_copy(
         update={
             "activation_bytes": activation_bytes.get(stage.stage_index, 0),
+            "stage_memory": memory,
             "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer),
         }
     )

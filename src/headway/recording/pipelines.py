@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,13 @@ from headway import torch_private
 from headway.recording.layer import lay_over
 from headway.recording.modules import count_outputs
 from headway.recording.now import Now
+from headway.recording.pipeline_memory import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    StageMemoryWatch,
+)
 from headway.trace.events import Event, Kind, Stream
 
 PASSES = {
@@ -52,6 +59,7 @@ class PipelineWatch:
         self.activation_bytes: dict[
             int, int
         ] = {}  # what one micro-batch's forward leaves for backward, about
+        self.memory = StageMemoryWatch()
         self._now = now
         self._labels: Any = WeakIdKeyDictionary()  # of tensors that are sent, or received into
         self._undo: list[Callable[[], None]] = []
@@ -65,12 +73,18 @@ class PipelineWatch:
             self._undo.append(lay_over(stage, name, functools.partial(self._passes, kind)))
         for name in MESSAGES:
             self._undo.append(lay_over(stage, name, self._messages))
+        for schedule in torch_private.pipeline_schedules():
+            self._undo.append(lay_over(schedule, "step", self._steps))
+        self._undo.append(
+            lay_over(torch_private.pipeline_schedule(), torch_private.COMPUTE_LOSS, self._losses)
+        )
 
     def detach(self) -> None:
         """Leave no trace."""
         while self._undo:
             self._undo.pop()()
         self._labels = WeakIdKeyDictionary()
+        self.memory.end()
 
     def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
         """The stage and the micro-batch that one of ``tensors`` is sent or received for, if any is."""
@@ -82,7 +96,8 @@ class PipelineWatch:
         counted = self._counted(stage) if kind == Kind.FORWARD_PASS else None
         start_ns = time.monotonic_ns()
         try:
-            return original(stage, micro_batch, *args, **kwargs)
+            carry_out = functools.partial(original, stage, micro_batch, *args, **kwargs)
+            return self.memory.begin_pass(_held_by(original.__name__, args, kwargs), carry_out)
         finally:
             if counted is not None:
                 self.activation_bytes[stage.stage_index] = counted()
@@ -103,11 +118,34 @@ class PipelineWatch:
         self.stages.clear()
         self.activation_bytes.clear()
 
+    def _steps(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        self.memory.step_begins(torch_private.stages_of(schedule), (args, kwargs))
+        result = original(schedule, *args, **kwargs)
+        self.memory.step_ends(result)
+        return result
+
+    def _losses(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = original(*args, **kwargs)
+        self.memory.loss_done()
+        return loss
+
     def _messages(self, original: Callable[..., Any], stage: Any, micro_batch: int) -> Any:
         operations = original(stage, micro_batch)
+        if "recv" in original.__name__:
+            self.memory.receives(operation.tensor for operation in operations)
         for operation in operations:
             self._labels[operation.tensor] = Label(stage.stage_index, micro_batch)
         return operations
+
+
+def _held_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Which of the passes that differ in what they hold the method ``name`` of a stage carries out."""
+    if PASSES[name] == Kind.FORWARD_PASS:
+        return FORWARD
+    if name == "backward_weight_one_chunk":
+        return WEIGHT_GRADIENT
+    whole = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+    return BACKWARD if whole else INPUT_GRADIENT
 
 
 def labelled(rows: Sequence[Event], observed: Sequence[ObservedPass]) -> list[Event]:

@@ -261,6 +261,7 @@ class Recorder:
     def _update_begins(self) -> None:
         self._reads.looking_ends()  # a closure's backward may have been before it
         self._memory.update_begins()
+        self._pipelines.memory.update_begins()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -280,6 +281,7 @@ class Recorder:
             if self._profiled is not None:
                 self._profiled.end_step()
         self._memory.end()
+        self._pipelines.memory.end()
         self._tap.release_finished()
         now.step += 1
         if now.step == 1:
@@ -311,9 +313,11 @@ class Recorder:
 
         With ``detail`` kernels nothing is watched.
         """
+        last = self.options.first_step - 1
+        if self.options.detail != "kernels" and self._now.step == last:
+            self._pipelines.memory.arm()
         if self._model is None or self._root is None or self.options.detail == "kernels":
             return
-        last = self.options.first_step - 1
         if not self._now.recording and (first if last <= 1 else self._now.step == last):
             self._memory.arm(self._model, self._root)
 
@@ -419,7 +423,10 @@ class Recorder:
         stages = self._pipelines.stages
         if len(stages) == 1:
             (stage,) = stages.values()
-            of_stage = stage_described(stage, self._pipelines.activation_bytes, self._step_clock.optimizer)
+            pipelines = self._pipelines
+            of_stage = stage_described(
+                stage, pipelines.activation_bytes, self._step_clock.optimizer, pipelines.memory.found
+            )
             model = of_stage if self._root is None else of_replica(model, of_stage)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)

@@ -13,16 +13,25 @@ from headway.strategies.registry import plugin_of
 
 
 def peak_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> int:
-    """The most that one rank of ``job`` holds at once.
+    """The most that one rank of ``job`` holds at once: the most of ``stage_peaks_bytes``."""
+    return max(stage_peaks_bytes(job, strategy, schedule))
+
+
+def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:
+    """The most that a rank of each stage of ``job`` holds at once.
 
     Parameters, buffers, the optimizer's state and what ``strategy`` holds exist all the time. During backward
     activations are released and gradients are allocated; then the update may need more. If no pass was watched
-    (``ModelSpec.pass_memory``), activations are assumed to be released evenly.
+    (``ModelSpec.pass_memory``, ``stage_memory``), activations are assumed to be released evenly.
     """
     plugin = plugin_of(strategy)
-    return max(
-        _peak_bytes(model, plugin.footprint(job, schedule, stage)) for stage, model in enumerate(job.stages)
-    )
+    peaks_bytes = []
+    for stage, model in enumerate(job.stages):
+        own_bytes = plugin.peak_bytes(job, schedule, stage)
+        if own_bytes is None:
+            own_bytes = _peak_bytes(model, plugin.footprint(job, schedule, stage))
+        peaks_bytes.append(own_bytes)
+    return tuple(peaks_bytes)
 
 
 def _peak_bytes(model: ModelSpec, held: Footprint) -> int:

@@ -21,10 +21,11 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.replayer.disturbance import play_disturbed
 from headway.replayer.folding import period_of
-from headway.replayer.memory import peak_bytes
+from headway.replayer.memory import stage_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
 from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.simulation.engine import PlayedTimes
 from headway.simulation.operations import OperationGraph
 from headway.strategies.base import Strategy, fits
@@ -87,9 +88,26 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> int | None:
         """The most that one rank holds at once; None where nothing is known of parameters."""
+        peaks_bytes = self.stage_peaks_bytes
+        return None if peaks_bytes is None else max(peaks_bytes)
+
+    @cached_property
+    def stage_peaks_bytes(self) -> tuple[int, ...] | None:
+        """The same of a rank of each stage."""
         if not self.job.has_parameters:
             return None
-        return peak_bytes(self.job, self.strategy, self.graph.schedule)
+        return stage_peaks_bytes(self.job, self.strategy, self.graph.schedule)
+
+    def rank_peak_bytes(self, rank: int) -> int | None:
+        """The most that ``rank`` holds at once: that of its stage, where it has one of its own."""
+        peaks_bytes, schedule = self.stage_peaks_bytes, self.graph.schedule
+        if (
+            peaks_bytes is None
+            or not isinstance(schedule, PipelineSchedule)
+            or rank not in schedule.rank_of_stage
+        ):
+            return self.peak_bytes
+        return peaks_bytes[schedule.rank_of_stage.index(rank)]
 
 
 class Simulator:

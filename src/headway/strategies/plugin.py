@@ -79,6 +79,11 @@ class StrategyPlugin(ABC, Generic[S]):
     def footprint(self, job: Job, schedule: Any, stage: int) -> Footprint:
         """What a rank of ``job.stages[stage]`` holds in addition to parameters, gradients and a pass's activations."""
 
+    def peak_bytes(self, job: Job, schedule: Any, stage: int) -> int | None:
+        """The most that a rank of ``job.stages[stage]`` holds at once; None, as by default, where its footprint tells."""
+        del job, schedule, stage
+        return None
+
     def messages(self, schedule: Any, world_size: int, library: str) -> int:
         """Roughly how many pieces the collectives of one pass have; by default those of all-reduces of buckets."""
         assert isinstance(schedule, BucketSchedule)

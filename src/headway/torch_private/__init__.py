@@ -62,7 +62,13 @@ from headway.torch_private.optimizers import (
     unhooked_step,
     unscale,
 )
-from headway.torch_private.pipelining import pipeline_stage
+from headway.torch_private.pipelining import (
+    COMPUTE_LOSS,
+    pipeline_schedule,
+    pipeline_schedules,
+    pipeline_stage,
+    stages_of,
+)
 from headway.torch_private.tensors import (
     StandsInForParameter,
     device_index,
@@ -75,6 +81,7 @@ from headway.torch_private.tensors import (
 from headway.torch_private.works import source_of, wait_for_work, when_work_completes
 
 __all__ = [
+    "COMPUTE_LOSS",
     "DispatchMode",
     "KernelOverlay",
     "StandsInForParameter",
@@ -114,6 +121,8 @@ __all__ = [
     "operator_name",
     "operator_packet",
     "own_parameters",
+    "pipeline_schedule",
+    "pipeline_schedules",
     "pipeline_stage",
     "preserved_versions",
     "process_group",
@@ -122,6 +131,7 @@ __all__ = [
     "returns_view",
     "sharded_by_fully_shard",
     "source_of",
+    "stages_of",
     "steps_in_backward",
     "storage_key",
     "storage_uses",

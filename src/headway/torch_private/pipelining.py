@@ -12,14 +12,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 _PLANNED = "_headway_planned"
+COMPUTE_LOSS = "_maybe_compute_loss"
 
 
 def pipeline_stage() -> Any:
     """The class of the stages of ``torch.distributed.pipelining``, where this process has imported that, or None."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     return getattr(stages, "_PipelineStageBase", None)
+
+
+def pipeline_schedules() -> tuple[Any, ...]:
+    """The classes whose ``step`` carries out a step of a schedule. Needs ``torch.distributed.pipelining`` imported."""
+    from torch.distributed.pipelining import schedules
+
+    return (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
+
+
+def pipeline_schedule() -> Any:
+    """The class of all schedules, which has ``COMPUTE_LOSS``: called behind every forward. Needs the same."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules._PipelineSchedule
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages that a schedule has on this rank."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
 def is_stage(value: object) -> bool:
@@ -73,7 +94,7 @@ class PipelineSteps:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-        own = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        own = stages_of(schedule)
         self.stages: dict[int, Any] = {stage.stage_index: stage for stage in own}
         self.stage_count: int = own[0].num_stages
         self.rank: int = own[0].group_rank
@@ -178,12 +199,11 @@ class PipelineSteps:
         ``last`` says that no gradient of a parameter of this stage comes after this one.
         """
         own = self.stages[stage]
-        own.backward_one_chunk(
-            micro_batch,
-            loss=self._schedule._maybe_get_loss(own, micro_batch),
-            full_backward=whole,
-            last_backward=last,
-        )
+        outputs, _ = own.fwd_cache[micro_batch]
+        loss = self._schedule._maybe_get_loss(own, micro_batch)
+        own.backward_one_chunk(micro_batch, loss=loss, full_backward=whole, last_backward=last)
+        if own.is_last:
+            _let_go_of_graph(own.output_chunks, outputs, loss)
         if stage - 1 in self.stages:
             self.stages[stage - 1].set_local_bwd_input(own.get_local_bwd_output(micro_batch), micro_batch)
 
@@ -210,6 +230,20 @@ class PipelineSteps:
         own = self.stages[stage]
         found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
         return found
+
+
+def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tensor | None) -> None:
+    """Have what is kept for the script, of a micro-batch whose backward is done, hold nothing of its graph any more.
+
+    torch does so for outputs that are no views. The rest would hold the stage's input until the end of the step, and
+    with halved backwards most activations.
+    """
+    if loss is not None and not loss._is_view():
+        loss.detach_()
+    views = {id(each): each.detach() for each in outputs if isinstance(each, torch.Tensor) and each._is_view()}
+    for place, chunk in enumerate(chunks):
+        if any(id(each) in views for each in tree_leaves(chunk)):
+            chunks[place] = tree_map(lambda each: views.get(id(each), each), chunk)
 
 
 class ReceiveBuffers:

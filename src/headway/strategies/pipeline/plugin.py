@@ -10,6 +10,7 @@ from headway.job import Job
 from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, RecordedPipelineSchedule
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
+from headway.strategies.pipeline import memory
 from headway.strategies.pipeline.candidates import candidates, step_bound_ms
 from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
@@ -51,6 +52,9 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             updated_share=1.0,
             passes_in_flight=schedule.most_in_flight(schedule.rank_of_stage[stage]),
         )
+
+    def peak_bytes(self, job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
+        return memory.peak_bytes(job, schedule, stage)
 
     def messages(self, schedule: PipelineSchedule, world_size: int, library: str) -> int:
         """One: what a pass sends is one message a neighbour."""

@@ -1,0 +1,101 @@
+"""What a rank of a pipeline holds in memory: its program gone through, with what its passes were seen to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.job import Job
+from headway.model import HalvedBackward, ModelSpec, StageMemory
+from headway.scheduling.pipeline.program import Post, Release, program_of
+from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule, RecordedPipelineSchedule
+
+
+def peak_bytes(job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
+    """The most that the rank of ``stage`` holds at once; None where no step of it was watched, or it has others."""
+    model = job.stages[stage]
+    memory = model.stage_memory
+    if memory is None or len(schedule.ranks) != schedule.stages:
+        return None
+    always_bytes = model.size_bytes + model.buffer_bytes + model.optimizer_state_bytes + memory.batch_bytes
+    outputs_bytes = schedule.micro_batches * memory.outputs_bytes
+    after_bytes = memory.gradient_bytes + outputs_bytes + max(memory.end_bytes, memory.update_bytes)
+    if isinstance(schedule, RecordedPipelineSchedule):
+        return always_bytes + memory.received_bytes + max(memory.step_bytes, after_bytes)
+    held = _Held(model, memory, *(_boundary_bytes(job, stage + side) for side in (-1, 0)))
+    return always_bytes + max(after_bytes, *held.moments(schedule, stage))
+
+
+def _boundary_bytes(job: Job, boundary: int) -> int:
+    return job.boundary_bytes[boundary] if 0 <= boundary < len(job.boundary_bytes) else 0
+
+
+class _Held:
+    """What the rank of one stage holds from instruction to instruction, as the live runtime does.
+
+    A micro-batch that comes in is ``in_bytes`` large and so is its gradient that goes out; ``out_bytes`` is what goes
+    out of it and comes back.
+    """
+
+    def __init__(self, model: ModelSpec, memory: StageMemory, in_bytes: int, out_bytes: int) -> None:
+        self._memory = memory
+        self._in_bytes, self._out_bytes = in_bytes, out_bytes
+        self._halves = memory.halves or _estimated_halves(model, memory, first=not in_bytes)
+        self._bytes = memory.gradient_bytes if memory.gradients_kept else 0
+        self._makes_gradients = not memory.gradients_kept
+
+    def moments(self, schedule: PipelineSchedule, stage: int) -> Iterator[int]:
+        """What is held at each moment of a step that may be the peak."""
+        yield self._bytes
+        for instruction in program_of(schedule, schedule.rank_of_stage[stage]):
+            match instruction:
+                case Post(message):
+                    self._bytes += self._out_bytes if message.is_gradient else self._in_bytes
+                    yield self._bytes
+                case Release(message) if message.is_gradient:
+                    self._bytes -= self._in_bytes
+                case Action(kind=Pass.FORWARD):
+                    yield self._bytes + self._memory.forward_bytes
+                    self._bytes += self._memory.kept_bytes
+                case Action(kind=Pass.INPUT_GRADIENT):
+                    yield self._bytes + self._halves.input_bytes
+                    self._bytes += self._in_bytes + self._halves.put_off_bytes
+                case Action(kind=kind):
+                    yield self._bytes + self._backward_bytes(whole=kind is Pass.BACKWARD)
+                    self._bytes += self._left_bytes(whole=kind is Pass.BACKWARD)
+                    self._makes_gradients = False
+
+    def _backward_bytes(self, *, whole: bool) -> int:
+        memory, halves = self._memory, self._halves
+        if whole:
+            return memory.first_backward_bytes if self._makes_gradients else memory.backward_bytes
+        return halves.first_weight_bytes if self._makes_gradients else halves.weight_bytes
+
+    def _left_bytes(self, *, whole: bool) -> int:
+        """By how much more is held behind a backward, or its second half, than before: mostly less."""
+        memory = self._memory
+        freed_bytes = memory.kept_bytes + self._in_bytes + self._out_bytes - memory.outputs_bytes
+        if whole:
+            freed_bytes -= self._in_bytes  # the gradient that is being sent
+        else:
+            freed_bytes += self._halves.put_off_bytes
+        return (memory.gradient_bytes if self._makes_gradients else 0) - freed_bytes
+
+
+def _estimated_halves(model: ModelSpec, memory: StageMemory, *, first: bool) -> HalvedBackward:
+    """Halves of a backward that was watched whole.
+
+    torch's first stage puts all of it off. The others keep what forward has left, and the gradient of what each module
+    with parameters has put out, until the gradients of weights are computed, one module's at a time.
+    """
+    if first:
+        return HalvedBackward(
+            input_bytes=0, put_off_bytes=0,
+            first_weight_bytes=memory.first_backward_bytes, weight_bytes=memory.backward_bytes,
+        )  # fmt: skip
+    largest_bytes = max((parameter.size_bytes for parameter in model.parameters), default=0)
+    return HalvedBackward(
+        input_bytes=memory.weighted_bytes + memory.backward_bytes,
+        put_off_bytes=memory.weighted_bytes,
+        first_weight_bytes=memory.gradient_bytes + largest_bytes,
+        weight_bytes=2 * largest_bytes,
+    )
