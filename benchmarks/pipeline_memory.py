@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline_memory.py [--quick] [--only CASE] [--json FILE]
 
-Real models train on one machine, a process a stage. Each is recorded ONCE, under torch's own 1F1B; from that the peak of
-every rank is predicted for every order, and measured in a run of its own in that order.
+Real models train on one machine, a process a stage. Each is recorded ONCE, under torch's own 1F1B; from that the peak
+of every rank is predicted for every order, and measured in a run of its own in that order.
 """
 
 from __future__ import annotations

@@ -118,18 +118,23 @@ def replay(
 
 
 def optimize(
-    trace: Trace | str | Path, *, strategy: str | None = None, cluster: Cluster | None = None
+    trace: Trace | str | Path,
+    *,
+    strategy: str | None = None,
+    cluster: Cluster | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> Optimized:
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change what
-    is trained are not proposed. With ``strategy``, the best plan of the strategy of this name is returned. Takes
-    seconds to minutes.
+    is trained are not proposed. With ``strategy``, the best plan of the strategy of this name is returned. With
+    ``memory_limit_bytes``, plans under which a rank would need more memory are left out. Takes seconds to minutes.
 
-    Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found.
+    Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found, or
+    none within the limit.
     """
     replayer = Replayer(_loaded(trace), cluster)
-    found = search(replayer)
+    found = search(replayer, memory_limit_bytes=memory_limit_bytes)
     plan = plan_of(found.best(strategy), replayer)
     return Optimized(plan, found.candidates, found.bound_ms, found.note)
 

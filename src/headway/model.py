@@ -126,8 +126,9 @@ class ModelSpec(BaseModel):
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
     Both are empty if nothing was recorded. ``activation_bytes`` is about what forward keeps for backward;
-    ``pass_memory`` has more detail, if it was watched, and ``stage_memory`` of a stage of a pipeline. ``find_unused_parameters`` says that the model is wrapped with
-    that option of DDP: a backward may leave parameters without a gradient, and ranks tell each other which.
+    ``pass_memory`` has more detail, if it was watched, and ``stage_memory`` of a stage of a pipeline.
+    ``find_unused_parameters`` says that the model is wrapped with that option of DDP: a backward may leave parameters
+    without a gradient, and ranks tell each other which.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -17,9 +17,15 @@ _GBPS = {"bit": 1e-9, "kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}
 _RATE_UNITS = {f"{unit}{suffix}": scale for unit, scale in _GBPS.items() for suffix in ("", "/s", "ps")}
 _RATE_UNITS |= {"bps": 1e-9, "kbps": 1e-6, "mbps": 1e-3, "gbps": 1.0, "tbps": 1e3}
 _SECOND_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_SIZE_UNITS = {"": 1.0}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _SIZE_UNITS |= {f"{_prefix}{end}": 1000.0**_power for end in ("", "b")}
+    _SIZE_UNITS |= {f"{_prefix}i{end}": 1024.0**_power for end in ("", "b")}
+_SIZE_UNITS["b"] = 1.0
 
 RATE_FORM = "a rate such as 400mbit or 10gbit"
 DURATION_FORM = "a duration such as 200ms or 5s"
+SIZE_FORM = "a size in bytes such as 800M or 16GiB"
 FACTOR_FORM = "a factor such as 2x or 0.5x"
 
 
@@ -42,6 +48,14 @@ def parse_rate_gbps(text: object, what: str = "rate") -> float:
 def parse_duration_s(text: object, what: str = "duration", *, zero: bool = False) -> float:
     """Read a duration, in seconds. Raises UnitError for an unknown unit, and for 0 unless ``zero``."""
     return _parse(text, _SECOND_UNITS, what, DURATION_FORM, zero=zero)
+
+
+def parse_size_bytes(text: object, what: str = "size") -> int:
+    """Read a size, in bytes: ``k``, ``M``, ``G`` and ``T`` are powers of 1000, ``Ki`` and so on of 1024.
+
+    Raises UnitError for 0 and for other forms.
+    """
+    return round(_parse(text, _SIZE_UNITS, what, SIZE_FORM))
 
 
 def parse_factor(text: object, what: str = "factor") -> float:

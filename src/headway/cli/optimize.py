@@ -9,6 +9,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
+from headway.units import format_bytes, parse_size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,13 +34,20 @@ ANY = "any"
     "--strategy", "only", metavar="NAME", default="any",
     show_default=True, help="Write the best plan of this strategy.",
 )  # fmt: skip
+@click.option(
+    "--memory-limit", "limit", metavar="SIZE",
+    help="Leave out plans under which a rank would need more memory than this, such as 800M or 16GiB.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str, as_json: bool) -> None:
+def optimize(
+    trace: Path, plan_path: Path, cluster_path: Path | None, only: str, limit: str | None, as_json: bool
+) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
     from headway.cluster import Cluster
     from headway.replayer.incomplete import check_takes_plans
     from headway.trace.folder import load_trace
 
+    limit_bytes = None if limit is None else parse_size_bytes(limit, "--memory-limit")
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = load_trace(trace)
     check_takes_plans(loaded)
@@ -49,7 +57,7 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
 
     with output.progress("searching") as advance:
         replayer = Replayer(loaded, cluster)
-        found = search(replayer, advance)
+        found = search(replayer, advance, memory_limit_bytes=limit_bytes)
     best = found.best(None if only == ANY else only)
     plan_of(best, replayer).save(plan_path)
     if as_json:
@@ -65,9 +73,15 @@ def optimize(trace: Path, plan_path: Path, cluster_path: Path | None, only: str,
                         "predicted_ms": candidate.predicted_ms,
                         "uncertainty_ms": candidate.uncertainty_ms,
                         "speedup": candidate.expected.speedup,
+                        "peak_bytes": candidate.peak_bytes,
+                        "dominated": found.dominated(candidate),
                         "changes": list(candidate.changes),
                     }
                     for candidate in found.candidates
+                ],
+                "excluded": [
+                    {"name": each.name, "predicted_ms": each.predicted_ms, "peak_bytes": each.peak_bytes}
+                    for each in found.excluded
                 ],
                 "bound_ms": found.bound_ms,
                 "searched": len(found.candidates),
@@ -111,7 +125,7 @@ def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
 
 def plans_table(found: SearchResult) -> Table:
     """The ranked candidates, with the bound that no plan can beat."""
-    table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "changes")
+    table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "memory", "changes")
     for candidate in found.candidates:
         table.add_row(
             candidate.name,
@@ -119,8 +133,18 @@ def plans_table(found: SearchResult) -> Table:
             f"{candidate.uncertainty_ms:.1f}",
             f"{candidate.expected.speedup:.2f}x",
             f"{candidate.predicted_ms / found.bound_ms:.2f}",
+            _memory(found, candidate),
             "; ".join(candidate.changes),
         )
     recorded, replayed = f"recorded {found.baseline_ms:.1f} ms", f"replayed {found.replayed_ms:.1f} ms"
     table.caption = f"{recorded}, {replayed}, bound {found.bound_ms:.1f} ms"
+    if any(map(found.dominated, found.candidates)):
+        table.caption += "; * another plan is no slower and needs no more memory"
     return table
+
+
+def _memory(found: SearchResult, candidate: Candidate) -> str:
+    """The most that a rank holds, marked where another plan is better in memory or time and as good in the other."""
+    if candidate.peak_bytes is None:
+        return ""
+    return format_bytes(candidate.peak_bytes) + (" *" if found.dominated(candidate) else "")

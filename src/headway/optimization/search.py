@@ -17,20 +17,27 @@ from headway.strategies.base import PIPELINE, Strategy, fits
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.plugin import Proposal
 from headway.strategies.registry import plugin_of, plugins
+from headway.units import format_bytes
 
 TIE = 0.01
+PEAK_UNCERTAINTY = 0.05
+"""By how much predicted peaks may be too low: benchmarks/pipeline_memory.py holds them against measured ones."""
 UNCHANGED = ("none",)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan with what it decides for the job, and what is expected of it."""
+    """One plan with what it decides for the job, and what is expected of it.
+
+    ``peak_bytes`` is the most that one rank will hold; None where nothing is known of parameters.
+    """
 
     name: str
     strategy: Strategy
     schedule: Schedule
     expected: Expectation
     changes: tuple[str, ...]
+    peak_bytes: int | None = None
 
     @property
     def predicted_ms(self) -> float:
@@ -52,7 +59,8 @@ class Candidate:
 class SearchResult:
     """Candidates best first, what gains are counted from, and the bound no plan can beat.
 
-    ``baseline_ms`` is the recorded step, ``replayed_ms`` what replay makes of it.
+    ``baseline_ms`` is the recorded step, ``replayed_ms`` what replay makes of it. ``excluded`` need more memory than
+    there is.
     """
 
     baseline_ms: float
@@ -61,6 +69,11 @@ class SearchResult:
     bound_ms: float
     elapsed_s: float
     note: str = ""
+    excluded: tuple[Candidate, ...] = ()
+
+    def dominated(self, candidate: Candidate) -> bool:
+        """Whether another one is no slower and needs no more memory, and is better in one of both."""
+        return any(is_better(each, candidate) for each in self.candidates)
 
     def like(self, best: Candidate) -> tuple[Candidate, ...]:
         """The others that cannot be told apart from ``best``."""
@@ -96,8 +109,17 @@ def candidate_strategies(
     return [(strategy, schedule) for (_, schedule), strategy in found.items()]
 
 
-def search(replayer: Replayer, progress: Callable[[int, int], None] | None = None) -> SearchResult:
-    """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done."""
+def search(
+    replayer: Replayer,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    memory_limit_bytes: int | None = None,
+) -> SearchResult:
+    """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done.
+
+    With ``memory_limit_bytes`` plans are left out under which a rank needs more. Raises UserError where no plan is
+    left.
+    """
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
     with times_in_range():
@@ -105,19 +127,68 @@ def search(replayer: Replayer, progress: Callable[[int, int], None] | None = Non
     decided, in_force = candidate_strategies(job, proposals, recorded), recorded.decide(job)
     candidates = []
     for number, (strategy, schedule) in enumerate(decided, start=1):
-        expected = replayer.expect(replayer.replay(strategy))
+        played = replayer.replay(strategy)
+        expected = replayer.expect(played)
         changes = _changes(recorded, in_force, strategy, schedule)
-        candidates.append(Candidate(strategy.describe(), strategy, schedule, expected, changes))
+        found = Candidate(strategy.describe(), strategy, schedule, expected, changes, played.peak_bytes)
+        candidates.append(found)
         if progress:
             progress(number, len(decided))
+    fitting, excluded = within(candidates, memory_limit_bytes)
+    notes = [each for each in (*(proposal.note for proposal in proposals), *_left_out(job)) if each]
+    if memory_limit_bytes is not None and excluded:
+        notes.append(exclusion(excluded, memory_limit_bytes))
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
-        candidates=_best_first(candidates, replayer.recorded_step_ms),
+        candidates=_best_first(fitting, replayer.recorded_step_ms),
         bound_ms=_bound_ms(proposals, replayer),
         elapsed_s=time.perf_counter() - begun,
-        note=". ".join(filter(None, [*(proposal.note for proposal in proposals), *_left_out(job)])),
+        note=". ".join(notes),
+        excluded=tuple(excluded),
     )
+
+
+def within(
+    candidates: Iterable[Candidate], limit_bytes: int | None
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Those under which no rank needs more than ``limit_bytes``, and the others.
+
+    A predicted peak may be too low by up to ``PEAK_UNCERTAINTY``. Raises UserError where none is within the limit.
+    """
+    fitting: list[Candidate] = []
+    excluded: list[Candidate] = []
+    for each in candidates:
+        fits_in = limit_bytes is None or (each.peak_bytes is not None and needed_bytes(each) <= limit_bytes)
+        (fitting if fits_in else excluded).append(each)
+    if limit_bytes is not None and not fitting:
+        least = min(excluded, key=needed_bytes)
+        raise UserError(
+            "no plan keeps every rank within the memory limit",
+            got=f"{format_bytes(needed_bytes(least))} for {least.name}, which needs least of {len(excluded)}",
+            expected=f"at most {format_bytes(limit_bytes)}",
+            fix="Raise --memory-limit, or record the job with smaller micro-batches or more stages.",
+        )
+    return fitting, excluded
+
+
+def needed_bytes(candidate: Candidate) -> int:
+    """The memory that a rank should have for it: its predicted peak, and what that may be too low by."""
+    return round((candidate.peak_bytes or 0) * (1 + PEAK_UNCERTAINTY))
+
+
+def exclusion(excluded: Iterable[Candidate], limit_bytes: int) -> str:
+    """Say what the limit has excluded."""
+    named = ", ".join(f"{each.name} ({format_bytes(needed_bytes(each))})" for each in excluded)
+    return f"left out, as a rank would need more than the limit of {format_bytes(limit_bytes)}: {named}"
+
+
+def is_better(one: Candidate, other: Candidate) -> bool:
+    """Whether ``one`` is no slower than ``other`` and needs no more memory, and is better in one of both."""
+    if one.peak_bytes is None or other.peak_bytes is None:
+        return False
+    mine, others = (one.predicted_ms, one.peak_bytes), (other.predicted_ms, other.peak_bytes)
+    return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
 
 
 def _left_out(job: Job) -> list[str]:
@@ -158,6 +229,7 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
         step_ms=candidate.predicted_ms,
         baseline_ms=candidate.expected.recorded_ms,
         uncertainty_ms=candidate.uncertainty_ms,
+        peak_bytes=candidate.peak_bytes,
     )
     if isinstance(strategy, MeshStrategy):
         return Plan.on_mesh(

@@ -75,6 +75,9 @@ class Prediction(BaseModel):
     uncertainty_ms: float = Field(ge=0, allow_inf_nan=False)
     """By how much ``step_ms`` may be off, in nine of ten cases."""
 
+    peak_bytes: int | None = Field(default=None, ge=0)
+    """The most memory that one rank is expected to hold."""
+
 
 class Plan(BaseModel):
     """A strategy for each dimension of the job's device mesh, passes, and the job that they were decided for."""

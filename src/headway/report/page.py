@@ -16,6 +16,7 @@ from headway.report.drawing import Drawing, draw
 from headway.report.history import History, history, rank_times
 from headway.report.history_chart import history_chart, top_ms
 from headway.report.layout import Layout
+from headway.report.pipeline_picture import pipeline_picture
 from headway.report.ranks import RankView, rank_views, split_by_interest
 from headway.report.timeline import require_bokeh, timeline
 from headway.trace.format import Trace
@@ -77,6 +78,10 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
         **_words(trace, diagnosis),
         **_by_rank(trace, diagnosis, drawing, blamed),
         drawing=drawing,
+        pipeline=pipeline_picture(trace, diagnosis.typical_step),
+        ink=palette.INK,
+        muted=palette.MUTED,
+        waiting_colour=palette.PASS_COLOURS[palette.WAITING],
         operators=any(box.row == OPERATORS for box in drawing.boxes),
         pending=any(box.pending_ms > 0 for box in drawing.boxes),
         kinds=[kind for kind in palette.KIND_LABELS if kind in tables["kind"]],

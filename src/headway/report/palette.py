@@ -61,6 +61,17 @@ KIND_COLOURS = {
     Kind.PUSH: "#b5651d",
     Kind.PULL: "#dba36b",
 }
+FORWARD_PASS, WHOLE_BACKWARD, UPDATE_PASS, WAITING = "forward", "backward", "update", "waiting"
+INPUT_GRADIENT, WEIGHT_GRADIENT = "gradients of inputs", "gradients of weights"
+PASS_COLOURS = {
+    FORWARD_PASS: "#6fa8d6",
+    WHOLE_BACKWARD: "#2f6690",
+    INPUT_GRADIENT: "#1f7a70",
+    WEIGHT_GRADIENT: "#8fcabf",
+    UPDATE_PASS: "#8a6bb1",
+    WAITING: "#f7dfe2",
+}
+PALE_PASSES = (FORWARD_PASS, WEIGHT_GRADIENT)  # on which dark words stand out
 PENDING_COLOUR = "#b9c4c2"
 PATH_COLOUR = "#111827"
 UNKNOWN_COLOUR = "#9aa1ab"

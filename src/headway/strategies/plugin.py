@@ -80,7 +80,7 @@ class StrategyPlugin(ABC, Generic[S]):
         """What a rank of ``job.stages[stage]`` holds in addition to parameters, gradients and a pass's activations."""
 
     def peak_bytes(self, job: Job, schedule: Any, stage: int) -> int | None:
-        """The most that a rank of ``job.stages[stage]`` holds at once; None, as by default, where its footprint tells."""
+        """The most that a rank of ``job.stages[stage]`` holds at once; None, as here, where ``footprint`` tells."""
         del job, schedule, stage
         return None
 

@@ -240,7 +240,9 @@ def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tens
     """
     if loss is not None and not loss._is_view():
         loss.detach_()
-    views = {id(each): each.detach() for each in outputs if isinstance(each, torch.Tensor) and each._is_view()}
+    views = {
+        id(each): each.detach() for each in outputs if isinstance(each, torch.Tensor) and each._is_view()
+    }
     for place, chunk in enumerate(chunks):
         if any(id(each) in views for each in tree_leaves(chunk)):
             chunks[place] = tree_map(lambda each: views.get(id(each), each), chunk)
