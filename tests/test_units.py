@@ -11,6 +11,7 @@ from headway.units import (
     parse_duration_s,
     parse_factor,
     parse_rate_gbps,
+    parse_size_bytes,
 )
 
 
@@ -61,3 +62,23 @@ def test_a_written_rate_reads_back_within_its_digits(gbps: float) -> None:
 def test_sizes_are_written_with_decimal_prefixes() -> None:
     assert format_bytes(8_400_000) == "8.4 MB"
     assert format_bytes(12) == "12 B"
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1500", 1500),
+        ("800M", 800_000_000),
+        ("1.5 GB", 1_500_000_000),
+        ("16GiB", 16 * 2**30),
+        ("64Ki", 65_536),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
+    assert parse_size_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "much", "-3M", "0", "5 parsecs", "1Gbit", None, "9" * 100])
+def test_other_sizes_are_refused(text: object) -> None:
+    with pytest.raises(UnitError):
+        parse_size_bytes(text, "--memory-limit")

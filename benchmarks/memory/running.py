@@ -15,11 +15,13 @@ from memory.watching import Watching
 TIMEOUT_S = 600.0
 
 
-def run(command: list[str], workers: int, folder: Path, what: str, *, watched: bool) -> list[int]:
+def run(
+    command: list[str], workers: int, folder: Path, what: str, *, watched: bool, **more: str
+) -> list[int]:
     """Run ``command`` on ``workers`` ranks; by how many bytes each grew at most, if it is ``watched``.
 
     A rank that is watched says in ``folder`` that it is ready, and waits to be let go. Ends with the job's last lines
-    where it fails; ``what`` names it there.
+    where it fails; ``what`` names it there. ``more`` is for the environment of ranks.
     """
     spec = parse_spec({"hosts": [{"name": f"host{rank}"} for rank in range(workers)]})
     lines: list[str] = []
@@ -31,7 +33,7 @@ def run(command: list[str], workers: int, folder: Path, what: str, *, watched: b
         spec,
         command,
         mode="loopback",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", **more},
         timeout_s=TIMEOUT_S,
         on_line=lambda rank, _, line: lines.append(f"[{rank}] {line}"),
         on_notice=lines.append,

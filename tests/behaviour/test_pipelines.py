@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -62,6 +63,53 @@ def test_every_stage_has_its_model(trace: Trace) -> None:
         assert (
             stage.activation_bytes == 3 * 4 * ROWS * WIDTH
         )  # what the linear layer, dropout and tanh put out
+
+
+def test_what_a_stage_holds_is_measured(trace: Trace) -> None:
+    """Of one micro-batch: what dropout and tanh put out, dropout's mask, and what the loss needs."""
+    row = 4 * ROWS * WIDTH
+    for place, stage in enumerate(trace.stages):
+        memory = stage.stage_memory
+        assert memory is not None
+        assert memory.gradient_bytes == stage.size_bytes
+        assert 2 * row <= memory.kept_bytes <= memory.forward_bytes <= 6 * row
+        last = place == STAGES - 1
+        assert (row <= memory.outputs_bytes <= row + 64) if last else memory.outputs_bytes == 0
+        assert memory.end_bytes >= (MICRO_BATCHES * row if last else 0)
+        assert memory.batch_bytes == (0 if 0 < place < STAGES - 1 else MICRO_BATCHES * row)
+        neighbours = (place > 0) + (place < STAGES - 1)
+        assert memory.received_bytes == neighbours * MICRO_BATCHES * row, "torch has buffers for all"
+    replayer = Replayer(trace)
+    planned = [replayer.replay(PipelineStrategy(order=order)) for order in ("1f1b", "eager-1f1b", "gpipe")]
+    for rank in range(STAGES):
+        peaks = [each.rank_peak_bytes(rank) or 0 for each in planned]
+        assert 0 < peaks[0] <= peaks[1] <= peaks[2]
+    assert planned[0].rank_peak_bytes(0) != planned[0].rank_peak_bytes(1)
+
+
+def test_orders_over_the_memory_limit_are_left_out(recorded: Path) -> None:
+    def optimized(*more: str) -> dict[str, Any]:
+        done = headway("optimize", recorded / "trace", "-o", recorded / "fits.yaml", "--json", *more)
+        assert done.returncode == 0, done.stderr
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    plans = {each["name"]: each["peak_bytes"] for each in optimized()["plans"]}
+    least = min(plans.values())
+    limited = optimized("--memory-limit", f"{int(1.06 * least)}")
+    assert 0 < len(limited["plans"]) < len(plans)
+    assert all(1.05 * each["peak_bytes"] <= 1.06 * least for each in limited["plans"])
+    assert {each["name"] for each in (*limited["plans"], *limited["excluded"])} == set(plans)
+    assert yaml.safe_load((recorded / "fits.yaml").read_text())["prediction"]["peak_bytes"] <= 1.06 * least
+    done = headway("optimize", recorded / "trace", "--memory-limit", "1k")
+    assert done.returncode == 2
+    assert "no plan keeps every rank within the memory limit" in last_line(done.stderr)
+
+
+def test_its_report_shows_the_pipeline(recorded: Path) -> None:
+    done = headway("diagnose", recorded / "trace", "--html", recorded / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert '<svg id="pipeline"' in (recorded / "page.html").read_text()
 
 
 def test_it_is_diagnosed_and_replayed_as_it_was(recorded: Path, trace: Trace) -> None:

@@ -10,7 +10,7 @@ from headway.cli.optimize import doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.job import Job
-from headway.optimization.search import TIE, candidate_strategies, plan_of, search
+from headway.optimization.search import TIE, candidate_strategies, is_better, needed_bytes, plan_of, search
 from headway.planning.bounds import step_bound
 from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
@@ -162,3 +162,29 @@ def test_without_deferrable_optimizers_only_stock_plans_are_left() -> None:
     assert {candidate.strategy.name for candidate in found.candidates} == {"ddp"}
     with pytest.raises(UserError, match=r"no plan of this strategy was found: own\.Shampoo may read"):
         found.best("decoupled")
+
+
+def test_plans_over_the_memory_limit_are_left_out(replayer: Replayer) -> None:
+    every = search(replayer)
+    needs = sorted({needed_bytes(each) for each in every.candidates})
+    assert len(needs) > 1
+    limited = search(replayer, memory_limit_bytes=needs[0])
+    assert limited.candidates
+    assert all(needed_bytes(each) <= needs[0] for each in limited.candidates)
+    assert len(limited.candidates) + len(limited.excluded) == len(every.candidates)
+    assert all(each.name in limited.note for each in limited.excluded)
+    assert plan_of(limited.candidates[0], replayer).prediction is not None
+    with pytest.raises(
+        UserError, match=r"no plan keeps every rank within the memory limit; got .* expected at most"
+    ):
+        search(replayer, memory_limit_bytes=needs[0] - 1)
+
+
+def test_dominated_plans_are_no_better_in_anything(replayer: Replayer) -> None:
+    found = search(replayer)
+    kept = [each for each in found.candidates if not found.dominated(each)]
+    assert kept
+    assert min(each.predicted_ms for each in kept) == min(each.predicted_ms for each in found.candidates)
+    assert min(map(needed_bytes, kept)) == min(map(needed_bytes, found.candidates))
+    for one in kept:
+        assert not any(is_better(other, one) for other in found.candidates)

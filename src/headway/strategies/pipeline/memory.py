@@ -21,7 +21,8 @@ def peak_bytes(job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
     after_bytes = memory.gradient_bytes + outputs_bytes + max(memory.end_bytes, memory.update_bytes)
     if isinstance(schedule, RecordedPipelineSchedule):
         return always_bytes + memory.received_bytes + max(memory.step_bytes, after_bytes)
-    held = _Held(model, memory, *(_boundary_bytes(job, stage + side) for side in (-1, 0)))
+    halves = memory.halves or _estimated_halves(model, memory, first=stage == 0)
+    held = _Held(memory, halves, *(_boundary_bytes(job, stage + side) for side in (-1, 0)))
     return always_bytes + max(after_bytes, *held.moments(schedule, stage))
 
 
@@ -36,12 +37,13 @@ class _Held:
     out of it and comes back.
     """
 
-    def __init__(self, model: ModelSpec, memory: StageMemory, in_bytes: int, out_bytes: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: StageMemory, halves: HalvedBackward, in_bytes: int, out_bytes: int) -> None:
+        self._memory, self._halves = memory, halves
         self._in_bytes, self._out_bytes = in_bytes, out_bytes
-        self._halves = memory.halves or _estimated_halves(model, memory, first=not in_bytes)
         self._bytes = memory.gradient_bytes if memory.gradients_kept else 0
         self._makes_gradients = not memory.gradients_kept
+        self._halved: set[int] = set()  # micro-batches between the halves of their backwards
+        self._sent_early: set[int] = set()  # those of them whose gradient is through, and still held
 
     def moments(self, schedule: PipelineSchedule, stage: int) -> Iterator[int]:
         """What is held at each moment of a step that may be the peak."""
@@ -51,18 +53,24 @@ class _Held:
                 case Post(message):
                     self._bytes += self._out_bytes if message.is_gradient else self._in_bytes
                     yield self._bytes
+                case Release(message) if message.of.micro_batch in self._halved and message.is_gradient:
+                    self._sent_early.add(message.of.micro_batch)
                 case Release(message) if message.is_gradient:
                     self._bytes -= self._in_bytes
                 case Action(kind=Pass.FORWARD):
                     yield self._bytes + self._memory.forward_bytes
                     self._bytes += self._memory.kept_bytes
-                case Action(kind=Pass.INPUT_GRADIENT):
+                case Action(kind=Pass.INPUT_GRADIENT, micro_batch=micro_batch):
+                    self._halved.add(micro_batch)
                     yield self._bytes + self._halves.input_bytes
                     self._bytes += self._in_bytes + self._halves.put_off_bytes
-                case Action(kind=kind):
+                case Action(kind=kind, micro_batch=micro_batch):
                     yield self._bytes + self._backward_bytes(whole=kind is Pass.BACKWARD)
                     self._bytes += self._left_bytes(whole=kind is Pass.BACKWARD)
                     self._makes_gradients = False
+                    self._halved.discard(micro_batch)
+                    if micro_batch in self._sent_early:
+                        self._bytes -= self._in_bytes
 
     def _backward_bytes(self, *, whole: bool) -> int:
         memory, halves = self._memory, self._halves
