@@ -23,7 +23,6 @@ from headway.replayer.replayer import Replayer
 from headway.trace.folder import load_trace
 
 WORKER = "--worker"
-PERTURB = "1"
 STAGES = (2, 4)
 CASES = {f"{subject}-s{stages}": (subject, stages) for subject in SUBJECTS for stages in STAGES}
 QUICK = ("transformer-s2",)
@@ -31,8 +30,8 @@ WORDS = (
     f"Peak memory of the rank that needs most, in bytes ({MICRO_BATCHES} micro-batches). `peak_bytes` is by how much a "
     "process's anonymous resident memory grew at most, seen from outside every half millisecond from before its stage "
     "was built until after the third step (memory that is freed is returned to the system at once, "
-    "MALLOC_MMAP_THRESHOLD_=65536; what is allocated is there at once, as on accelerators, not when it is first "
-    "written to, MALLOC_PERTURB_=1). `predicted_bytes` is what replay says of that order, from one recording under "
+    "MALLOC_MMAP_THRESHOLD_=65536; buffers of messages are written to when they are allocated, for the system counts "
+    "memory only then). `predicted_bytes` is what replay says of that order, from one recording under "
     "torch's own 1F1B. `worst_error` is that of the rank with the largest error, `errors` are those of all ranks. "
     f"`{STOCK}` is torch's schedule as it stands, the others are orders on Headway's runtime. Stages really compute."
 )
@@ -79,7 +78,7 @@ def _rows(case: str) -> list[dict[str, Any]]:
 
 def _run(subject: str, order: str, stages: int, folder: Path, *, record: bool) -> list[int]:
     command = [sys.executable, __file__, WORKER, subject, order, str(folder), str(int(record))]
-    return run(command, stages, folder, f"{subject} {order}", watched=not record, MALLOC_PERTURB_=PERTURB)
+    return run(command, stages, folder, f"{subject} {order}", watched=not record)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import headway
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
-from headway.torch_private.pipelining import PipelineSteps
+from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers
 from memory.job import GO, POLL_S, TRACE
 
 STEPS, FIRST_RECORDED = 3, 2
@@ -128,6 +128,7 @@ SUBJECTS = {
 def work(subject_name: str, order: str, folder: Path, *, record: bool) -> None:
     """Train as one rank of the process group in the environment; where not ``record``, wait to be let go."""
     torch.set_num_threads(1)
+    _write_to_buffers()
     dist.init_process_group("gloo")
     subject = SUBJECTS[subject_name]
     if record:
@@ -142,6 +143,19 @@ def work(subject_name: str, order: str, folder: Path, *, record: bool) -> None:
         _train(subject, ORDERS[order])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _write_to_buffers() -> None:
+    """Have the system count a buffer from when it is allocated, not only from when a message has come."""
+    original = ReceiveBuffers.allocate
+
+    def allocate(self: ReceiveBuffers, templates: Sequence[Any], device: torch.device) -> None:
+        original(self, templates, device)
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.zero_()
+
+    ReceiveBuffers.allocate = allocate  # type: ignore[method-assign]
 
 
 def _warm_up(order: PipelineStrategy | None) -> None:

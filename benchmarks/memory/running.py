@@ -21,7 +21,7 @@ def run(
     """Run ``command`` on ``workers`` ranks; by how many bytes each grew at most, if it is ``watched``.
 
     A rank that is watched says in ``folder`` that it is ready, and waits to be let go. Ends with the job's last lines
-    where it fails; ``what`` names it there. ``more`` is for the environment of ranks.
+    where it fails; ``what`` names it there.
     """
     spec = parse_spec({"hosts": [{"name": f"host{rank}"} for rank in range(workers)]})
     lines: list[str] = []
@@ -33,7 +33,7 @@ def run(
         spec,
         command,
         mode="loopback",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", **more},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
         timeout_s=TIMEOUT_S,
         on_line=lambda rank, _, line: lines.append(f"[{rank}] {line}"),
         on_notice=lines.append,

@@ -78,8 +78,8 @@ class PassMemory(BaseModel):
 class HalvedBackward(BaseModel):
     """What the halves of a stage's backward hold, in bytes: as ``StageMemory`` has it of whole ones.
 
-    Gradients of inputs need up to ``input_bytes`` and leave ``put_off_bytes`` for those of weights, which need
-    ``first_weight_bytes`` in the first micro-batch of a step and ``weight_bytes`` in others.
+    Gradients of inputs need up to ``input_bytes`` and leave ``put_off_bytes``, themselves among it, until those of
+    weights are computed. That needs ``first_weight_bytes`` in the first micro-batch of a step, ``weight_bytes`` later.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -64,6 +64,7 @@ from headway.torch_private.optimizers import (
 )
 from headway.torch_private.pipelining import (
     COMPUTE_LOSS,
+    outputs_kept,
     pipeline_schedule,
     pipeline_schedules,
     pipeline_stage,
@@ -120,6 +121,7 @@ __all__ = [
     "new_gloo_group",
     "operator_name",
     "operator_packet",
+    "outputs_kept",
     "own_parameters",
     "pipeline_schedule",
     "pipeline_schedules",

@@ -43,6 +43,12 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
+def outputs_kept(stage: Any) -> list[Any]:
+    """What a stage has put out in the last step and keeps for the script."""
+    found: list[Any] = stage.output_chunks
+    return found
+
+
 def is_stage(value: object) -> bool:
     """Whether it is a stage of a pipeline."""
     stage = pipeline_stage()
@@ -271,6 +277,10 @@ class ReceiveBuffers:
         """Give them memory."""
         for info, like in zip(self._infos, templates, strict=True):
             info.buffer = None if like is None else _like(like, device)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers that there are."""
+        return [each.buffer for each in self._infos if each.buffer is not None]
 
     def release(self) -> None:
         """Let go of the memory: who needs what was received holds it."""

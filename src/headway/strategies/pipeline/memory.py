@@ -21,8 +21,9 @@ def peak_bytes(job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
     after_bytes = memory.gradient_bytes + outputs_bytes + max(memory.end_bytes, memory.update_bytes)
     if isinstance(schedule, RecordedPipelineSchedule):
         return always_bytes + memory.received_bytes + max(memory.step_bytes, after_bytes)
-    halves = memory.halves or _estimated_halves(model, memory, first=stage == 0)
-    held = _Held(memory, halves, *(_boundary_bytes(job, stage + side) for side in (-1, 0)))
+    in_bytes, out_bytes = (_boundary_bytes(job, stage + side) for side in (-1, 0))
+    halves = memory.halves or _estimated_halves(model, memory, in_bytes, first=stage == 0)
+    held = _Held(memory, halves, in_bytes, out_bytes)
     return always_bytes + max(after_bytes, *held.moments(schedule, stage))
 
 
@@ -42,54 +43,56 @@ class _Held:
         self._in_bytes, self._out_bytes = in_bytes, out_bytes
         self._bytes = memory.gradient_bytes if memory.gradients_kept else 0
         self._makes_gradients = not memory.gradients_kept
-        self._halved: set[int] = set()  # micro-batches between the halves of their backwards
-        self._sent_early: set[int] = set()  # those of them whose gradient is through, and still held
+        self._halved: dict[
+            int, int
+        ] = {}  # micro-batches between halves, with what of their gradient is being sent
 
     def moments(self, schedule: PipelineSchedule, stage: int) -> Iterator[int]:
         """What is held at each moment of a step that may be the peak."""
+        memory, halves = self._memory, self._halves
         yield self._bytes
         for instruction in program_of(schedule, schedule.rank_of_stage[stage]):
             match instruction:
                 case Post(message):
                     self._bytes += self._out_bytes if message.is_gradient else self._in_bytes
                     yield self._bytes
-                case Release(message) if message.of.micro_batch in self._halved and message.is_gradient:
-                    self._sent_early.add(message.of.micro_batch)
                 case Release(message) if message.is_gradient:
-                    self._bytes -= self._in_bytes
+                    self._release(message.of.micro_batch)
                 case Action(kind=Pass.FORWARD):
-                    yield self._bytes + self._memory.forward_bytes
-                    self._bytes += self._memory.kept_bytes
+                    yield self._bytes + memory.forward_bytes
+                    self._bytes += memory.kept_bytes
+                case Action(kind=Pass.BACKWARD):
+                    yield self._bytes + self._needed(memory.first_backward_bytes, memory.backward_bytes)
+                    self._leave(self._in_bytes)
                 case Action(kind=Pass.INPUT_GRADIENT, micro_batch=micro_batch):
-                    self._halved.add(micro_batch)
-                    yield self._bytes + self._halves.input_bytes
-                    self._bytes += self._in_bytes + self._halves.put_off_bytes
-                case Action(kind=kind, micro_batch=micro_batch):
-                    yield self._bytes + self._backward_bytes(whole=kind is Pass.BACKWARD)
-                    self._bytes += self._left_bytes(whole=kind is Pass.BACKWARD)
-                    self._makes_gradients = False
-                    self._halved.discard(micro_batch)
-                    if micro_batch in self._sent_early:
-                        self._bytes -= self._in_bytes
+                    yield self._bytes + halves.input_bytes
+                    self._bytes += halves.put_off_bytes
+                    self._halved[micro_batch] = self._in_bytes
+                case Action(kind=Pass.WEIGHT_GRADIENT, micro_batch=micro_batch):
+                    yield self._bytes + self._needed(halves.first_weight_bytes, halves.weight_bytes)
+                    self._leave(self._halved.pop(micro_batch) - halves.put_off_bytes)
 
-    def _backward_bytes(self, *, whole: bool) -> int:
-        memory, halves = self._memory, self._halves
-        if whole:
-            return memory.first_backward_bytes if self._makes_gradients else memory.backward_bytes
-        return halves.first_weight_bytes if self._makes_gradients else halves.weight_bytes
+    def _needed(self, first_bytes: int, later_bytes: int) -> int:
+        return first_bytes if self._makes_gradients else later_bytes
 
-    def _left_bytes(self, *, whole: bool) -> int:
-        """By how much more is held behind a backward, or its second half, than before: mostly less."""
-        memory = self._memory
-        freed_bytes = memory.kept_bytes + self._in_bytes + self._out_bytes - memory.outputs_bytes
-        if whole:
-            freed_bytes -= self._in_bytes  # the gradient that is being sent
+    def _release(self, micro_batch: int) -> None:
+        """A gradient has been sent: nothing else holds it, but what was put off."""
+        if micro_batch in self._halved:
+            self._halved[micro_batch] = 0
         else:
-            freed_bytes += self._halves.put_off_bytes
-        return (memory.gradient_bytes if self._makes_gradients else 0) - freed_bytes
+            self._bytes -= self._in_bytes
+
+    def _leave(self, more_bytes: int) -> None:
+        """A backward is done: its micro-batch leaves outputs and ``more_bytes``, and what was received goes."""
+        memory = self._memory
+        self._bytes += more_bytes + memory.outputs_bytes
+        self._bytes -= memory.kept_bytes + self._in_bytes + self._out_bytes
+        if self._makes_gradients:
+            self._bytes += memory.gradient_bytes
+            self._makes_gradients = False
 
 
-def _estimated_halves(model: ModelSpec, memory: StageMemory, *, first: bool) -> HalvedBackward:
+def _estimated_halves(model: ModelSpec, memory: StageMemory, in_bytes: int, *, first: bool) -> HalvedBackward:
     """Halves of a backward that was watched whole.
 
     torch's first stage puts all of it off. The others keep what forward has left, and the gradient of what each module
@@ -101,9 +104,10 @@ def _estimated_halves(model: ModelSpec, memory: StageMemory, *, first: bool) -> 
             first_weight_bytes=memory.first_backward_bytes, weight_bytes=memory.backward_bytes,
         )  # fmt: skip
     largest_bytes = max((parameter.size_bytes for parameter in model.parameters), default=0)
+    put_off_bytes = memory.weighted_bytes + in_bytes
     return HalvedBackward(
-        input_bytes=memory.weighted_bytes + memory.backward_bytes,
-        put_off_bytes=memory.weighted_bytes,
+        input_bytes=put_off_bytes,
+        put_off_bytes=put_off_bytes,
         first_weight_bytes=memory.gradient_bytes + largest_bytes,
         weight_bytes=2 * largest_bytes,
     )
