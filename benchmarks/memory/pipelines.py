@@ -83,7 +83,7 @@ def _likelihood(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-CHANNELS, SIDE, IMAGES = 24, 96, 2
+CHANNELS, SIDE, IMAGES = 24, 96, 6
 
 
 def _convolved(channels: int, out: int) -> nn.Sequential:
