@@ -16,7 +16,8 @@ SIGNATURES = {
     "diagnose": "(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis",
     "load_trace": "(path: str | Path) -> Trace",
     "optimize": (
-        "(trace: Trace | str | Path, *, strategy: str | None = None, cluster: Cluster | None = None) -> Optimized"
+        "(trace: Trace | str | Path, *, strategy: str | None = None, cluster: Cluster | None = None, "
+        "memory_limit_bytes: int | None = None) -> Optimized"
     ),
     "parallelize": (
         "(model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any) -> nn.Module"
