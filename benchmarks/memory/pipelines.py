@@ -164,7 +164,7 @@ def _warm_up(order: PipelineStrategy | None) -> None:
     def stage(_index: int, _count: int) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2),
-            nn.ConvTranspose2d(4, 3, 2, stride=2), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8),
+            nn.ConvTranspose2d(4, 3, 2, stride=2), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(),
         )  # fmt: skip
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
