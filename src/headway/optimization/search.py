@@ -21,7 +21,8 @@ from headway.units import format_bytes
 
 TIE = 0.01
 PEAK_UNCERTAINTY = 0.1
-"""By how much predicted peaks may be too low, that of estimated halves of backwards most: benchmarks/pipeline_memory.py holds them against measured ones."""
+"""By how much predicted peaks may be too low: those of halved backwards are estimated
+(benchmarks/pipeline_memory.py)."""
 UNCHANGED = ("none",)
 
 

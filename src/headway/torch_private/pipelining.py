@@ -125,8 +125,9 @@ class PipelineSteps:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group of the pipeline's ranks."""
-        group: dist.ProcessGroup | None = next(iter(self.stages.values())).group
-        return dist.group.WORLD if group is None else group
+        group: dist.ProcessGroup | None = next(iter(self.stages.values())).group or dist.group.WORLD
+        assert group is not None
+        return group
 
     @property
     def device(self) -> torch.device:
