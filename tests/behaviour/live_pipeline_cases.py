@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,12 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 
 from headway.scheduling.pipeline.orders import ORDERS, grouped, interleaved
 from headway.scheduling.pipeline.schedule import PipelineSchedule
+from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
+from headway.strategies.pipeline.tuning.follower import Follower
+from headway.strategies.pipeline.tuning.observed import number_and_candidate
+from headway.strategies.pipeline.tuning.service import TunerProcess
+from headway.strategies.pipeline.tuning.tuner import Decision, Tuner
 from headway.torch_private.pipelining import PipelineSteps
 
 MICRO_BATCHES, ROWS, WIDTH, STEPS = 6, 2, 8, 3
@@ -142,3 +148,72 @@ def alone(stages: int, steps: int) -> list[dict[str, list[float]]]:
             | {str(stage): flat(each) for stage, each in enumerate(parts)}
         )
     return found
+
+
+SWITCHES = 100
+
+
+def switched_often(rank: int, world_size: int) -> dict[str, list[float]]:
+    """This rank's parameters after many steps: the size of groups changes before each, and never."""
+    sizes = [grouped(world_size, MICRO_BATCHES, size) for size in (1, 2, 3, 6)]
+    often = [sizes[number % len(sizes)] for number in range(SWITCHES + 1)]
+    return {
+        "often": trained(rank, world_size, often)[-1],
+        "never": trained(rank, world_size, [sizes[0]] * (SWITCHES + 1))[-1],
+    }
+
+
+class Scripted:
+    """A tuner that wants the next candidate after every step."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.is_alive = True
+        self._count = len(tuner.candidates)
+        self._decisions: list[Decision] = []
+
+    def tell(self, rows: Sequence[Sequence[int]]) -> None:
+        number, candidate = number_and_candidate(rows[0])
+        self._decisions.append(Decision(number, candidate, (candidate + 1) % self._count, "in turn"))
+
+    def decisions(self) -> list[Decision]:
+        found, self._decisions = self._decisions, []
+        return found
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+FOLLOWED_STEPS = 9
+
+
+def followed(rank: int, world_size: int) -> dict[str, Any]:
+    """Training under a tuner that switches, one that thinks, and one whose process is killed."""
+    strategy = PipelineStrategy(order="kfkb", group_sizes=(2, 3), micro_batches=MICRO_BATCHES)
+    found: dict[str, Any] = {}
+    for name, start in (("scripted", Scripted), ("thinking", TunerProcess), ("killed", _Killed)):
+        own = part(rank)
+        stage = PipelineStage(own, rank, world_size, torch.device("cpu"))
+        steps = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+        taken_over = PipelineSteps(steps)
+        runtime = PipelineRuntime(taken_over, grouped(world_size, MICRO_BATCHES, 1))
+        follower = Follower(taken_over, runtime, strategy, start)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        values = []
+        for number in range(FOLLOWED_STEPS):
+            optimizer.zero_grad()
+            values.append(one_step(steps, rank, world_size, number))
+            optimizer.step()
+            values[-1] += flat(own)
+        decided = [(each.step, each.before, each.candidate) for each in follower.decisions]
+        found[name] = {"values": values, "decided": decided, "alive": follower.has_tuner}
+        follower.close()
+    return found
+
+
+class _Killed(TunerProcess):
+    """One whose process is killed when it is told of the third step."""
+
+    def tell(self, rows: Sequence[Sequence[int]]) -> None:
+        if number_and_candidate(rows[0])[0] == 2:
+            self.close()
+        super().tell(rows)

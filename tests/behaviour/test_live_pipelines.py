@@ -35,6 +35,34 @@ def test_several_stages_a_rank() -> None:
             assert_close(values, wanted, f"step {number}, rank {rank}")
 
 
+def test_a_hundred_switches_change_no_bit() -> None:
+    for own in workers.run(3, "tests.behaviour.live_pipeline_cases:switched_often", timeout_s=120):
+        assert own["often"] == own["never"]
+
+
+def test_orders_that_follow_a_tuner_train_as_one_process_does() -> None:
+    found = workers.run(2, "tests.behaviour.live_pipeline_cases:followed", timeout_s=120)
+    expected = cases.alone(2, cases.FOLLOWED_STEPS)
+    for rank, own in enumerate(found):
+        for name, run in own.items():
+            for number, values in enumerate(run["values"]):
+                wanted = (expected[number]["losses"] if rank == 1 else []) + expected[number][str(rank)]
+                assert_close(values, wanted, f"{name}, step {number}, rank {rank}")
+    told = found[0]
+    assert [each[1:] for each in told["scripted"]["decided"]][:6] == [
+        [0, 1],
+        [0, 1],
+        [1, 2],
+        [1, 2],
+        [2, 0],
+        [2, 0],
+    ]
+    assert len(told["thinking"]["decided"]) >= 1
+    assert told["thinking"]["alive"]
+    assert not told["killed"]["alive"]
+    assert not found[1]["thinking"]["decided"]
+
+
 def assert_close(values: list[float], wanted: list[float], where: str) -> None:
     torch.testing.assert_close(
         torch.tensor(values), torch.tensor(wanted), msg=lambda said: f"{where}: {said}"

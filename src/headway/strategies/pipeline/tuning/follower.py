@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,34 @@ CLOCK_STEPS = 50  # after which clocks are compared again: they drift
 _log = logging.getLogger("headway")
 
 
+class ThinkingTuner(Protocol):
+    """A tuner that thinks elsewhere. Once ``is_alive`` is False it says nothing more."""
+
+    is_alive: bool
+
+    def tell(self, rows: Sequence[Sequence[int]]) -> None:
+        """A step is over: the rows of its ranks."""
+
+    def decisions(self) -> list[Decision]:
+        """What it has decided since it was asked last."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class Follower:
     """Has ``runtime`` follow what a tuner decides. ``decisions`` is what it said, on rank 0.
 
     Collective over the ranks of the pipeline. Raises UnsupportedError where messages' arrivals cannot be seen.
     """
 
-    def __init__(self, steps: PipelineSteps, runtime: PipelineRuntime, strategy: PipelineStrategy) -> None:
+    def __init__(
+        self,
+        steps: PipelineSteps,
+        runtime: PipelineRuntime,
+        strategy: PipelineStrategy,
+        start: Callable[[Tuner], ThinkingTuner] = TunerProcess,
+    ) -> None:
         if steps.device.type != "cpu" or dist.get_backend(steps.group) != dist.Backend.GLOO:
             raise UnsupportedError(
                 "the order of a pipeline cannot follow its network here",
@@ -60,11 +82,23 @@ class Follower:
             Columns(each, rank).length for each in self._schedules for rank in range(self._ranks)
         )
         self._watch = StepWatch()
-        self._tuner: TunerProcess | None = None
+        self._start = start
+        self._tuner: ThinkingTuner | None = None
         self._number = self._current = 0
         self._wanted = 0  # rank 0's word
         self._told: tuple[dist.Work, list[torch.Tensor]] | None = None
         runtime.observe(self._watch, self._before_step, self._after_step)
+
+    @property
+    def has_tuner(self) -> bool:
+        """Whether a tuner thinks about this rank's pipeline here: on rank 0, from the second step on."""
+        return self._tuner is not None
+
+    def close(self) -> None:
+        """End the tuner; steps go on in the order in force."""
+        if self._tuner is not None:
+            self._tuner.close()
+            self._tuner = None
 
     def _before_step(self) -> None:
         if self._told is not None:
@@ -99,7 +133,7 @@ class Follower:
         dist.all_gather(sizes, mine, group=self._group)
         if self._steps.rank == 0:
             boundary_bytes = tuple(int(each) for each in sizes[1:])
-            self._tuner = TunerProcess(Tuner(self._candidates, boundary_bytes))
+            self._tuner = self._start(Tuner(self._candidates, boundary_bytes))
 
     def _take_in(self, work: dist.Work, rows: Sequence[torch.Tensor]) -> None:
         work.wait()
