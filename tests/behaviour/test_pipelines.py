@@ -96,11 +96,11 @@ def test_orders_over_the_memory_limit_are_left_out(recorded: Path) -> None:
 
     plans = {each["name"]: each["peak_bytes"] for each in optimized()["plans"]}
     least = min(plans.values())
-    limited = optimized("--memory-limit", f"{int(1.11 * least)}")
+    limited = optimized("--memory-limit", f"{int(1.13 * least)}")
     assert 0 < len(limited["plans"]) < len(plans)
-    assert all(1.1 * each["peak_bytes"] <= 1.11 * least for each in limited["plans"])
+    assert all(1.12 * each["peak_bytes"] <= 1.13 * least for each in limited["plans"])
     assert {each["name"] for each in (*limited["plans"], *limited["excluded"])} == set(plans)
-    assert yaml.safe_load((recorded / "fits.yaml").read_text())["prediction"]["peak_bytes"] <= 1.11 * least
+    assert yaml.safe_load((recorded / "fits.yaml").read_text())["prediction"]["peak_bytes"] <= 1.13 * least
     done = headway("optimize", recorded / "trace", "--memory-limit", "1k")
     assert done.returncode == 2
     assert "no plan keeps every rank within the memory limit" in last_line(done.stderr)
