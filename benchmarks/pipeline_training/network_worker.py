@@ -27,14 +27,14 @@ SIZES = (2, 4, 8)
 ROUNDS, STEPS, WARM_STEPS = 5, 3, 2
 QUICK_ROUNDS = 2
 LEARNING_STEPS = 6  # of a method that learns: what it does in its first steps is not what is compared
-PHASE_METHODS = ("1f1b", "k=2", "k=4", "eager-1f1b", "headway")
+PHASE_METHODS = ("1f1b", "k=2", "k=4", "headway")
 STOCK = {"torch-1f1b": Schedule1F1B, "torch-gpipe": ScheduleGPipe}
 
 
 def strategies(case: NetworkCase) -> dict[str, PipelineStrategy]:
     """What Headway's runtime is given, by the method's name."""
     count = case.micro_batches
-    sizes = tuple(size for size in SIZES if size < count)
+    sizes = tuple(size for size in SIZES if size < count and (size < 8 or not case.is_phases))
     orders = {
         order: PipelineStrategy(order=order, micro_batches=count)
         for order in ("1f1b", "gpipe", "eager-1f1b", "zero-bubble")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -190,7 +191,7 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
     """Training under a tuner that switches, one that thinks, and one whose process is killed."""
     strategy = PipelineStrategy(order="kfkb", group_sizes=(2, 3), micro_batches=MICRO_BATCHES)
     found: dict[str, Any] = {}
-    for name, start in (("scripted", Scripted), ("thinking", TunerProcess), ("killed", _Killed)):
+    for name, start in (("scripted", Scripted), ("thinking", _Patient), ("killed", _Killed)):
         own = part(rank)
         stage = PipelineStage(own, rank, world_size, torch.device("cpu"))
         steps = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
@@ -208,6 +209,27 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
         found[name] = {"values": values, "decided": decided, "alive": follower.has_tuner}
         follower.close()
     return found
+
+
+class _Patient(TunerProcess):
+    """One that training waits for: these steps are over before it has begun to think."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        super().__init__(tuner)
+        self._open = 0
+
+    def tell(self, rows: Sequence[Sequence[int]]) -> None:
+        super().tell(rows)
+        self._open += 1
+
+    def decisions(self) -> list[Decision]:
+        found = super().decisions()
+        until = time.monotonic() + 60
+        while len(found) < self._open and time.monotonic() < until:
+            time.sleep(0.01)
+            found += super().decisions()
+        self._open -= len(found)
+        return found
 
 
 class _Killed(TunerProcess):
