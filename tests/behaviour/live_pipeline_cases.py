@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from headway.errors import CommunicationError
 from headway.scheduling.pipeline.orders import ORDERS, grouped, interleaved
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.strategies.pipeline.policy import PipelineStrategy
@@ -239,3 +242,29 @@ class _Killed(TunerProcess):
         if number_and_candidate(rows[0])[0] == 2:
             self.close()
         super().tell(rows)
+
+
+def killed(rank: int, world_size: int) -> str:
+    """Stage 1 is killed in the middle of a step; what the others raise."""
+    own = part(rank)
+    if rank == 1:
+        _kill_in_forward(own, 9)
+    stage = PipelineStage(own, rank, world_size, torch.device("cpu"))
+    steps = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    PipelineRuntime(PipelineSteps(steps), grouped(world_size, MICRO_BATCHES, 2))
+    try:
+        for number in range(STEPS):
+            one_step(steps, rank, world_size, number)
+    except CommunicationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _kill_in_forward(module: nn.Module, forwards: int) -> None:
+    calls = iter(range(forwards))
+
+    def count(*_: Any) -> None:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module.register_forward_pre_hook(count)

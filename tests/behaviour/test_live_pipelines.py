@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+
 import pytest
 import torch
 from tests import workers
@@ -61,6 +64,18 @@ def test_orders_that_follow_a_tuner_train_as_one_process_does() -> None:
     assert told["thinking"]["alive"]
     assert not told["killed"]["alive"]
     assert not found[1]["thinking"]["decided"]
+
+
+def test_all_name_the_stage_that_was_killed_and_none_hangs() -> None:
+    ended = workers.launch(4, "tests.behaviour.live_pipeline_cases:killed", timeout_s=60, group_timeout_s=600)
+    assert ended[1].status == -signal.SIGKILL
+    for worker in ended:
+        if worker.rank != 1:
+            assert worker.status == 0, worker.output
+            expected = (
+                rf"rank {worker.rank}: the (activation|gradient) of micro-batch \d .*: rank 1 has ended"
+            )
+            assert re.match(expected, worker.result), worker.result
 
 
 def assert_close(values: list[float], wanted: list[float], where: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from headway.errors import PlanError
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
+from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.tuning.watch import StepWatch
 from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers
 
@@ -82,20 +84,24 @@ class PipelineRuntime:
                         watch.posted(message, received[message])
                 case Await(message):
                     works = received.pop(message)
-                    _wait(works) if watch is None else watch.wait(message)
+                    with self._named(message):
+                        _wait(works) if watch is None else watch.wait(message)
                 case Send(message):
                     of = message.of
                     if watch is not None:
                         watch.sending(message)
                     sends = self._steps.sends(of.stage, of.micro_batch, gradients=message.is_gradient)
-                    sent[message] = dist.batch_isend_irecv(sends) if sends else ()
+                    with self._named(message):
+                        sent[message] = dist.batch_isend_irecv(sends) if sends else ()
                 case Release(message):
-                    _wait(sent.pop(message))
+                    with self._named(message):
+                        _wait(sent.pop(message))
                 case Action() as action:
                     compute = partial(self._compute, action, args, kwargs, given, left)
                     compute() if watch is None else watch.computed(action, compute)
-        for works in sent.values():
-            _wait(works)
+        for message, works in sent.items():
+            with self._named(message):
+                _wait(works)
         self._steps.end(given)
         self._after_step()
 
@@ -120,6 +126,15 @@ class PipelineRuntime:
         self._steps.backward(stage, micro_batch, whole=whole, last=whole and not left[stage])
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
+    def _named(self, message: Message) -> AbstractContextManager[None]:
+        """Name who is gone where a message fails."""
+        sends = message.sender == self._steps.rank
+        neighbour, way = (message.receiver, "to") if sends else (message.sender, "from")
+        kind = "gradient" if message.is_gradient else "activation"
+        stage = message.to_stage if sends else message.of.stage
+        what = f"the {kind} of micro-batch {message.of.micro_batch} {way} stage {stage}"
+        return lost.named(self._steps.group, neighbour, what)
+
     # Messages ----------------------------------------------------------------------------------------
 
     def _post(self, message: Message) -> Sequence[dist.Work]:
@@ -127,7 +142,8 @@ class PipelineRuntime:
         buffers = self._steps.receive_buffers(stage, micro_batch, gradients=gradients)
         buffers.allocate(*self._templates[stage, gradients])
         receives = self._steps.receives(stage, micro_batch, gradients=gradients)
-        return dist.batch_isend_irecv(receives) if receives else ()
+        with self._named(message):
+            return dist.batch_isend_irecv(receives) if receives else ()
 
     def _all_buffers(self) -> Iterator[tuple[tuple[int, bool], ReceiveBuffers]]:
         """What messages are received into, by stage and whether they are gradients, of every micro-batch."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import UnsupportedError
+from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
 from headway.strategies.pipeline.tuning.observed import Columns
@@ -101,6 +102,10 @@ class Follower:
             self._tuner = None
 
     def _before_step(self) -> None:
+        with lost.named(self._steps.group, 0, "rank 0's word about the next order"):
+            self._tell_and_hear()
+
+    def _tell_and_hear(self) -> None:
         if self._told is not None:
             self._take_in(*self._told)
             self._told = None
