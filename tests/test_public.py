@@ -17,7 +17,7 @@ SIGNATURES = {
     "load_trace": "(path: str | Path) -> Trace",
     "optimize": (
         "(trace: Trace | str | Path, *, strategy: str | None = None, cluster: Cluster | None = None, "
-        "memory_limit_bytes: int | None = None) -> Optimized"
+        "memory_limit_bytes: int | None = None, follow_network: bool = False) -> Optimized"
     ),
     "parallelize": (
         "(model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any) -> nn.Module"

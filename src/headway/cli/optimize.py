@@ -38,9 +38,19 @@ ANY = "any"
     "--memory-limit", "limit", metavar="SIZE",
     help="Leave out plans under which a rank would need more memory than this, such as 800M or 16GiB.",
 )  # fmt: skip
+@click.option(
+    "--follow-network", "follow", is_flag=True,
+    help="Write a plan that changes with the network while the job trains: of a pipeline, the size of its groups.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def optimize(
-    trace: Path, plan_path: Path, cluster_path: Path | None, only: str, limit: str | None, as_json: bool
+    trace: Path,
+    plan_path: Path,
+    cluster_path: Path | None,
+    only: str,
+    limit: str | None,
+    follow: bool,
+    as_json: bool,
 ) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
     from headway.cluster import Cluster
@@ -52,13 +62,14 @@ def optimize(
     loaded = load_trace(trace)
     check_takes_plans(loaded)
 
-    from headway.optimization.search import plan_of, search
+    from headway.optimization.search import following, plan_of, search
     from headway.replayer.replayer import Replayer
 
     with output.progress("searching") as advance:
         replayer = Replayer(loaded, cluster)
         found = search(replayer, advance, memory_limit_bytes=limit_bytes)
-    best = found.best(None if only == ANY else only)
+    wanted = None if only == ANY else only
+    best = following(found, wanted) if follow else found.best(wanted)
     plan_of(best, replayer).save(plan_path)
     if as_json:
         output.print_document(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.errors import UserError
 from headway.job import Job
@@ -221,6 +221,29 @@ def _best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candid
         return band, slower, candidate.schedule.collectives, candidate.predicted_ms
 
     return tuple(sorted(candidates, key=key))
+
+
+def following(found: SearchResult, strategy: str | None = None) -> Candidate:
+    """The best candidate, of the strategy of that name where given, that can follow its network, as one that does.
+
+    It needs the memory of all that it goes over to.
+
+    Raises UserError where none can.
+    """
+    fitting = [each.strategy for each in found.candidates]
+    for candidate in found.candidates:
+        made = plugin_of(candidate.strategy).following(candidate.strategy, fitting)
+        if made is not None and strategy in (None, candidate.strategy.name):
+            own, among = made
+            peaks = [each.peak_bytes for each in found.candidates if each.strategy in among]
+            peak_bytes = None if None in peaks else max(peak or 0 for peak in peaks)
+            return replace(candidate, name=own.describe(), strategy=own, peak_bytes=peak_bytes)
+    raise UserError(
+        "no plan can follow the job's network while it trains",
+        got=" | ".join(dict.fromkeys(each.name for each in fitting)),
+        expected="a pipeline",
+        fix="Leave out --follow-network.",
+    )
 
 
 def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:

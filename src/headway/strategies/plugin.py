@@ -109,6 +109,14 @@ class StrategyPlugin(ABC, Generic[S]):
         del job
         return Proposal()
 
+    def following(self, strategy: S, fitting: Sequence[Strategy]) -> tuple[S, Sequence[Strategy]] | None:
+        """``strategy`` as one that goes over to some of ``fitting``, which are given too, as the job's network changes.
+
+        None where it cannot, as by default.
+        """
+        del strategy, fitting
+        return None
+
     def left_out(self, job: Job) -> str:
         """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""
         del job

@@ -121,3 +121,18 @@ def test_the_bound_is_a_mean_over_steps_and_binds() -> None:
         strategy = PipelineStrategy(micro_batches=4, order="kfkb", group_size=size)
         for each in (job, faster):
             assert simulate(each, strategy).step_ms >= step_bound_ms(each)
+
+
+def test_a_plan_that_follows_its_network_has_the_groups_that_fit() -> None:
+    plugin = plugin_named("pipeline")
+    fitting = [
+        PipelineStrategy(order=order, group_size=size, micro_batches=8)
+        for order, size in (("eager-1f1b", 1), ("kfkb", 4), ("kfkb", 2), ("1f1b", 1), ("gpipe", 1))
+    ]
+    assert plugin.following(fitting[0], fitting) is None
+    made = plugin.following(fitting[1], fitting)
+    assert made is not None
+    strategy, among = made
+    assert strategy == PipelineStrategy(order="kfkb", group_size=4, group_sizes=(1, 2), micro_batches=8)
+    assert [each.describe() for each in among] == [fitting[at].describe() for at in (1, 3, 2)]
+    assert plugin_named("ddp").following(DistributedDataParallelStrategy(), fitting) is None

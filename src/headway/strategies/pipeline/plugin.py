@@ -12,7 +12,7 @@ from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline import memory
 from headway.strategies.pipeline.candidates import candidates, step_bound_ms
-from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy
+from headway.strategies.pipeline.policy import GROUPED, RECORDED, PipelineStrategy, grouped_by
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -70,6 +70,17 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             "Pipelines were not considered: the recording does not say how much modules hand on to each other. "
             "headway predict compares them, from a model's layers"
         )
+
+    def following(
+        self, strategy: PipelineStrategy, fitting: Sequence[Strategy]
+    ) -> tuple[PipelineStrategy, Sequence[Strategy]] | None:
+        own = grouped_by(strategy)
+        if own is None:
+            return None
+        others = {size: each for each in fitting if (size := grouped_by(each)) is not None}
+        sizes = tuple(sorted(others.keys() - {own}))
+        update = {"order": GROUPED, "group_size": own, "group_sizes": sizes}
+        return strategy.model_copy(update=update), [strategy, *(others[size] for size in sizes)]
 
     def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
         if after.order == RECORDED or before == after:

@@ -102,3 +102,10 @@ class PipelineStrategy(Strategy):
             order += ", following the network"
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"pipeline, {order}{parts}"
+
+
+def grouped_by(strategy: Strategy) -> int | None:
+    """The size of its groups, where it alternates between forwards and backwards of groups; of 1F1B that is one."""
+    if not isinstance(strategy, PipelineStrategy) or strategy.order not in (GROUPED, "1f1b"):
+        return None
+    return strategy.group_size
