@@ -54,11 +54,20 @@ def stream_ms(size_bytes: int, count: int = 8) -> float:
     return float(found)
 
 
-def passes_ms(stage: nn.Module, columns: int) -> list[float]:
-    """A forward and a backward of one micro-batch of ``columns`` floats, alone."""
+def passes_ms(stage: nn.Module, columns: int, repeats: int = 5) -> list[float]:
+    """A forward and a backward of one micro-batch of ``columns`` floats, on one rank after the other."""
+    found: list[float] = []
+    for rank in range(dist.get_world_size()):
+        dist.barrier()
+        if rank == dist.get_rank():
+            found = _passes_ms(stage, columns, repeats)
+    return found
+
+
+def _passes_ms(stage: nn.Module, columns: int, repeats: int) -> list[float]:
     batch = torch.ones(1, columns, requires_grad=True)
     taken = []
-    for _ in range(3):
+    for _ in range(repeats):
         start = time.monotonic()
         output = stage(batch)
         middle = time.monotonic()
