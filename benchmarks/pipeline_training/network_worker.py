@@ -145,15 +145,10 @@ def _methods(case: NetworkCase, module: nn.Module) -> dict[str, Method]:
 
 
 def _block(case: NetworkCase, method: Method) -> Block:
-    """Some steps, or those of a whole cycle of phases."""
+    """Some steps, or those of a whole cycle of phases, from wherever in it."""
     block = Block()
-    ends_s = 0.0
-    if case.is_phases:
-        cycle_s = 2 * PHASE_S
-        begins_s = _agreed((_since_lab_s() // cycle_s + 1) * cycle_s)
-        time.sleep(max(0.0, begins_s - _since_lab_s()))
-        ends_s = begins_s + cycle_s
     dist.barrier()
+    ends_s = _agreed(_since_lab_s()) + 2 * PHASE_S
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
     before_bytes = _status_bytes("VmRSS")
     while len(block.took_ms) < STEPS or (case.is_phases and _agreed(_since_lab_s()) < ends_s):
