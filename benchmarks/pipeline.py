@@ -43,17 +43,18 @@ OWN, OTHERS = "headway", ("torch-1f1b", "torch-gpipe")
 Steps = Sequence[tuple[float, float]]  # when each began (s), and how long it took (ms)
 WORDS = (
     "`time_ms` is the median over interleaved rounds of the mean step of a block (three consecutive steps; in "
-    "`phases-` a whole cycle: 20 s quiet, 20 s with tenants), `interval` its 95 % (bootstrap over rounds). "
-    "`seen_ms` leaves out steps in which the network changes phase. `headway` begins as `1f1b` and goes over "
-    "between k = 1, 2, 4 and 8; it keeps what it has learnt from block to block, and has trained six steps before "
-    "the first, the others two, all of which but `torch-` run on its runtime. `oracle` is the best fixed order of "
-    "each phase (`best`), not run by itself. `bound_ms` is what no order of these stages can beat, were messages "
-    "to take no time. `predicted_ms` is the replay on links of the lab's rates and tenants' times; that of "
-    "`headway` is that of the best of its orders. `peak_bytes` is by how much the resident memory of the rank "
-    "with most of it grew in a block, the largest of all rounds: paced stages keep only what they send and are "
-    "given. Forwards and backwards sleep, so that CPUs are free for messages and for the tuner, which with "
-    "computation on the same cores they would not be. `cpu` is what all ranks used of all cores. Links are token "
-    "buckets; tenants are four TCP connections a direction, up to `tenant_mbit` together."
+    "`phases-` those of 40 s, half of them with tenants, in phases of 20 s), `interval` its 95 % (bootstrap over "
+    "rounds). `seen_ms` leaves out steps in which the network changes phase. `headway` begins as `1f1b` and goes "
+    "over between k = 1, 2, 4 and 8, eager and zero-bubble (in `phases-`: k = 1, 2, 4); it keeps what it has "
+    "learnt from block to block, and has trained six steps before the first, the others two, all of which but "
+    "`torch-` run on its runtime. `oracle` is the best fixed order of each phase (`best`), not run by itself. "
+    "`bound_ms` is what no order of these stages can beat, were messages to take no time. `predicted_ms` is the "
+    "replay on links of the lab's rates and tenants' times; that of `headway` is that of the best of its orders. "
+    "`peak_bytes` is by how much the resident memory of the rank with most of it grew in a block, the largest of "
+    "all rounds: paced stages keep only what they send and are given. Forwards and backwards sleep, so that CPUs "
+    "are free for messages and for the tuner, which with computation on the same cores they would not be. `cpu` "
+    "is what all ranks used of all cores. Links are token buckets; tenants are four TCP connections a direction, "
+    "up to `tenant_mbit` together."
 )
 
 
@@ -93,12 +94,7 @@ def _rows(case: NetworkCase, found: dict[str, Any]) -> list[dict[str, Any]]:
     planned = strategies(case)
     job = _job(case, found)
     predicted_ms = {name: _predicted_ms(case, job, each) for name, each in planned.items() if name != OWN}
-    following = {each.group_size for each in candidates_of(planned[OWN])}
-    predicted_ms[OWN] = min(
-        predicted_ms[name]
-        for name, each in planned.items()
-        if name == "1f1b" or (name != OWN and each.order == "kfkb" and each.group_size in following)
-    )
+    predicted_ms[OWN] = min(_predicted_ms(case, job, each) for each in candidates_of(planned[OWN]))
     fixed = [name for name in planned if name != OWN]
     blocks = {name: _blocks(found["methods"][name]) for name in found["methods"]}
     oracle = _oracle(case, {name: blocks[name] for name in fixed})

@@ -42,7 +42,8 @@ def strategies(case: NetworkCase) -> dict[str, PipelineStrategy]:
     groups = {
         f"k={size}": PipelineStrategy(order="kfkb", group_size=size, micro_batches=count) for size in sizes
     }
-    follows = PipelineStrategy(order="kfkb", group_sizes=sizes, micro_batches=count)
+    others: tuple[Any, ...] = () if case.is_phases else ("eager-1f1b", "zero-bubble")
+    follows = PipelineStrategy(order="kfkb", group_sizes=sizes, other_orders=others, micro_batches=count)
     found = {**orders, **groups, "headway": follows}
     return {name: found[name] for name in PHASE_METHODS} if case.is_phases else found
 
@@ -129,7 +130,7 @@ def _methods(case: NetworkCase, module: nn.Module) -> dict[str, Method]:
         if name in planned:
             own = PipelineSteps(steps)
             runtime = PipelineRuntime(own, planned[name].schedule_of(stages))
-            follower = Follower(own, runtime, planned[name]) if planned[name].group_sizes else None
+            follower = Follower(own, runtime, planned[name]) if planned[name].follows_network else None
 
         def step(steps: Any = steps) -> None:
             module.zero_grad()

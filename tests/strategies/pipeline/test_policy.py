@@ -133,6 +133,8 @@ def test_a_plan_that_follows_its_network_has_the_groups_that_fit() -> None:
     made = plugin.following(fitting[1], fitting)
     assert made is not None
     strategy, among = made
-    assert strategy == PipelineStrategy(order="kfkb", group_size=4, group_sizes=(1, 2), micro_batches=8)
-    assert [each.describe() for each in among] == [fitting[at].describe() for at in (1, 3, 2)]
+    assert strategy == PipelineStrategy(
+        order="kfkb", group_size=4, group_sizes=(1, 2), other_orders=("eager-1f1b",), micro_batches=8
+    )
+    assert [each.describe() for each in among] == [fitting[at].describe() for at in (1, 3, 2, 0)]
     assert plugin_named("ddp").following(DistributedDataParallelStrategy(), fitting) is None

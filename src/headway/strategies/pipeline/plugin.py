@@ -79,8 +79,12 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             return None
         others = {size: each for each in fitting if (size := grouped_by(each)) is not None}
         sizes = tuple(sorted(others.keys() - {own}))
-        update = {"order": GROUPED, "group_size": own, "group_sizes": sizes}
-        return strategy.model_copy(update=update), [strategy, *(others[size] for size in sizes)]
+        orders = {each.order: each for each in fitting if isinstance(each, PipelineStrategy)}
+        # Not every module permits halved backwards, and a job must not find that out in the middle.
+        other_orders = tuple(order for order in ("eager-1f1b",) if order in orders)
+        update = {"order": GROUPED, "group_size": own, "group_sizes": sizes, "other_orders": other_orders}
+        among = [strategy, *(others[size] for size in sizes), *(orders[order] for order in other_orders)]
+        return strategy.model_copy(update=update), among
 
     def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
         if after.order == RECORDED or before == after:
@@ -113,6 +117,7 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: PipelineStrategy) -> None:
         from headway.strategies.pipeline.runtime import PipelineRuntime
         from headway.strategies.pipeline.tuning.follower import Follower
+        from headway.strategies.pipeline.tuning.tuner import candidates_of
 
         if strategy.order == RECORDED:
             raise PlanError("an order can only be replayed as recorded", fix="Name an order in the plan.")
@@ -120,9 +125,10 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
             update={"micro_batches": strategy.micro_batches or steps.micro_batches}
         )
         schedule = strategy.schedule_of(steps.stage_count)
-        _check_replicas(steps, schedule, strategy)
+        for each in candidates_of(strategy):
+            _check_replicas(steps, each.schedule_of(steps.stage_count), each)
         runtime = PipelineRuntime(steps, schedule)
-        if strategy.group_sizes:
+        if strategy.follows_network:
             Follower(steps, runtime, strategy)
         steps.note_plan(strategy)
 

@@ -42,6 +42,8 @@ class PipelineStrategy(Strategy):
     group_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=64)
     """For `kfkb`: other sizes of groups that the job may go over to while it trains, as its network changes. It begins
     with `group_size`; where there are none, it stays at it."""
+    other_orders: tuple[Literal["gpipe", "eager-1f1b", "zero-bubble"], ...] = Field(default=(), max_length=3)
+    """For `kfkb`: other orders that it may go over to likewise."""
     receive_buffers: int | None = Field(default=None, ge=1)
     """How many messages from each neighbour may be in flight at a time; by default the size of a group."""
     split_points: tuple[str, ...] = ()
@@ -51,9 +53,15 @@ class PipelineStrategy(Strategy):
     def _groups_are_asked_for(self) -> PipelineStrategy:
         if self.group_size != 1 and self.order != GROUPED:
             raise ValueError(f"group_size is an option of the order kfkb, not of {self.order}")
-        if self.group_sizes and self.order != GROUPED:
-            raise ValueError(f"group_sizes is an option of the order kfkb, not of {self.order}")
+        if self.follows_network and self.order != GROUPED:
+            option = "group_sizes" if self.group_sizes else "other_orders"
+            raise ValueError(f"{option} is an option of the order kfkb, not of {self.order}")
         return self
+
+    @property
+    def follows_network(self) -> bool:
+        """Whether it may go over to another order while the job trains."""
+        return bool(self.group_sizes or self.other_orders)
 
     def decide(self, job: Job) -> PipelineSchedule:
         """The order of every rank.
@@ -98,7 +106,7 @@ class PipelineStrategy(Strategy):
     def describe(self) -> str:
         """Say the order and how many micro-batches there are."""
         order = f"{self.group_size}F{self.group_size}B" if self.order == GROUPED else _WORDS[self.order]
-        if self.group_sizes:
+        if self.follows_network:
             order += ", following the network"
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"pipeline, {order}{parts}"

@@ -17,7 +17,9 @@ from headway.strategies.pipeline.tuning.simulated import followed
 from headway.strategies.pipeline.tuning.tuner import Tuner, candidates_of
 
 RANKS, MICRO_BATCHES, BOUNDARY_BYTES = 4, 8, 2**20
-FOLLOWING = PipelineStrategy(order="kfkb", group_sizes=(2, 4), micro_batches=MICRO_BATCHES)
+FOLLOWING = PipelineStrategy(
+    order="kfkb", group_sizes=(2, 4), other_orders=("zero-bubble",), micro_batches=MICRO_BATCHES
+)
 CANDIDATES = candidates_of(FOLLOWING)
 SLOW = SlowPath(source="host1", target="host2", gbps=0.1)
 NETWORKS = {"fast": (1.0, ()), "slow": (0.15, ()), "very slow": (0.08, ()), "one slow path": (1.0, (SLOW,))}
@@ -67,7 +69,7 @@ def test_one_step_under_any_order_foretells_all_of_them(network: str, candidate:
     step = PlayedSteps(on, CANDIDATES[candidate].schedule_of(RANKS)).observed(0, candidate)
     decision = tuner().after(step).latest
     assert decision is not None
-    assert decision.predicted_ms == pytest.approx(times_ms(on), rel=0.015)
+    assert decision.predicted_ms == pytest.approx(times_ms(on), rel=0.02)
     assert decision.measured_ms == pytest.approx(times_ms(on)[candidate], rel=0.01)
 
 
@@ -121,4 +123,6 @@ def test_steps_and_decisions_travel_unchanged() -> None:
 def test_only_groups_have_other_sizes() -> None:
     with pytest.raises(ValueError, match="group_sizes is an option of the order kfkb"):
         PipelineStrategy(order="gpipe", group_sizes=(2,))
+    with pytest.raises(ValueError, match="other_orders is an option of the order kfkb"):
+        PipelineStrategy(order="gpipe", other_orders=("zero-bubble",))
     assert "following the network" in FOLLOWING.describe()

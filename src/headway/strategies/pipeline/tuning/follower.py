@@ -63,13 +63,13 @@ class Follower:
                 "the order of a pipeline cannot follow its network here",
                 got=f"{dist.get_backend(steps.group)} on {steps.device.type}",
                 expected="Gloo on CPUs, where a rank is told when a message arrives",
-                fix="Leave group_sizes out of the plan.",
+                fix="Leave group_sizes and other_orders out of the plan.",
             )
         if len(steps.stages) > 1:
             raise UnsupportedError(
                 "the order of a pipeline with several stages a rank cannot follow its network",
                 got=f"{len(steps.stages)} stages on rank {steps.rank}",
-                fix="Leave group_sizes out of the plan.",
+                fix="Leave group_sizes and other_orders out of the plan.",
             )
         self.decisions: list[Decision] = []
         self._steps, self._runtime = steps, runtime

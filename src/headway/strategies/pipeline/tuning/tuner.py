@@ -56,7 +56,7 @@ class Decision:
 class Tuner:
     """Chooses among ``candidates`` for a pipeline whose boundaries have ``boundary_bytes``. ``latest`` is what it said.
 
-    Candidates are orders of whole backwards, for the same number of micro-batches.
+    Candidates are orders for the same number of micro-batches.
     """
 
     candidates: tuple[PipelineStrategy, ...]
@@ -170,7 +170,12 @@ def _slowest(changed: Mapping[Way, LinkEstimate]) -> str:
 
 
 def candidates_of(strategy: PipelineStrategy) -> tuple[PipelineStrategy, ...]:
-    """What a strategy lets its tuner choose among: its own order first, then its groups of other sizes."""
-    own = strategy.model_copy(update={"group_sizes": ()})
+    """What a strategy lets its tuner choose among: its own order first, its groups of other sizes, other orders."""
+    own = strategy.model_copy(update={"group_sizes": (), "other_orders": ()})
     sizes = [size for size in strategy.group_sizes if size != strategy.group_size]
-    return own, *(own.model_copy(update={"group_size": size}) for size in sizes)
+    alone = own.model_copy(update={"group_size": 1, "receive_buffers": None})
+    return (
+        own,
+        *(own.model_copy(update={"group_size": size}) for size in sizes),
+        *(alone.model_copy(update={"order": order}) for order in strategy.other_orders),
+    )
