@@ -79,7 +79,9 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             return None
         others = {size: each for each in fitting if (size := grouped_by(each)) is not None}
         sizes = tuple(sorted(others.keys() - {own}))
-        orders = {each.order: each for each in fitting if isinstance(each, PipelineStrategy)}
+        orders: dict[str, PipelineStrategy] = {
+            each.order: each for each in fitting if isinstance(each, PipelineStrategy)
+        }
         # Not every module permits halved backwards, and a job must not find that out in the middle.
         other_orders = tuple(order for order in ("eager-1f1b",) if order in orders)
         update = {"order": GROUPED, "group_size": own, "group_sizes": sizes, "other_orders": other_orders}
