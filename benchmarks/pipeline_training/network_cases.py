@@ -29,7 +29,10 @@ UNET = Model((44.0, 40.0, 40.0, 36.0), (2 * MIB, MIB, MIB // 2), "U-Net-like: ha
 
 @dataclass(frozen=True)
 class NetworkCase:
-    """``tenants`` are the links, numbered by the host before them, on which others send ``tenant_mbit`` each way."""
+    """``tenants`` are the links, numbered by the host before them, on which others send ``tenant_mbit`` each way.
+
+    A host between two of them carries twice that.
+    """
 
     name: str
     model: Model = GPT
@@ -101,12 +104,12 @@ CASES = {
         NetworkCase("steady-gpt", rate_mbit=150.0),
         NetworkCase("steady-unet", UNET, rate_mbit=200.0),
         NetworkCase("bursts-one-gpt", tenants=(1,)),
-        NetworkCase("bursts-all-gpt", tenants=(0, 1, 2)),
+        NetworkCase("bursts-all-gpt", tenants=(0, 1, 2), tenant_mbit=200.0),
         NetworkCase(
-            "bursts-all-gpt-s8-m32", GPT_8, micro_batches=32, tenants=tuple(range(7)), tenant_mbit=380.0
+            "bursts-all-gpt-s8-m32", GPT_8, micro_batches=32, tenants=tuple(range(7)), tenant_mbit=200.0
         ),
         NetworkCase("asymmetric-gpt", slow_up_mbit={2: 150.0}),
-        NetworkCase("phases-gpt", tenants=(0, 1, 2), pattern="phases"),
+        NetworkCase("phases-gpt", tenants=(0, 1, 2), tenant_mbit=200.0, pattern="phases"),
     )
 }
 QUICK = ("steady-gpt",)
