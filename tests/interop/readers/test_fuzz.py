@@ -50,7 +50,7 @@ def _take_long(*_arguments: object, **_options: object) -> None:
 
 
 def _take_much(*_arguments: object, **_options: object) -> None:
-    raise TraceError(f"large: {np.ones(40 * 2**20, dtype=np.int8).sum()}")
+    raise TraceError(f"large: {np.ones(160 * 2**20, dtype=np.int8).sum()}")
 
 
 def _raise(*_arguments: object, **_options: object) -> None:
