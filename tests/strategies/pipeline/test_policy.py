@@ -126,8 +126,11 @@ def test_the_bound_is_a_mean_over_steps_and_binds() -> None:
 def test_a_plan_that_follows_its_network_has_the_groups_that_fit() -> None:
     plugin = plugin_named("pipeline")
     fitting = [
-        PipelineStrategy(order=order, group_size=size, micro_batches=8)
-        for order, size in (("eager-1f1b", 1), ("kfkb", 4), ("kfkb", 2), ("1f1b", 1), ("gpipe", 1))
+        PipelineStrategy(order="eager-1f1b", micro_batches=8),
+        PipelineStrategy(order="kfkb", group_size=4, micro_batches=8),
+        PipelineStrategy(order="kfkb", group_size=2, micro_batches=8),
+        PipelineStrategy(micro_batches=8),
+        PipelineStrategy(order="gpipe", micro_batches=8),
     ]
     assert plugin.following(fitting[0], fitting) is None
     made = plugin.following(fitting[1], fitting)
