@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline.py [--quick] [--only CASE] [--json FILE]
 
-Stages are paced: they sleep for the time of a forward and of a backward; messages are real, and so is other tenants'
-traffic. All methods run in the same processes, in turn, each on a stage object of its own.
+Most stages are paced: they sleep for the time of a forward and of a backward; messages are real, and so is other
+tenants' traffic. All methods run in the same processes, in turn, each on a stage object of its own.
 """
 
 from __future__ import annotations
@@ -20,27 +20,17 @@ from statistics import median
 from typing import Any
 
 from common import keep_case, parse_arguments, report
-from pipeline_training.network_cases import CASES, FIRST_BURST_S, PHASE_S, QUICK, NetworkCase
+from pipeline_training.network_cases import CASES, PHASE_S, QUICK, NetworkCase
+from pipeline_training.network_predictions import Predictions, Steps, mixed_ms
 
-from headway.cluster import Cluster, Host, Traffic
-from headway.graph.computation import Computation
-from headway.graph.timeline import Item, Part, Timeline
-from headway.job import Job
 from headway.lab import launch
 from headway.lab.spec import parse_spec
-from headway.model import ModelSpec
-from headway.replayer.simulate import simulate
-from headway.strategies.pipeline.candidates import step_bound_ms
 from headway.strategies.pipeline.tuning.tuner import candidates_of
 
 WORKER = "--worker"
 TIMEOUT_S = 1750.0
 RESAMPLES = 2000
-REPLAYED_STEPS = 24
-LATENCY_US = 100.0
-CONNECTIONS = 4  # of each tenant of the lab
 OWN, OTHERS = "headway", ("torch-1f1b", "torch-gpipe")
-Steps = Sequence[tuple[float, float]]  # when each began (s), and how long it took (ms)
 WORDS = (
     "`time_ms` is the median over interleaved rounds of the mean step of a block (three consecutive steps; in "
     "`phases-` those of 40 s, half of them with tenants, in phases of 20 s), `interval` its 95 % (bootstrap over "
@@ -49,11 +39,12 @@ WORDS = (
     "learnt from block to block, and has trained six steps before the first, the others two, all of which but "
     "`torch-` run on its runtime. `oracle` is the best fixed order of each phase (`best`), not run by itself. "
     "`bound_ms` is what no order of these stages can beat, were messages to take no time. `predicted_ms` is the "
-    "replay on links of the lab's rates and tenants' times; that of `headway` is that of the best of its orders. "
+    "replay on links of the lab's rates, with tenants' traffic as it was meant to be in each block; that of "
+    "`headway` is that of the best of its orders. "
     "`peak_bytes` is by how much the resident memory of the rank with most of it grew in a block, the largest of "
-    "all rounds: paced stages keep only what they send and are given. Forwards and backwards sleep, so that CPUs "
-    "are free for messages and for the tuner, which with computation on the same cores they would not be. `cpu` "
-    "is what all ranks used of all cores. Links are token buckets; tenants are four TCP connections a direction, "
+    "all rounds: paced stages keep only what they send and are given. Paced forwards and backwards sleep, so that "
+    "CPUs are free for messages and for the tuner, which they are not in `-computing` cases, of one stage a core. "
+    "`cpu` is what all ranks used of all cores. Links are token buckets; tenants are four TCP connections a direction, "
     "up to `tenant_mbit` together."
 )
 
@@ -92,22 +83,23 @@ def _rows(case: NetworkCase, found: dict[str, Any]) -> list[dict[str, Any]]:
     from pipeline_training.network_worker import strategies
 
     planned = strategies(case)
-    job = _job(case, found)
-    predicted_ms = {name: _predicted_ms(case, job, each) for name, each in planned.items() if name != OWN}
-    predicted_ms[OWN] = min(_predicted_ms(case, job, each) for each in candidates_of(planned[OWN]))
+    predictions = Predictions(case, found)
     fixed = [name for name in planned if name != OWN]
     blocks = {name: _blocks(found["methods"][name]) for name in found["methods"]}
+    predicted_ms = {name: predictions.of(planned[name], blocks[name]) for name in fixed}
+    predicted_ms[OWN] = min(predictions.of(each, blocks[OWN]) for each in candidates_of(planned[OWN]))
     oracle = _oracle(case, {name: blocks[name] for name in fixed})
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
     common = {
-        "bound_ms": step_bound_ms(job), "stages": case.stages, "micro_batches": case.micro_batches,
-        "forward_ms": case.model.forwards_ms[0], "message_ms": found["stream_ms"],
+        "bound_ms": predictions.bound_ms, "stages": case.stages, "micro_batches": case.micro_batches,
+        "forward_ms": found["passes_ms"][0][0], "message_ms": found["stream_ms"],
         "boundary_bytes": " ".join(map(str, case.model.boundary_bytes)), "rate_mbit": case.rate_mbit,
         "tenants": len(case.tenants), "tenant_mbit": case.tenant_mbit if case.tenants else "",
         "slow_up_mbit": " ".join(f"host{n}={rate:g}" for n, rate in case.slow_up_mbit.items()),
-        "model": case.model.words, "paced": True, "cpu": f"{found['cpu']:.0%}", "commit": described.stdout.strip(),
+        "model": case.model.words, "paced": case.model.is_paced, "cpu": f"{found['cpu']:.0%}",
+        "commit": described.stdout.strip(),
     }  # fmt: skip
     rows = []
     for method, own in blocks.items():
@@ -163,81 +155,13 @@ def _oracle(case: NetworkCase, fixed: dict[str, list[Steps]]) -> tuple[float, st
         }
         names.append(min(found, key=found.__getitem__))
         times_ms.append(found[names[-1]])
-    return _mixed_ms(times_ms), ", ".join(names)
-
-
-def _mixed_ms(times_ms: Sequence[float]) -> float:
-    """The mean step where each of ``times_ms`` holds for as long as the others."""
-    return len(times_ms) / sum(1 / each for each in times_ms)
+    return mixed_ms(times_ms), ", ".join(names)
 
 
 def _interval(taken: list[float]) -> str:
     draw = random.Random(0)
     medians = sorted(median(draw.choices(taken, k=len(taken))) for _ in range(RESAMPLES))
     return f"{medians[round(0.025 * RESAMPLES)]:.0f} to {medians[round(0.975 * RESAMPLES) - 1]:.0f}"
-
-
-def _predicted_ms(case: NetworkCase, job: Job, strategy: Any) -> float:
-    """The mean step of a replay with the lab's rates and its tenants; of phases, each by itself."""
-    hosts, cluster = [host.name for host in job.on.hosts], job.on
-
-    def traffic(begin_ms: float, end_ms: float | None, link: int) -> list[Traffic]:
-        ways = ((hosts[link], hosts[link + 1]), (hosts[link + 1], hosts[link]))
-        return [
-            Traffic(source=one, target=other, gbps=case.tenant_mbit / 1e3, start_ms=begin_ms, end_ms=end_ms,
-                    connections=CONNECTIONS)
-            for one, other in ways
-        ]  # fmt: skip
-
-    if case.is_phases:
-        busy = tuple(each for link in case.tenants for each in traffic(0.0, None, link))
-        return _mixed_ms(
-            [
-                simulate(job.moved_to(cluster.model_copy(update={"traffic": t})), strategy).step_ms
-                for t in ((), busy)
-            ]
-        )
-    bursts = tuple(
-        each
-        for link in case.tenants
-        for begin_s, end_s in case.busy_s(link)[: 4 * REPLAYED_STEPS]
-        for each in traffic((begin_s - FIRST_BURST_S) * 1e3, (end_s - FIRST_BURST_S) * 1e3, link)
-    )
-    return simulate(job.moved_to(cluster.model_copy(update={"traffic": bursts})), strategy).step_ms
-
-
-def _job(case: NetworkCase, found: dict[str, Any]) -> Job:
-    """The case as replay knows it: passes and links as they were measured alone."""
-    gbps = case.model.boundary_bytes[0] * 8 / (found["stream_ms"] * 1e6)
-    burst_bytes = max(0.0, (found["stream_ms"] - found["message_ms"]) * 1e6 * gbps / 8)
-    slow = {n: gbps * mbit / case.rate_mbit for n, mbit in case.slow_up_mbit.items()}
-    hosts = tuple(
-        Host(name=f"host{n}", workers=1, up_gbps=slow.get(n, gbps), down_gbps=gbps)
-        for n in range(case.stages)
-    )
-    steps = REPLAYED_STEPS if case.tenants and not case.is_phases else 1
-    parts = (Part.FORWARD, Part.BACKWARD)
-    timelines = {
-        stage: tuple(
-            Timeline(
-                stage, step,
-                tuple(
-                    Item(part, duration_ns=round(took_ms * 1e6), stage=stage, micro_batch=number)
-                    for part, took_ms in zip(parts, found["passes_ms"][stage], strict=True)
-                    for number in range(case.micro_batches)
-                ),
-            )
-            for step in range(steps)
-        )
-        for stage in range(case.stages)
-    }  # fmt: skip
-    return Job(
-        stages=(ModelSpec(parameters=()),) * case.stages,
-        world_size=case.stages,
-        cluster=Cluster(hosts=hosts, latency_us=LATENCY_US, burst_bytes=round(burst_bytes)),
-        computation=Computation(timelines),
-        boundary_bytes=case.model.boundary_bytes,
-    )
 
 
 if __name__ == "__main__":

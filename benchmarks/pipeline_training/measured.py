@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -54,18 +55,18 @@ def stream_ms(size_bytes: int, count: int = 8) -> float:
     return float(found)
 
 
-def passes_ms(stage: nn.Module, columns: int, repeats: int = 5) -> list[float]:
-    """A forward and a backward of one micro-batch of ``columns`` floats, on one rank after the other."""
+def passes_ms(stage: nn.Module, shape: Sequence[int], repeats: int = 5) -> list[float]:
+    """A forward and a backward of one sample of ``shape``, on one rank after the other."""
     found: list[float] = []
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
-            found = _passes_ms(stage, columns, repeats)
+            found = _passes_ms(stage, shape, repeats)
     return found
 
 
-def _passes_ms(stage: nn.Module, columns: int, repeats: int) -> list[float]:
-    batch = torch.ones(1, columns, requires_grad=True)
+def _passes_ms(stage: nn.Module, shape: Sequence[int], repeats: int) -> list[float]:
+    batch = torch.ones(1, *shape, requires_grad=True)
     taken = []
     for _ in range(repeats):
         start = time.monotonic()

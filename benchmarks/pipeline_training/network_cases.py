@@ -1,4 +1,4 @@
-"""Cases of benchmarks/pipeline.py: paced models on networks that are quiet, slow, or shared with other tenants."""
+"""Cases of benchmarks/pipeline.py: models on networks that are quiet, slow, or shared with other tenants."""
 
 from __future__ import annotations
 
@@ -15,16 +15,28 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Model:
-    """Stages with forwards of ``forwards_ms``, backwards of twice that, and messages of ``boundary_bytes``."""
+    """Stages with messages of ``boundary_bytes``. Paced ones have forwards of ``forwards_ms``, backwards of twice."""
 
     forwards_ms: tuple[float, ...]
     boundary_bytes: tuple[int, ...]
     words: str
+    width: int = 0  # of transformer layers that compute; 0 for stages that sleep
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether stages sleep."""
+        return not self.width
+
+    def input_shape(self, stage: int) -> tuple[int, ...]:
+        """What a stage is given of one micro-batch of one sample, without the dimension of samples."""
+        floats = self.boundary_bytes[max(0, stage - 1)] // 4
+        return (floats,) if self.is_paced else (floats // self.width, self.width)
 
 
 GPT = Model((40.0,) * 4, (MIB,) * 3, "GPT-medium-like: 256 tokens of 1024 floats")
 GPT_8 = Model((20.0,) * 8, (MIB // 2,) * 7, "GPT-medium-like: 128 tokens of 1024 floats")
 UNET = Model((44.0, 40.0, 40.0, 36.0), (2 * MIB, MIB, MIB // 2), "U-Net-like: halved at each stage")
+COMPUTING = Model((), (MIB // 2,), "a transformer layer a stage: 256 tokens of 512 floats", width=512)
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class NetworkCase:
     @property
     def stages(self) -> int:
         """The number of stages, each on a host of its own."""
-        return len(self.model.forwards_ms)
+        return len(self.model.boundary_bytes) + 1
 
     @property
     def is_phases(self) -> bool:
@@ -109,6 +121,8 @@ CASES = {
             "bursts-all-gpt-s8-m32", GPT_8, micro_batches=32, tenants=tuple(range(7)), tenant_mbit=200.0
         ),
         NetworkCase("asymmetric-gpt", slow_up_mbit={2: 150.0}),
+        NetworkCase("quiet-computing", COMPUTING),
+        NetworkCase("steady-computing", COMPUTING, rate_mbit=100.0),
         NetworkCase("phases-gpt", tenants=(0, 1, 2), tenant_mbit=200.0, pattern="phases"),
     )
 }

@@ -43,4 +43,5 @@ class PacedStage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = _slept(x * _slept(self.weight, 0.0, self._forward_s), self._forward_s, self._forward_s)
         columns = round(x.shape[-1] * self._factor)
-        return out if columns == x.shape[-1] else out[..., :columns]
+        # Not a view: torch cannot halve the backward of a stage that puts one out.
+        return out if columns == x.shape[-1] else out[..., :columns].clone()

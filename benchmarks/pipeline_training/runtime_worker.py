@@ -48,7 +48,7 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     methods = {name: _method(make, case, stage) for name, make in _makers(case).items()}
     found: dict[str, Any] = {
         "message_ms": message_ms(case.size_bytes),
-        "passes_ms": passes_ms(stage, case.size_bytes // 4),
+        "passes_ms": passes_ms(stage, (case.size_bytes // 4,)),
     }
     for method in methods.values():
         method()  # torch works out shapes, and connections are made
