@@ -1,4 +1,4 @@
-"""A pipeline of torch.distributed.pipelining as its documentation builds one: a stage a rank, one schedule."""
+"""A pipeline of torch.distributed.pipelining as its documentation builds one: a stage a rank, or two, one schedule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 MICRO_BATCHES, ROWS, WIDTH = 4, 2, 32
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--gpipe", action="store_true")
+parser.add_argument("--interleaved", action="store_true")
 parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES)
 parser.add_argument("--losses", type=Path)
 arguments = parser.parse_args()
@@ -23,11 +24,21 @@ arguments = parser.parse_args()
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank)
-part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())
-stage = PipelineStage(part, rank, world_size, torch.device("cpu"))
-kind = ScheduleGPipe if arguments.gpipe else Schedule1F1B
-schedule = kind(stage, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
-optimizer = torch.optim.AdamW(part.parameters(), lr=0.01)
+device = torch.device("cpu")
+if arguments.interleaved:  # without dropout: in another order a rank would draw its stages' masks in another
+    numbers = (rank, rank + world_size)
+    widths = (WIDTH, *(16 + 8 * each for each in range(2 * world_size - 1)), WIDTH)
+    parts = [nn.Sequential(nn.Linear(widths[each], widths[each + 1]), nn.Tanh()) for each in numbers]
+    stages = [
+        PipelineStage(part, each, 2 * world_size, device) for each, part in zip(numbers, parts, strict=True)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
+else:
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())]
+    stage = PipelineStage(parts[0], rank, world_size, device)
+    kind = ScheduleGPipe if arguments.gpipe else Schedule1F1B
+    schedule = kind(stage, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.AdamW([each for part in parts for each in part.parameters()], lr=0.01)
 generator = torch.Generator().manual_seed(7)
 data = torch.randn(arguments.micro_batches * ROWS, WIDTH, generator=generator)
 seen: list[float] = []

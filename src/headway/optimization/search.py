@@ -260,7 +260,9 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
             strategy, replayer.job.mesh, trace.stages, prediction=prediction, cluster=replayer.cluster
         )
     if strategy.dimension == PIPELINE:
-        return Plan.pipeline(strategy, trace.stages, prediction=prediction, cluster=replayer.cluster)
+        return Plan.pipeline(
+            strategy, trace.stages, ranks=trace.world_size, prediction=prediction, cluster=replayer.cluster
+        )
     return Plan.data_parallel(
         strategy, trace.world_size, trace.model, prediction=prediction, cluster=replayer.cluster
     )

@@ -138,12 +138,13 @@ class Plan(BaseModel):
         strategy: Strategy,
         stages: Sequence[ModelSpec],
         *,
+        ranks: int | None = None,
         prediction: Prediction | None = None,
         cluster: Cluster | None = None,
     ) -> Self:
-        """The plan that a rank a stage trains ``stages`` with ``strategy``."""
+        """The plan that ``ranks``, by default as many, train ``stages`` with ``strategy``."""
         return cls(
-            mesh={PIPELINE: len(stages)},
+            mesh={PIPELINE: ranks or len(stages)},
             parallel={PIPELINE: strategy},
             model=PlannedModel.of(stages[0]),
             stages=tuple(map(PlannedModel.of, stages)),

@@ -49,11 +49,12 @@ def stage_described(
     memory: StageMemory | None,
 ) -> ModelSpec:
     """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
+    own = stage.submod.parameters()
     return model_spec(stage.submod).model_copy(
         update={
             "activation_bytes": activation_bytes.get(stage.stage_index, 0),
             "stage_memory": memory,
-            "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer),
+            "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer, own),
         }
     )
 
@@ -94,10 +95,12 @@ def _finds_unused(model: nn.Module | None) -> bool:
     return bool(getattr(model, "find_unused_parameters", False)) and not getattr(model, "static_graph", False)
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer, of: Iterable[nn.Parameter] | None = None) -> int:
+    """The size of all state, or of that of the parameters ``of``."""
+    states = optimizer.state.values() if of is None else [optimizer.state.get(each, {}) for each in of]
     return sum(
         value.numel() * value.element_size()
-        for state in optimizer.state.values()
+        for state in states
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )

@@ -420,13 +420,15 @@ class Recorder:
         model = model_described(
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
         )
-        stages = self._pipelines.stages
-        if len(stages) == 1:
-            (stage,) = stages.values()
-            pipelines = self._pipelines
-            of_stage = stage_described(
+        pipelines, stages = self._pipelines, self._pipelines.stages
+        of_stages = {
+            index: stage_described(
                 stage, pipelines.activation_bytes, self._step_clock.optimizer, pipelines.memory.found
             )
+            for index, stage in stages.items()
+        }
+        if len(stages) == 1:
+            (of_stage,) = of_stages.values()
             model = of_stage if self._root is None else of_replica(model, of_stage)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)
@@ -461,7 +463,7 @@ class Recorder:
                 self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
             ),
         )
-        write_rank(self.options.folder, info, model, recorded)
+        write_rank(self.options.folder, info, model, recorded, of_stages if len(stages) > 1 else {})
 
     def _notes(self, rows: list[Event]) -> tuple[str, ...]:
         """What a reader of the recording must know."""

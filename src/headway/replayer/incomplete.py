@@ -71,12 +71,15 @@ def check_takes_plans(trace: Trace) -> None:
 def check_pipeline(trace: Trace) -> None:
     """Raise TraceError where models are cut into stages in a way that replay does not lay out."""
     stages = 1 + max((int(events.stage.max(initial=-1)) for events in trace.events.values()), default=-1)
-    whole = trace.stages and len(trace.events) == trace.world_size and trace.world_size % stages == 0
+    several = trace.stages_a_rank > 1
+    whole = trace.stages and len(trace.events) == trace.world_size
+    whole = whole and (several or trace.world_size % stages == 0)
     if stages and not (whole and all(stage.parameters for stage in trace.stages)):
         raise TraceError(
             "replay does not support this pipeline",
             got=f"passes and messages of {stages} stages on {trace.world_size} ranks",
-            expected="a recording of all ranks, one stage a rank, and as many ranks for each stage",
+            expected="a recording of all ranks, with one stage a rank and as many ranks for each stage, or several "
+            "stages a rank and one rank for each",
             fix="Use headway diagnose: its breakdown and its links are valid for this pipeline too.",
         )
 

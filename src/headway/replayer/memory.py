@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from headway.job import Job
 from headway.model import ModelSpec
+from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
@@ -13,8 +14,19 @@ from headway.strategies.registry import plugin_of
 
 
 def peak_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> int:
-    """The most that one rank of ``job`` holds at once: the most of ``stage_peaks_bytes``."""
-    return max(stage_peaks_bytes(job, strategy, schedule))
+    """The most that one rank of ``job`` holds at once: the most of ``rank_peaks_bytes``."""
+    return max(rank_peaks_bytes(job, strategy, schedule))
+
+
+def rank_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:
+    """The most that a rank of each stage holds; of ranks with several stages, the sum over these, which is no less."""
+    peaks_bytes = stage_peaks_bytes(job, strategy, schedule)
+    if not isinstance(schedule, PipelineSchedule) or len(schedule.ranks) == schedule.stages:
+        return peaks_bytes
+    return tuple(
+        sum(own for own, at in zip(peaks_bytes, schedule.rank_of_stage, strict=True) if at == rank)
+        for rank in range(len(schedule.ranks))
+    )
 
 
 def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:

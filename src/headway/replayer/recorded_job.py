@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -14,7 +14,7 @@ from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Timeline
 from headway.job import Job, OptimizerUse
 from headway.replayer.recorded_mesh import recorded_mesh
-from headway.trace.events import Kind
+from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
 
 
@@ -50,15 +50,35 @@ def boundary_bytes(trace: Trace) -> tuple[int, ...]:
 
     Activations and their gradients are as large as each other.
     """
+    if not trace.stages:
+        return ()
     sizes: dict[int, list[int]] = defaultdict(list)
-    stage_of = {
-        rank: int(events.stage.max(initial=-1)) for rank, events in trace.events.items() if trace.stages
-    }
-    for rank, stage in stage_of.items():
-        for row in trace.events[rank].of_kind(Kind.SEND):
-            if row.stage >= 0 and row.peer in stage_of:
-                sizes[min(stage, stage_of[row.peer])].append(row.size_bytes)
-    return tuple(round(median(sizes[stage] or [0])) for stage in range(max(0, len(trace.stages) - 1)))
+    for events in trace.events.values():
+        rows: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
+        for row in events.of_kind(Kind.SEND):
+            if row.stage >= 0:
+                rows[row.step, row.stage, row.micro_batch].append(row)
+        for (_, stage, _), own in rows.items():
+            for boundary, row in zip(_boundaries(stage, own, trace.ranks_of_stages), own, strict=True):
+                sizes[boundary].append(row.size_bytes)
+    return tuple(round(median(sizes[stage] or [0])) for stage in range(len(trace.stages) - 1))
+
+
+def _boundaries(stage: int, rows: Sequence[Event], ranks_of: Mapping[int, Sequence[int]]) -> Iterator[int]:
+    """Which boundary each message of one micro-batch that ``stage`` sent has crossed, in the order in which it did.
+
+    Where the stages before and behind are on one rank, the first half are activations, the others gradients.
+    """
+    both = [
+        row.peer in ranks_of.get(stage + 1, ()) and row.peer in ranks_of.get(stage - 1, ()) for row in rows
+    ]
+    activations_left = sum(both) // 2
+    for row, is_both in zip(rows, both, strict=True):
+        forward = row.peer in ranks_of.get(stage + 1, ())
+        if is_both:
+            forward = activations_left > 0
+            activations_left -= 1
+        yield stage if forward else stage - 1
 
 
 def _optimizers(trace: Trace) -> OptimizerUse:

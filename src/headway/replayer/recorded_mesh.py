@@ -26,7 +26,7 @@ def recorded_mesh(trace: Trace) -> Mapping[str, int]:
     are of other groups than those of the mesh.
     """
     stages = len(trace.stages)
-    if not stages or stages == trace.world_size:
+    if not stages or stages == trace.world_size or trace.stages_a_rank > 1:
         return NO_MESH
     replicas = trace.world_size // stages
     stage_of = {rank: stage for rank, stage in _stages(trace).items() if stage >= 0}

@@ -21,7 +21,7 @@ from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.replayer.disturbance import play_disturbed
 from headway.replayer.folding import period_of
-from headway.replayer.memory import stage_peaks_bytes
+from headway.replayer.memory import rank_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
 from headway.scheduling.buckets import BucketSchedule
@@ -88,26 +88,27 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> int | None:
         """The most that one rank holds at once; None where nothing is known of parameters."""
-        peaks_bytes = self.stage_peaks_bytes
+        peaks_bytes = self.peaks_bytes
         return None if peaks_bytes is None else max(peaks_bytes)
 
     @cached_property
-    def stage_peaks_bytes(self) -> tuple[int, ...] | None:
-        """The same of a rank of each stage."""
+    def peaks_bytes(self) -> tuple[int, ...] | None:
+        """The same of a rank of each stage, or of each rank that has several."""
         if not self.job.has_parameters:
             return None
-        return stage_peaks_bytes(self.job, self.strategy, self.graph.schedule)
+        return rank_peaks_bytes(self.job, self.strategy, self.graph.schedule)
 
     def rank_peak_bytes(self, rank: int) -> int | None:
-        """The most that ``rank`` holds at once: that of its stage, where it has one of its own."""
-        peaks_bytes, schedule = self.stage_peaks_bytes, self.graph.schedule
+        """The most that ``rank`` holds at once: that of its stages, where it has some of its own."""
+        peaks_bytes, schedule = self.peaks_bytes, self.graph.schedule
         if (
             peaks_bytes is None
             or not isinstance(schedule, PipelineSchedule)
             or rank not in schedule.rank_of_stage
         ):
             return self.peak_bytes
-        return peaks_bytes[schedule.rank_of_stage.index(rank)]
+        several = len(schedule.ranks) < schedule.stages
+        return peaks_bytes[rank if several else schedule.rank_of_stage.index(rank)]
 
 
 class Simulator:

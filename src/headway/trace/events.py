@@ -152,6 +152,12 @@ class Events:
         """The numbers of the steps that were recorded from their start to their end."""
         return set(np.unique(self.step[self.kind == Kind.STEP]).tolist())
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of a pipeline of which it has forwards, in their order."""
+        own = self.stage[self.kind == Kind.FORWARD_PASS]
+        return tuple(np.unique(own[own >= 0]).tolist())
+
     def where(self, mask: Flags) -> Events:
         """The events that ``mask`` (bool, one an event) picks."""
         count = int(np.count_nonzero(mask))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel
 
 from headway import files
 from headway.cluster import Cluster
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MODEL = "model.json"
 CLUSTER = "cluster.yaml"  # where the job's links and machines were measured
-_Description = TypeVar("_Description", RankInfo, ModelSpec)
+_Description = TypeVar("_Description", bound=BaseModel)
 LATEST_NS = 2**61  # some 70 years, so that clocks that count from 1970 fit
 
 
@@ -40,10 +42,19 @@ def server_file(server: int) -> str:
     return f"server-{server:05d}.parquet"
 
 
-def write_rank(folder: Path, info: RankInfo, model: ModelSpec, events: Events | list[Event]) -> Path:
-    """Write one rank's file, with its description inside, so that each file stands by itself."""
+def write_rank(
+    folder: Path,
+    info: RankInfo,
+    model: ModelSpec,
+    events: Events | list[Event],
+    stages: Mapping[int, ModelSpec] = MappingProxyType({}),
+) -> Path:
+    """Write one rank's file, with its description inside, so that each file stands by itself.
+
+    ``stages`` are the models of its stages by their numbers, where it has several of a pipeline.
+    """
     columns = events if isinstance(events, Events) else Events.from_rows(events)
-    return _write_events(folder / rank_file(info.rank), info, model, columns)
+    return _write_events(folder / rank_file(info.rank), info, model, columns, stages)
 
 
 def write_trace(
@@ -61,7 +72,13 @@ def write_trace(
     _write_descriptions(folder, manifest, model)
 
 
-def _write_events(path: Path, info: RankInfo, model: ModelSpec, events: Events) -> Path:
+def _write_events(
+    path: Path,
+    info: RankInfo,
+    model: ModelSpec,
+    events: Events,
+    stages: Mapping[int, ModelSpec] = MappingProxyType({}),
+) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -71,9 +88,10 @@ def _write_events(path: Path, info: RankInfo, model: ModelSpec, events: Events) 
         for name, column in columns.items()
         if not (name in OPTIONAL_COLUMNS and is_absent(column))
     }
-    table = pa.table(arrays).replace_schema_metadata(
-        {"headway": __version__, "rank": info.model_dump_json(), "model": model.model_dump_json()}
-    )
+    described = {"headway": __version__, "rank": info.model_dump_json(), "model": model.model_dump_json()}
+    if stages:
+        described["stages"] = _RankStages(stages=dict(stages)).model_dump_json()
+    table = pa.table(arrays).replace_schema_metadata(described)
     unfinished = path.with_suffix(".writing")
     pq.write_table(table, unfinished, compression="zstd")
     unfinished.replace(path)
@@ -180,27 +198,46 @@ def load_trace(path: str | Path) -> Trace:
     return Trace(folder, manifest, model, events, servers, _measured_cluster(folder, manifest), stages)
 
 
+class _RankStages(BaseModel):
+    """The models of a rank's stages, by their numbers."""
+
+    stages: dict[int, ModelSpec]
+
+
 def _stages(folder: Path, events: Mapping[int, Events]) -> tuple[ModelSpec, ...]:
     """The model of each stage of a pipeline, from the file of the first rank that has it.
 
-    None where a rank has several, or where as many ranks do not have each.
+    None where ranks have several and others have them too, or where as many ranks do not have each.
     """
     rank_of: dict[int, int] = {}
     count: Counter[int] = Counter()
+    most = 0
     for rank, own in sorted(events.items()):
-        stages = set(np.unique(own.stage[own.kind == Kind.FORWARD_PASS]).tolist()) - {-1}
-        if len(stages) != 1:
+        stages = own.stages
+        if not stages:
             return ()
-        stage = stages.pop()
-        rank_of.setdefault(stage, rank)
-        count[stage] += 1
-    if sorted(rank_of) != list(range(len(rank_of))) or len(set(count.values())) != 1:
+        most = max(most, len(stages))
+        for stage in stages:
+            rank_of.setdefault(stage, rank)
+        count.update(stages)
+    shared = max(count.values(), default=0)
+    if sorted(rank_of) != list(range(len(rank_of))) or min(count.values(), default=0) != shared:
         return ()
-    found = []
-    for stage in range(len(rank_of)):
-        with RankColumns(folder / rank_file(rank_of[stage]), Allowance()) as file:
-            found.append(_metadata(file, "model", ModelSpec))
-    return tuple(found)
+    if most > 1 < shared:
+        return ()
+    models: dict[int, ModelSpec] = {}
+    for rank in sorted(set(rank_of.values())):
+        with RankColumns(folder / rank_file(rank), Allowance()) as file:
+            models = {**_models_of(file, events[rank].stages), **models}
+    return tuple(models[stage] for stage in sorted(rank_of)) if models.keys() >= rank_of.keys() else ()
+
+
+def _models_of(file: RankColumns, stages: Sequence[int]) -> Mapping[int, ModelSpec]:
+    if len(stages) == 1:
+        return {stages[0]: _metadata(file, "model", ModelSpec)}
+    if b"stages" not in file.metadata:
+        return {}
+    return _metadata(file, "stages", _RankStages).stages
 
 
 def _manifest(path: Path) -> Manifest:

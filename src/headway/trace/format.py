@@ -115,8 +115,8 @@ class Trace:
     """One recording: who took part, the model, and every rank's events on rank 0's clock.
 
     ``cluster`` is what the job measured of its links and machines, where it did. ``stages`` are the models of a
-    pipeline's stages, where every recorded rank has one, and as many ranks have each; ``model`` is then that of the
-    first recorded rank.
+    pipeline's stages, where every recorded rank has one, and as many ranks have each, or where ranks have several that
+    no others have; ``model`` is then that of the first recorded rank.
     """
 
     path: Path
@@ -136,6 +136,20 @@ class Trace:
     def world_size(self) -> int:
         """The number of ranks of the job."""
         return self.manifest.world_size
+
+    @cached_property
+    def ranks_of_stages(self) -> dict[int, tuple[int, ...]]:
+        """The recorded ranks that have each stage of a pipeline."""
+        found: dict[int, list[int]] = {}
+        for rank, events in sorted(self.events.items()):
+            for stage in events.stages:
+                found.setdefault(stage, []).append(rank)
+        return {stage: tuple(ranks) for stage, ranks in sorted(found.items())}
+
+    @property
+    def stages_a_rank(self) -> int:
+        """The most stages of a pipeline that one rank has."""
+        return max((len(events.stages) for events in self.events.values()), default=0)
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from headway.scheduling.pipeline.orders import (
     gpipe,
     grouped,
     interleaved,
+    looped,
     one_forward_one_backward,
     zero_bubble,
 )
@@ -27,10 +28,12 @@ def all_of(stages: int) -> Iterator[PipelineSchedule]:
     for micro_batches in range(1, MOST_MICRO_BATCHES + 1):
         yield from (order(stages, micro_batches) for order in ORDERS.values())
         yield from (grouped(stages, micro_batches, size) for size in range(2, micro_batches + 2))
+        whole = [ranks for ranks in range(1, stages + 1) if stages % ranks == 0]
+        yield from (looped(ranks, stages // ranks, micro_batches) for ranks in whole)
         yield from (
             interleaved(ranks, stages // ranks, micro_batches)
-            for ranks in range(1, stages + 1)
-            if stages % ranks == 0 and micro_batches % ranks == 0
+            for ranks in whole
+            if micro_batches % ranks == 0
         )
 
 
@@ -79,6 +82,7 @@ def test_as_they_are_drawn_in_their_papers() -> None:
     assert drawn(zero_bubble(2, 3), 0) == "F0 F1 I0 W0 F2 I1 W1 I2 W2"
     assert drawn(zero_bubble(2, 3), 1) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
     assert " ".join(map(str, interleaved(2, 2, 2).ranks[1])) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    assert " ".join(map(str, looped(2, 2, 2).ranks[1])) == "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"
 
 
 def test_zero_bubble_halves_every_backward() -> None:

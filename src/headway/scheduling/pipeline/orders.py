@@ -1,6 +1,6 @@
-"""The known orders of pipelines, as schedules: GPipe, 1F1B, kFkB, eager 1F1B, interleaved 1F1B and zero-bubble.
+"""The known orders of pipelines, as schedules: GPipe, 1F1B, kFkB, eager, interleaved and looped ones, and zero-bubble.
 
-All have one stage a rank but the interleaved one. They differ in how many forwards a stage runs ahead of its
+Interleaved and looped ones have several stages a rank. They differ in how many forwards a stage runs ahead of its
 backwards, which is what it holds of activations, and so in how late a transfer may come before it is waited for. A rank
 posts as many receives of a neighbour as a group has members: with fewer, ranks could wait for each other for ever where
 a send waits for its receive.
@@ -107,6 +107,25 @@ def interleaved(ranks: int, stages_a_rank: int, micro_batches: int) -> PipelineS
     )
 
 
+def looped(ranks: int, stages_a_rank: int, micro_batches: int) -> PipelineSchedule:
+    """Breadth-first GPipe (Lamy-Poirier, arXiv 2211.05953): all micro-batches through a stage, then through the next.
+
+    Stage ``s`` is on rank ``s % ranks``; backwards go the other way. A rank holds the activations of all micro-batches
+    of all its stages. Raises ValueError for fewer than one rank, stage or micro-batch.
+    """
+    _check(ranks * stages_a_rank, micro_batches)
+
+    def of_rank(rank: int) -> Iterator[Action]:
+        own = range(rank, ranks * stages_a_rank, ranks)
+        for stage in own:
+            yield from (Action(Pass.FORWARD, stage, each) for each in range(micro_batches))
+        for stage in reversed(own):
+            yield from (Action(Pass.BACKWARD, stage, each) for each in range(micro_batches))
+
+    ranked = tuple(tuple(of_rank(rank)) for rank in range(ranks))
+    return PipelineSchedule(ranked, micro_batches, receive_buffers=micro_batches)
+
+
 def _check(stages: int, micro_batches: int) -> None:
     if stages < 1 or micro_batches < 1:
         raise ValueError("a schedule has at least one stage and one micro-batch")
@@ -144,3 +163,8 @@ ORDERS: dict[str, Callable[[int, int], PipelineSchedule]] = {
     "zero-bubble": zero_bubble,
 }
 """Orders of one stage a rank by name, each made of a number of stages and one of micro-batches."""
+LOOPED_ORDERS: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
+    "interleaved": interleaved,
+    "looped": looped,
+}
+"""Orders of several, each made of a number of ranks, one of stages a rank and one of micro-batches."""

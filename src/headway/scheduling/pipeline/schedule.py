@@ -94,10 +94,12 @@ class PipelineSchedule:
             if stage + 1 < self.stages:
                 yield self.first_of_backward(stage + 1, micro_batch)
 
-    def most_in_flight(self, rank: int) -> int:
-        """The most micro-batches of which ``rank`` holds activations at a time, over all of its stages."""
+    def most_in_flight(self, rank: int, stage: int | None = None) -> int:
+        """The most micro-batches of which ``rank`` holds activations at a time, over all of its stages or of one."""
         most = held = 0
         for action in self.ranks[rank]:
+            if stage not in (None, action.stage):
+                continue
             if action.kind is Pass.FORWARD:
                 held += 1
                 most = max(most, held)

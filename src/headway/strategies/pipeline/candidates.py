@@ -17,12 +17,28 @@ def candidates(job: Job) -> Iterator[PipelineStrategy]:
     count = micro_batches(job.steps) if len(job.stages) > 1 else 0
     if not count:
         return
+    if len(job.stages) > (ranks := dict(job.mesh).get(PIPELINE, job.world_size)):
+        yield from _looped(job, ranks, count)
+        return
     yield PipelineStrategy(micro_batches=count)
     for size in group_sizes(count):
         yield PipelineStrategy(micro_batches=count, order="kfkb", group_size=size)
     yield PipelineStrategy(micro_batches=count, order="eager-1f1b")
     if not job.mesh:  # the replicas of a stage reduce gradients in whole backwards
         yield PipelineStrategy(micro_batches=count, order="zero-bubble")
+
+
+def _looped(job: Job, ranks: int, micro_batches: int) -> Iterator[PipelineStrategy]:
+    """Orders of several stages a rank, where these lie as the orders have them."""
+    if any(
+        action.stage % ranks != rank
+        for rank, own in job.steps.timelines.items()
+        for action in StageTimes.of(own[0]).passes_ns
+    ):
+        return
+    if micro_batches % ranks == 0:
+        yield PipelineStrategy(micro_batches=micro_batches, order="interleaved")
+    yield PipelineStrategy(micro_batches=micro_batches, order="looped")
 
 
 def group_sizes(micro_batches: int) -> list[int]:

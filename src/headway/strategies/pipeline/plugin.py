@@ -33,7 +33,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
 
         if (ranks := len(graph.schedule.ranks)) != job.world_size:
             raise PlanError(
-                "replay of a pipeline needs one rank per stage",
+                "replay of a pipeline needs the ranks of one",
                 got=f"{ranks} ranks of a pipeline on {job.world_size} ranks",
                 fix="For several pipelines side by side, give a mesh of stages and replicas.",
             )
@@ -50,7 +50,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             state_bytes=model.optimizer_state_bytes,
             gradients_apart=True,
             updated_share=1.0,
-            passes_in_flight=schedule.most_in_flight(schedule.rank_of_stage[stage]),
+            passes_in_flight=schedule.most_in_flight(schedule.rank_of_stage[stage], stage),
         )
 
     def peak_bytes(self, job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
@@ -126,9 +126,10 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         strategy = strategy.model_copy(
             update={"micro_batches": strategy.micro_batches or steps.micro_batches}
         )
-        schedule = strategy.schedule_of(steps.stage_count)
+        ranks = len(set(steps.rank_of_stage))
+        schedule = strategy.schedule_of(steps.stage_count, ranks)
         for each in candidates_of(strategy):
-            _check_replicas(steps, each.schedule_of(steps.stage_count), each)
+            _check_replicas(steps, each.schedule_of(steps.stage_count, ranks), each)
         runtime = PipelineRuntime(steps, schedule)
         if strategy.follows_network:
             Follower(steps, runtime, strategy)

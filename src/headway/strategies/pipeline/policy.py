@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from headway.errors import PlanError
 from headway.job import Job
-from headway.scheduling.pipeline.orders import ORDERS, grouped
+from headway.scheduling.pipeline.orders import LOOPED_ORDERS, ORDERS, grouped
 from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
 from headway.strategies.base import PIPELINE, Strategy
 from headway.strategies.pipeline.stage_times import micro_batches, recorded_actions
@@ -17,12 +17,12 @@ from headway.strategies.pipeline.stage_times import micro_batches, recorded_acti
 GROUPED, RECORDED = "kfkb", "recorded"
 _WORDS = {
     "1f1b": "1F1B", "gpipe": "GPipe", "eager-1f1b": "eager 1F1B", "zero-bubble": "zero bubble",
-    "recorded": "as recorded",
+    "interleaved": "interleaved 1F1B", "looped": "looped GPipe", "recorded": "as recorded",
 }  # fmt: skip
 
 
 class PipelineStrategy(Strategy):
-    """Micro-batches go through stages, each on a rank of its own, in a given order.
+    """Micro-batches go through stages on different ranks in a given order.
 
     Gradients are the same in every order. Orders differ in how long ranks wait for messages and for each other, and in
     how many micro-batches' activations they hold.
@@ -33,8 +33,11 @@ class PipelineStrategy(Strategy):
 
     micro_batches: int | None = Field(default=None, ge=1, le=4096)
     """How many micro-batches a batch is split into; by default as many as were recorded."""
-    order: Literal["kfkb", "1f1b", "gpipe", "eager-1f1b", "zero-bubble", "recorded"] = "1f1b"
+    order: Literal[
+        "kfkb", "1f1b", "gpipe", "eager-1f1b", "zero-bubble", "interleaved", "looped", "recorded"
+    ] = "1f1b"
     """The order of forwards and backwards. `kfkb` alternates between `group_size` forwards and as many backwards;
+    `interleaved` (1F1B) and `looped` (GPipe) are for several stages a rank, stage `s` on rank `s` modulo their number;
     `recorded` is that of a recording, whatever it was, and is only replayed."""
     group_size: int = Field(default=1, ge=1)
     """For `kfkb`: the number of micro-batches in a group. While one of them is being sent, the others are computed; a
@@ -75,7 +78,9 @@ class PipelineStrategy(Strategy):
             )  # fmt: skip
         if self.order == RECORDED:
             return RecordedPipelineSchedule(recorded_actions(job.steps), micro_batches(job.steps))
-        return self.spelled_out(job).schedule_of(len(job.stages))
+        return self.spelled_out(job).schedule_of(
+            len(job.stages), dict(job.mesh).get(PIPELINE, job.world_size)
+        )
 
     def spelled_out(self, job: Job) -> Self:
         """The same with the number of micro-batches that were recorded. Raises PlanError where none were."""
@@ -87,14 +92,12 @@ class PipelineStrategy(Strategy):
             )
         return self.model_copy(update={"micro_batches": recorded})
 
-    def schedule_of(self, stages: int) -> PipelineSchedule:
-        """The order of every rank of a pipeline of so many stages. Raises PlanError for too few buffers."""
-        assert self.micro_batches is not None
-        assert self.order != RECORDED
-        if self.order == GROUPED:
-            schedule = grouped(stages, self.micro_batches, self.group_size)
-        else:
-            schedule = ORDERS[self.order](stages, self.micro_batches)
+    def schedule_of(self, stages: int, ranks: int | None = None) -> PipelineSchedule:
+        """The order of every rank of a pipeline of so many stages on ``ranks``, by default as many.
+
+        Raises PlanError for too few buffers, and for an order that is not one of so many stages a rank.
+        """
+        schedule = self._order_of(stages, stages if ranks is None else ranks)
         least = schedule.receive_buffers
         if self.receive_buffers is not None and self.receive_buffers < least:
             raise PlanError(
@@ -102,6 +105,31 @@ class PipelineStrategy(Strategy):
                 got=f"receive_buffers: {self.receive_buffers}", expected=f"at least {least} for {self.describe()}",
             )  # fmt: skip
         return replace(schedule, receive_buffers=self.receive_buffers or least)
+
+    def _order_of(self, stages: int, ranks: int) -> PipelineSchedule:
+        count = self.micro_batches
+        assert count is not None
+        assert self.order != RECORDED
+        if (self.order in LOOPED_ORDERS) != (stages > ranks):
+            raise PlanError(
+                "the plan's order is for another number of stages a rank",
+                got=f"{stages} stages on {ranks} ranks", expected=self._stages_expected(ranks),
+                fix=f"Use one of {', '.join(LOOPED_ORDERS)}." if stages > ranks else "Use another order.",
+            )  # fmt: skip
+        if self.order == GROUPED:
+            return grouped(stages, count, self.group_size)
+        if self.order not in LOOPED_ORDERS:
+            return ORDERS[self.order](stages, count)
+        if stages % ranks or (self.order == "interleaved" and count % ranks):
+            raise PlanError(
+                f"{_WORDS[self.order]} needs as many stages on every rank"
+                + (", and rounds of as many micro-batches as there are ranks" * (self.order == "interleaved")),
+                got=f"{stages} stages and {count} micro-batches on {ranks} ranks", expected=f"multiples of {ranks}",
+            )  # fmt: skip
+        return LOOPED_ORDERS[self.order](ranks, stages // ranks, count)
+
+    def _stages_expected(self, ranks: int) -> str:
+        return f"a multiple of {ranks} stages" if self.order in LOOPED_ORDERS else "one stage a rank"
 
     def describe(self) -> str:
         """Say the order and how many micro-batches there are."""
