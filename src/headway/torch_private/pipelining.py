@@ -104,6 +104,7 @@ class PipelineSteps:
         self.stages: dict[int, Any] = {stage.stage_index: stage for stage in own}
         self.stage_count: int = own[0].num_stages
         self.rank: int = own[0].group_rank
+        self.halves_backwards = False  # whether steps will be carried out so
         self._torch_step = schedule._step_microbatches
         self._signature = inspect.signature(self._torch_step)
         single = hasattr(schedule, "_initialize_stage")
@@ -195,6 +196,9 @@ class PipelineSteps:
         output = own.forward_one_chunk(
             micro_batch, args, kwargs, save_forward_output=given.get("return_outputs", True)
         )
+        if self.halves_backwards and not own.is_last:
+            outputs, inputs = own.fwd_cache[micro_batch]
+            own.fwd_cache[micro_batch] = (tuple(map(_whole, outputs)), inputs)
         more = [given["loss_kwargs"]] if "loss_kwargs" in given else []
         self._schedule._maybe_compute_loss(own, output, given["target_mbs"], micro_batch, *more)
         if stage + 1 in self.stages:
@@ -218,6 +222,16 @@ class PipelineSteps:
         """Compute the gradients of a stage's parameters, whose inputs' were computed before."""
         self.stages[stage].backward_weight_one_chunk(micro_batch, last_backward=last)
 
+    def given_to(self, stage: int) -> list[str]:
+        """What a stage receives of a micro-batch: type and shape of each tensor, once stages are prepared."""
+        infos = self.stages[stage].args_recv_info.get(0, ())
+        return [_described(each.buffer) for each in infos if getattr(each, "buffer", None) is not None]
+
+    def handed_on_by(self, stage: int) -> list[str]:
+        """What a stage hands on of a micro-batch, likewise; empty where this torch does not say."""
+        metas = getattr(getattr(self.stages[stage], "_stage_meta", None), "outputs", None) or ()
+        return [_described(each) for each in metas]
+
     # Messages ----------------------------------------------------------------------------------------
 
     def receive_buffers(self, stage: int, micro_batch: int, *, gradients: bool) -> ReceiveBuffers:
@@ -237,6 +251,17 @@ class PipelineSteps:
         own = self.stages[stage]
         found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
         return found
+
+
+def _described(tensor: Any) -> str:
+    """Of a tensor, or of what torch notes of one."""
+    distributed = "DTensor " if "DTensor" in type(tensor).__name__ else ""
+    return f"{distributed}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _whole(output: Any) -> Any:
+    """A copy of what is a view of something else: torch lets go of an output in place when its backward is halved."""
+    return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else output
 
 
 def _let_go_of_graph(chunks: list[Any], outputs: Sequence[Any], loss: torch.Tensor | None) -> None:

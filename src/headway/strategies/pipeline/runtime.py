@@ -19,7 +19,7 @@ from headway.errors import PlanError
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
-from headway.strategies.pipeline import lost
+from headway.strategies.pipeline import boundaries, lost
 from headway.strategies.pipeline.tuning.watch import StepWatch
 from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers
 
@@ -33,6 +33,8 @@ class PipelineRuntime:
     def __init__(self, steps: PipelineSteps, schedule: PipelineSchedule) -> None:
         self._steps = steps
         self._templates: dict[tuple[int, bool], tuple[list[torch.Tensor | None], torch.device]] = {}
+        self._batches = boundaries.BatchCheck(steps.micro_batches)
+        self._is_first = True
         self._watch: StepWatch | None = None
         self._before_step: Callable[[], object] = _nothing
         self._after_step: Callable[[], object] = _nothing
@@ -43,6 +45,9 @@ class PipelineRuntime:
         """Carry out steps in the order of ``schedule`` from now on; every rank says so before the same step."""
         _check(self._steps, schedule)
         self._program = program_of(schedule, self._steps.rank)
+        self._steps.halves_backwards = any(
+            action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own
+        )
         self._gradients = Counter(
             action.stage
             for action in schedule.ranks[self._steps.rank]
@@ -69,8 +74,7 @@ class PipelineRuntime:
         if watch is not None:
             watch.called()
         self._before_step()
-        args, kwargs = self._steps.begin(given)
-        self._release_all_buffers()
+        args, kwargs = self._prepare(given)
         if watch is not None:
             watch.begins()
         received: dict[Message, Sequence[dist.Work]] = {}
@@ -104,6 +108,20 @@ class PipelineRuntime:
                 _wait(works)
         self._steps.end(given)
         self._after_step()
+
+    def _prepare(self, given: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Refuse what no step can be trained on; returns each micro-batch's arguments, and keyword ones."""
+        trouble = self._batches.trouble(given)
+        if self._is_first:
+            boundaries.agree(self._steps, trouble)
+        elif trouble:
+            boundaries.refuse(f"rank {self._steps.rank}: {trouble}")
+        found = self._steps.begin(given)
+        if self._is_first:
+            boundaries.check(self._steps)
+        self._is_first = False
+        self._release_all_buffers()
+        return found
 
     def _compute(
         self,
