@@ -24,6 +24,7 @@ COMMANDS = {
     "predict": "predict the step of a model on a cluster, without a trace",
     "optimize": "search for the best plan and write it to a file",
     "run": "run an unmodified training command under a plan",
+    "decisions": "say what a run that follows its network decided, and why",
     "probe": "measure latency and rate of a job's links",
     "lab": "run a command on an emulated cluster on this machine",
 }

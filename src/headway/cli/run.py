@@ -23,8 +23,13 @@ _SPREAD = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "fl
 
 @click.command(options_metavar="[OPTIONS] -- COMMAND")
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), required=True, help="The plan to run.")
+@click.option(
+    "--decisions",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write each decision of a pipeline that follows its network to this file; read it with headway decisions.",
+)
 @click.pass_context
-def run(ctx: click.Context, plan_path: Path) -> None:
+def run(ctx: click.Context, plan_path: Path, decisions: Path | None) -> None:
     """Run COMMAND under a plan.
 
     headway run --plan plan.yaml -- torchrun --nproc-per-node 2 train.py
@@ -41,6 +46,8 @@ def run(ctx: click.Context, plan_path: Path) -> None:
     injection_of(plan)
     _check_world_size(plan, command)
     environment = injected_environment(os.environ, plan=str(plan_path.absolute()))
+    if decisions is not None:
+        environment |= _noted(plan, decisions)
     folder = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None
     if folder is not None and not os.access(folder, os.W_OK):
         folder = None
@@ -49,6 +56,27 @@ def run(ctx: click.Context, plan_path: Path) -> None:
     if ended.exit_status == 0:
         _check_applied(ended)
     ctx.exit(ended.exit_status)
+
+
+def _noted(plan: Plan, decisions: Path) -> dict[str, str]:
+    """The variable that has rank 0 write its decisions there."""
+    from headway.strategies.pipeline.policy import PipelineStrategy
+    from headway.strategies.pipeline.tuning.journal import DECISIONS_VARIABLE
+
+    strategy = plan.strategy
+    if not (isinstance(strategy, PipelineStrategy) and strategy.follows_network):
+        raise PlanError(
+            "under this plan nothing is decided while the job trains",
+            got=strategy.describe(),
+            expected="a plan that headway optimize --follow-network wrote",
+            fix="Leave out --decisions.",
+        )
+    if not decisions.absolute().parent.is_dir():
+        raise LaunchError(
+            f"{decisions} cannot be written", got=f"no folder {decisions.absolute().parent}",
+            fix="Make the folder, or name another.",
+        )  # fmt: skip
+    return {DECISIONS_VARIABLE: str(decisions.absolute())}
 
 
 def _check_world_size(plan: Plan, command: Sequence[str]) -> None:

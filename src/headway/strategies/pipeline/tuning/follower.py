@@ -18,6 +18,7 @@ from headway.errors import UnsupportedError
 from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
+from headway.strategies.pipeline.tuning.journal import Journal
 from headway.strategies.pipeline.tuning.observed import Columns
 from headway.strategies.pipeline.tuning.service import TunerProcess
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner, candidates_of
@@ -72,6 +73,7 @@ class Follower:
                 fix="Leave group_sizes and other_orders out of the plan.",
             )
         self.decisions: list[Decision] = []
+        self._journal: Journal | None = None
         self._steps, self._runtime = steps, runtime
         self._candidates = candidates_of(strategy)
         self._schedules = [each.schedule_of(steps.stage_count) for each in self._candidates]
@@ -139,6 +141,7 @@ class Follower:
         if self._steps.rank == 0:
             boundary_bytes = tuple(int(each) for each in sizes[1:])
             self._tuner = self._start(Tuner(self._candidates, boundary_bytes))
+            self._journal = Journal.wanted([each.describe() for each in self._candidates])
 
     def _take_in(self, work: dist.Work, rows: Sequence[torch.Tensor]) -> None:
         work.wait()
@@ -154,6 +157,8 @@ class Follower:
 
     def _decided(self, decision: Decision) -> None:
         self.decisions.append(decision)
+        if self._journal is not None:
+            self._journal.add(decision)
         if decision.before != self._wanted:
             return  # about a step before the last switch
         self._wanted = decision.candidate

@@ -1,0 +1,86 @@
+"""A tuner's decisions: written, read, drawn, and said by ``headway decisions``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.commands import headway
+
+from headway.errors import UserError
+from headway.report.decisions import decisions_page, summary
+from headway.strategies.pipeline.tuning.journal import DECISIONS_VARIABLE, Journal, read_journal
+from headway.strategies.pipeline.tuning.tuner import Decision
+
+ORDERS = ("pipeline, 1F1B", "pipeline, <2F2B>")
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "decisions.jsonl"
+    monkeypatch.setenv(DECISIONS_VARIABLE, str(path))
+    journal = Journal.wanted(ORDERS)
+    assert journal is not None
+    for step, (before, chosen) in enumerate(((0, 0), (0, 1), (1, 1))):
+        reason = f"the network </script><b>changed</b> in step {step}"
+        journal.add(Decision(step, before, chosen, reason, (100.0, 80.0), 99.0, {(0, 1): 0.15}))
+    return path
+
+
+def test_what_is_written_is_read(written: Path) -> None:
+    entries = read_journal(written)
+    assert [(each.step, each.before, each.order) for each in entries] == [
+        (0, ORDERS[0], ORDERS[0]),
+        (1, ORDERS[0], ORDERS[1]),
+        (2, ORDERS[1], ORDERS[1]),
+    ]
+    assert entries[1].predicted_ms == {ORDERS[0]: 100.0, ORDERS[1]: 80.0}
+    assert entries[1].links_gbps == {"0>1": 0.15}
+    with written.open("a") as file:
+        file.write('{"step": 3, "bef')  # being written
+    assert len(read_journal(written)) == 3
+    assert summary(entries) == "1 switch after 3 decisions; in force: pipeline, <2F2B>"
+
+
+def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DECISIONS_VARIABLE, raising=False)
+    assert Journal.wanted(ORDERS) is None
+
+
+def test_a_folder_that_is_gone_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path / "none" / "file", ORDERS)
+    journal.add(Decision(0, 0, 1, "why"))
+    assert "decisions cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "no JSON\n", "{}\n", '{"step": -1}\n', "[" * 100_000 + "\n"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UserError):
+        read_journal(tmp_path / "file")
+
+
+def test_the_page_shows_every_step_and_escapes_reasons(written: Path) -> None:
+    pytest.importorskip("bokeh")
+    page = decisions_page(read_journal(written))
+    assert "1 switch after 3 decisions" in page
+    assert "changed" in page
+    assert "</script><b>changed" not in page
+    assert 'src="http' not in page
+
+
+def test_the_command_says_why(written: Path, tmp_path: Path) -> None:
+    done = headway("decisions", written, "--html", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 switch after 3 decisions; in force: pipeline, <2F2B>")
+    assert "in step 1" in done.stdout
+    assert "in step 0" not in done.stdout
+    assert (tmp_path / "page.html").stat().st_size > 1000
+    said = json.loads(headway("decisions", written, "--json").stdout)
+    assert len(said["decisions"]) == 3
+    refused = headway("decisions", tmp_path / "missing")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
