@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from headway.errors import HeadwayError
 from headway.scheduling.pipeline.orders import grouped, zero_bubble
@@ -69,13 +69,15 @@ def in_a_later_step(rank: int, world_size: int) -> str:
 def hands_on(rank: int, world_size: int, what: str) -> str:
     """What ranks raise where stage 1 puts out what no message carries."""
 
+    mesh = init_device_mesh("cpu", (world_size,))
+
     class Strange(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             found = super().forward(x)
             if rank != 1:
                 return found
             if what == "DTensor":
-                return distribute_tensor(found, init_device_mesh("cpu", (1,)))
+                return DTensor.from_local(found, mesh, [Replicate()])
             return None if what == "None" else 3.5
 
     def one() -> None:

@@ -32,10 +32,19 @@ def test_a_smaller_batch_in_a_later_step_is_refused() -> None:
     assert "rank 2: the target has micro-batches of other shapes" in said[2], said
 
 
-@pytest.mark.parametrize("what", ["None", "number", "DTensor"])
-def test_what_no_message_carries_is_refused(what: str) -> None:
+@pytest.mark.parametrize("what", ["None", "number"])
+def test_stages_that_hand_on_no_tensor_are_refused(what: str) -> None:
     said = [each.result for each in workers.launch(3, f"{CASES}:hands_on", what, timeout_s=60)]
-    assert said == []
+    assert said[1].startswith("UserError: stage 1 hands on what no message carries"), said
+    for other in (said[0], said[2]):
+        assert other.startswith("CommunicationError: "), said
+        assert "rank 1 has ended" in other, said
+
+
+def test_stages_that_hand_on_distributed_tensors_are_refused() -> None:
+    """Torch finds no mesh for what comes of it on the next stage, or we refuse: nothing is trained on empty tensors."""
+    said = [each.result for each in workers.launch(3, f"{CASES}:hands_on", "DTensor", timeout_s=60)]
+    assert all(each.startswith(("UserError: ", "CommunicationError: ")) for each in said), said
 
 
 def test_views_are_handed_on_where_backwards_are_halved() -> None:

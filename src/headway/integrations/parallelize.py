@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UnsupportedError, UserError
 from headway.plan import Plan
+from headway.strategies.base import Strategy
+from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of
 
 if TYPE_CHECKING:
@@ -14,9 +17,14 @@ if TYPE_CHECKING:
 
 
 def parallelize(
-    model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan | Strategy | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    **ddp_options: Any,
 ) -> nn.Module:
-    """Wrap ``model`` for data-parallel training as ``plan`` says; ``optimizer`` is the one that updates it.
+    """Wrap ``model`` for training as ``plan`` says; ``optimizer`` is the one that updates it.
 
     The result replaces ``DistributedDataParallel(model, **ddp_options)``; the rest of the script stays the same. Call
     it on every rank, after ``torch.distributed.init_process_group``.
@@ -24,6 +32,10 @@ def parallelize(
     Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps: that needs no
     recording, but some tens of steps are not optimal. A plan from ``headway.optimize`` is in force
     from the first step, and keeps stock DDP if nothing else is predicted to be faster.
+
+    Under a pipeline, a ``torch.nn.Sequential`` is cut into a stage a rank, and the result's
+    ``train_step(batch, target)`` takes the place of forward, ``loss_fn`` and backward
+    (``headway.strategies.pipeline.pipelined.PipelinedModel``). ``optimizer`` then updates this rank's stage.
 
     Raises PlanError if the plan is for another model or number of workers, UnsupportedError if the model or an option
     would train wrongly, UserError if there is no process group or the optimizer updates another model.
@@ -41,13 +53,44 @@ def parallelize(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
     strategy = WITHOUT_A_PLAN
-    if plan is not None:
+    if isinstance(
+        planned := plan if isinstance(plan, Strategy) else plan and plan.strategy, PipelineStrategy
+    ):
+        _check_updates(optimizer, model)
+        if ddp_options:
+            raise UnsupportedError("a pipeline takes no options of DDP", got=", ".join(sorted(ddp_options)))
+        return _pipelined(model, optimizer, plan, planned, loss_fn)
+    if loss_fn is not None:
+        raise UserError("loss_fn is for pipelines alone", fix="Leave it out, and compute the loss as before.")
+    if isinstance(plan, Strategy):
+        strategy = plan
+    elif plan is not None:
         check(plan, model, ddp_options.get("process_group"))
         strategy = plan.strategy
         for each in plan.passes:
             model = each.apply(model, optimizer)
     _check_updates(optimizer, model)
     return plugin_of(strategy).wrap(model, strategy, **ddp_options)
+
+
+def _pipelined(
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan | Strategy | None,
+    strategy: PipelineStrategy,
+    loss_fn: Callable[..., Any] | None,
+) -> nn.Module:
+    import torch.distributed as dist
+
+    from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.pipeline.plugin import pipelined
+
+    found = pipelined(model, optimizer, strategy, loss_fn)
+    if isinstance(plan, Plan):
+        plan.check_stage(
+            model_spec(found.stage), dist.get_rank(), dist.get_world_size(), dist.get_world_size()
+        )
+    return found
 
 
 def _check_updates(optimizer: Optimizer, model: nn.Module) -> None:

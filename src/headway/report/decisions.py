@@ -9,6 +9,8 @@ from headway.report import palette, words
 from headway.report.timeline import require_bokeh
 
 if TYPE_CHECKING:
+    from bokeh.models.renderers import DataRenderer
+
     from headway.strategies.pipeline.tuning.journal import Entry
 
 MAX_DRAWN = 20_000
@@ -36,7 +38,7 @@ def decisions_page(entries: Sequence[Entry]) -> str:
         height=420, sizing_mode="stretch_width", x_axis_label="step", y_axis_label="ms a step",
         title=summary(entries), tools="xpan,xwheel_zoom,reset,save",
     )  # fmt: skip
-    measured = []
+    measured: list[DataRenderer] = []
     for name in orders:
         expected = [each.predicted_ms.get(name, float("nan")) for each in shown]
         plot.line(

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _PLANNED = "_headway_planned"
 COMPUTE_LOSS = "_maybe_compute_loss"
+_NO_TENSOR = ("PipeliningMetadataError",)  # of torch 2.13; earlier ones raise what comes of it
 
 
 def pipeline_stage() -> Any:
@@ -47,6 +48,11 @@ def outputs_kept(stage: Any) -> list[Any]:
     """What a stage has put out in the last step and keeps for the script."""
     found: list[Any] = stage.output_chunks
     return found
+
+
+def hands_on_no_tensor(failure: Exception) -> bool:
+    """Whether torch has raised it because a stage put out what is no tensor."""
+    return any(each.__name__ in _NO_TENSOR for each in type(failure).__mro__)
 
 
 def is_stage(value: object) -> bool:

@@ -11,6 +11,7 @@ from headway import torch_private
 from headway.errors import CommunicationError, HeadwayError, one_line
 
 _KEY = "headway/pipeline/lost"
+_CONNECTION = "gloo"  # in what it raises where a connection is gone
 
 
 @contextlib.contextmanager
@@ -32,6 +33,19 @@ def named(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]
             f"rank {rank}: {what} failed: rank {lost} has ended or cannot be reached "
             f"({one_line(str(failure), 200)}). Restart the job from its last checkpoint."
         ) from failure
+
+
+@contextlib.contextmanager
+def leaving(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]:
+    """As ``named``, for failures of connections alone; of any other this rank says that it is the one that is lost."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if _CONNECTION in str(failure).lower():
+            with named(group, neighbour, what):
+                raise
+        _first_lost(dist.get_rank())
+        raise
 
 
 def _first_lost(neighbour: int) -> int:

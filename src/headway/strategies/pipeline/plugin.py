@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import PlanError, UnsupportedError
+from headway.errors import PlanError, UnsupportedError, UserError
 from headway.job import Job
 from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, RecordedPipelineSchedule
 from headway.strategies.footprint import Footprint
@@ -17,10 +17,12 @@ from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
     from headway.strategies.base import Strategy
+    from headway.strategies.pipeline.pipelined import PipelinedModel
     from headway.torch_private.pipelining import PipelineSteps
 
 
@@ -113,6 +115,30 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             got=strategy.describe(),
             fix="Build stages and a schedule with torch.distributed.pipelining, and start the script with headway run.",
         )
+
+
+def pipelined(
+    model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Any
+) -> PipelinedModel:
+    """This rank's stage of ``model``, trained under ``strategy`` from its first step on.
+
+    Raises UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
+    """
+    from headway.strategies.pipeline.pipelined import PipelinedModel
+
+    if not callable(loss_fn):
+        raise UserError(
+            "a pipeline computes the loss behind its last stage", got=f"loss_fn={loss_fn!r}",
+            expected="a function of the model's output and the target",
+            fix="Call headway.parallelize(model, optimizer, plan, loss_fn=…).",
+        )  # fmt: skip
+    if strategy.micro_batches is None:
+        raise PlanError(
+            "nothing says how many micro-batches a batch is split into", fix="Give micro_batches."
+        )
+    found = PipelinedModel(model, optimizer, strategy, loss_fn)
+    _Injection().take_over(found.steps, strategy)
+    return found
 
 
 class _Injection(ScheduleInjection[PipelineStrategy]):

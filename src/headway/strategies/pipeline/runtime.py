@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.errors import PlanError
+from headway.errors import PlanError, UserError, one_line
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline import boundaries, lost
 from headway.strategies.pipeline.tuning.watch import StepWatch
-from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers
+from headway.torch_private.pipelining import PipelineSteps, ReceiveBuffers, hands_on_no_tensor
 
 
 class PipelineRuntime:
@@ -116,7 +116,17 @@ class PipelineRuntime:
             boundaries.agree(self._steps, trouble)
         elif trouble:
             boundaries.refuse(f"rank {self._steps.rank}: {trouble}")
-        found = self._steps.begin(given)
+        neighbour = (self._steps.rank or 2) - 1
+        with lost.leaving(self._steps.group, neighbour, "working out what stages hand on"):
+            try:
+                found = self._steps.begin(given)
+            except RuntimeError as failure:
+                if not hands_on_no_tensor(failure):
+                    raise
+                raise UserError(
+                    f"stage {' or '.join(map(str, self._steps.stages))} hands on what no message carries",
+                    got=one_line(str(failure), 200), expected="a tensor, or a tuple or a list of tensors",
+                ) from failure  # fmt: skip
         if self._is_first:
             boundaries.check(self._steps)
         self._is_first = False

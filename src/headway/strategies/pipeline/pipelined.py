@@ -1,0 +1,181 @@
+"""An ordinary module as a pipeline: this rank's stage of it, whose steps train the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.optim import Optimizer
+
+from headway.errors import UserError
+from headway.strategies.pipeline.cutting import Cut, cut
+from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.torch_private.pipelining import PipelineSteps
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class PipelinedModel(nn.Module):
+    """The stage of a ``torch.nn.Sequential`` that this rank trains; all ranks make the same calls.
+
+    ``stage`` has the children of the rank's stage under their own names. Parameters and buffers begin as on rank 0.
+    ``optimizer`` goes on updating what is left here. Let go of the model that it was made of: that has all stages.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Loss
+    ) -> None:
+        super().__init__()
+        assert strategy.micro_batches is not None
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._cut: Cut = cut(model, self._ranks, strategy.split_points)
+        self._like = {
+            name: torch.empty_like(each, device="meta") for name, each in model.state_dict().items()
+        }
+        for each in model.state_dict().values():
+            dist.broadcast(each, 0)
+        self.stage = nn.Sequential()
+        for name in self._cut.stages[self._rank]:
+            self.stage.add_module(name, model.get_submodule(name))
+        self.stage.train(model.training)
+        self._loss_fn, self._evaluates = loss_fn, False
+        self._shared = self._shared_parameters()
+        _keep(optimizer, self.stage)
+        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        stage = PipelineStage(self.stage, self._rank, self._ranks, self._device)
+        self._schedule = ScheduleGPipe(stage, strategy.micro_batches, loss_fn=self._loss)
+        self.steps = PipelineSteps(self._schedule)
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        """Raise UserError: a rank has one stage."""
+        raise UserError(
+            "a stage of a pipeline cannot be called as the whole model",
+            got="model(batch)",
+            expected="model.train_step(batch, target), or model.evaluate(batch)",
+        )
+
+    def train_step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
+
+        Only rank 0 uses ``batch``, of shape (samples, …), and only the last rank ``target``. Gradients are added to
+        those that are there, as ``backward`` does. Raises UserError where the batch cannot be split evenly.
+        """
+        losses: list[torch.Tensor] = []
+        # torch would divide gradients of earlier batches by the number of micro-batches once more.
+        earlier = [(each, each.grad) for each in self.stage.parameters() if each.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        if self._rank == 0:
+            self._schedule.step(batch)
+        elif self._rank == self._ranks - 1:
+            self._schedule.step(target=target, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step()
+        self._sum_shared()
+        for parameter, gradient in earlier:
+            assert gradient is not None
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        loss = torch.stack([each.detach() for each in losses]).mean() if losses else torch.zeros(())
+        loss = loss.to(self._device, torch.float64)
+        dist.broadcast(loss, self._ranks - 1)
+        return loss
+
+    def evaluate(self, batch: torch.Tensor) -> torch.Tensor | None:
+        """The model's output for ``batch``, on the last rank; None on the others. No gradients are computed."""
+        training = self.stage.training
+        self.stage.eval()
+        self._evaluates = True
+        try:
+            with torch.no_grad():
+                if self._rank == 0:
+                    self._schedule.eval(batch)
+                    return None
+                if self._rank < self._ranks - 1:
+                    self._schedule.eval()
+                    return None
+                output: torch.Tensor = self._schedule.eval(target=batch, losses=[])
+                return output
+        finally:
+            self._evaluates = False
+            self.stage.train(training)
+
+    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # torch asks for a loss of evaluations too, for which nobody has given a target.
+        return output.new_zeros(()) if self._evaluates else self._loss_fn(output, target)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
+        counted_elsewhere = {id(parameter) for parameter, (first, _) in self._shared if first != self._rank}
+        own = [each for each in self.stage.parameters() if each.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for each in own:
+            if id(each) not in counted_elsewhere:
+                assert each.grad is not None
+                square += each.grad.double().norm() ** 2
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        scale = float(max_norm / (norm + 1e-6))
+        if scale < 1:
+            for each in own:
+                assert each.grad is not None
+                each.grad.mul_(scale)
+        return norm
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state of the whole model, as its ``state_dict`` would have it, on every rank."""
+        own = self.stage.state_dict()
+        found = {}
+        for name, like in self._like.items():
+            stage = self._cut.stage_of(name)
+            value = (
+                own[name].detach().clone()
+                if stage == self._rank
+                else torch.empty_like(like, device=self._device)
+            )
+            dist.broadcast(value, stage)
+            found[name] = value
+        return found
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of the state of a whole model. Raises UserError for that of another one."""
+        if state.keys() != self._like.keys():
+            other = sorted(state.keys() ^ self._like.keys())
+            raise UserError(
+                "this is the state of another model", got=f"{', '.join(other[:4])} on one side only"
+            )
+        self.stage.load_state_dict({name: state[name] for name in self.stage.state_dict()})
+
+    # Parameters that several stages have -----------------------------------------------------------------
+
+    def _shared_parameters(self) -> list[tuple[nn.Parameter, tuple[int, dist.ProcessGroup | None]]]:
+        """This rank's parameters that other stages have too, each with the first such stage and the group of all."""
+        own = dict(self.stage.named_parameters(remove_duplicate=False))
+        found = []
+        for names in self._cut.tied:
+            stages = sorted({self._cut.stage_of(name) for name in names})
+            if len(stages) == 1:
+                continue
+            group = dist.new_group(stages)  # on every rank
+            if self._rank in stages:
+                found.append((next(own[name] for name in names if name in own), (stages[0], group)))
+        return found
+
+    def _sum_shared(self) -> None:
+        for parameter, (_, group) in self._shared:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
+
+
+def _keep(optimizer: Optimizer, stage: nn.Module) -> None:
+    """Leave an optimizer what is of ``stage``: groups keep their options and their order."""
+    own = {id(each) for each in stage.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if id(each) in own]
+    for parameter in [each for each in optimizer.state if id(each) not in own]:
+        del optimizer.state[parameter]

@@ -1,0 +1,48 @@
+"""Ordinary modules as pipelines (``headway.parallelize``), in more than twenty ways, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests import workers
+from tests.behaviour import pipelined_cases as cases
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+CASES = "tests.behaviour.pipelined_cases"
+RANKS = 3
+ROUNDED = {"mixed precision": 2e-2, "single floats": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return workers.run(RANKS, f"{CASES}:in_every_way", timeout_s=150)
+
+
+@pytest.mark.parametrize("name", cases.WAYS)
+def test_it_trains_as_one_process_does(found: list[dict[str, Any]], name: str) -> None:
+    """The loss on every rank, and the whole model's state."""
+    alone = cases.trained(name, None)
+    near = ROUNDED.get(name, 1e-12)
+    for own in found:
+        torch.testing.assert_close(own[name]["said"], alone["said"], rtol=near, atol=near)
+        assert own[name]["state"].keys() == alone["state"].keys()
+        for key, value in alone["state"].items():
+            torch.testing.assert_close(own[name]["state"][key], value, rtol=near, atol=near)
+        assert own[name] == found[0][name], "the same on all ranks, tied weights to the last bit"
+
+
+def test_what_cannot_be_a_pipeline_is_refused() -> None:
+    for said in workers.run(RANKS, f"{CASES}:refused", timeout_s=60):
+        assert "only a torch.nn.Sequential is cut into stages; got Linear" in said["no Sequential"]
+        assert "a pipeline computes the loss behind its last stage; got loss_fn=None" in said["no loss"]
+        assert "a pipeline takes no options of DDP; got bucket_cap_mb" in said["options of DDP"]
+        assert (
+            "the model has fewer children than there are stages; got 2; expected at least 3"
+            in said["few layers"]
+        )
+        assert "modules that the model does not have; got head" in said["strange points"]
+        assert "do not cut the model into as many stages" in said["points in another order"]
+        assert "do not cut the model into as many stages" in said["one point"]
+        assert "the optimizer updates no parameter of the model" in said["another optimizer"]
