@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,10 @@ if arguments.interleaved:  # without dropout: in another order a rank would draw
     numbers = (rank, rank + world_size)
     widths = (WIDTH, *(16 + 8 * each for each in range(2 * world_size - 1)), WIDTH)
     parts = [nn.Sequential(nn.Linear(widths[each], widths[each + 1]), nn.Tanh()) for each in numbers]
-    stages = [
+    stages: list[Any] = [
         PipelineStage(part, each, 2 * world_size, device) for each, part in zip(numbers, parts, strict=True)
     ]
-    schedule = ScheduleInterleaved1F1B(stages, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
+    schedule: Any = ScheduleInterleaved1F1B(stages, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
 else:
     parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())]
     stage = PipelineStage(parts[0], rank, world_size, device)

@@ -427,8 +427,8 @@ class Recorder:
             )
             for index, stage in stages.items()
         }
-        if len(stages) == 1:
-            (of_stage,) = of_stages.values()
+        if of_stages:
+            of_stage = of_stages[min(of_stages)]
             model = of_stage if self._root is None else of_replica(model, of_stage)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)
