@@ -20,7 +20,8 @@ SIGNATURES = {
         "memory_limit_bytes: int | None = None, follow_network: bool = False) -> Optimized"
     ),
     "parallelize": (
-        "(model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, **ddp_options: Any) -> nn.Module"
+        "(model: nn.Module, optimizer: Optimizer, plan: Plan | Strategy | None = None, *, "
+        "loss_fn: Callable[..., Any] | None = None, **ddp_options: Any) -> nn.Module"
     ),
     "predict": (
         "(model: str, cluster: Cluster | str, *, strategies: Sequence[Strategy] = (), workers: Sequence[int] = (), "

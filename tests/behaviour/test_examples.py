@@ -42,6 +42,29 @@ def test_the_example_in_code_trains_the_same_under_its_plan(tmp_path: Path) -> N
     Plan.load(tmp_path / "plan.yaml")
 
 
+def test_the_example_of_a_pipeline_goes_through_the_loop(tmp_path: Path) -> None:
+    """The same losses under another order, that of a plan."""
+    job = (*TORCHRUN, EXAMPLES / "pipeline.py")
+    trace, plan = tmp_path / "trace", tmp_path / "plan.yaml"
+    said = []
+    for arguments in (
+        ("record", "-o", trace, "--steps", "3:9", "--", *job),
+        ("optimize", trace, "-o", plan),
+        ("run", "--plan", plan, "--", *job),
+    ):
+        done = headway(*arguments)
+        assert done.returncode == 0, done.stderr
+        said += [line for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert len(said) == 2
+    assert said[0] == said[1]
+    assert "of the last 64 digits right" in said[0]
+    planned = Plan.load(plan).stages
+    assert planned is not None
+    assert [stage.parameters for stage in planned] == [
+        len(each.parameters) for each in load_trace(trace).stages
+    ]
+
+
 @pytest.mark.parametrize("spec", sorted((EXAMPLES / "lab").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_lab_of_the_examples_can_be_read(spec: Path) -> None:
     from headway.lab.spec import load_spec

@@ -119,6 +119,11 @@ class PipelineSteps:
         self._initialise_takes = len(inspect.signature(self._initialise).parameters)
 
     @property
+    def will_be_taken_over(self) -> bool:
+        """Whether ``when_first_stepped`` awaits its first step."""
+        return "_step_microbatches" in vars(self._schedule)
+
+    @property
     def modules(self) -> dict[int, torch.nn.Module]:
         """The stages' modules."""
         return {index: stage.submod for index, stage in self.stages.items()}
