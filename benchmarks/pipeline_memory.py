@@ -61,7 +61,7 @@ def _rows(case: str) -> list[dict[str, Any]]:
         print(f"{case} {method} …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             grown = _run(subject, method, stages, Path(folder), record=False)
-        predicted = replayer.replay(strategy).stage_peaks_bytes
+        predicted = replayer.replay(strategy).peaks_bytes
         assert predicted is not None
         errors = [ours / real - 1 for ours, real in zip(predicted, grown, strict=True)]
         rows.append(

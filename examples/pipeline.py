@@ -5,6 +5,8 @@ torchrun --nproc-per-node 2 examples/pipeline.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -27,7 +29,7 @@ def main() -> None:
     data, target = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 
     order = headway.strategy("pipeline", order="kfkb", group_size=2, micro_batches=4)
-    pipeline = headway.parallelize(model, optimizer, order, loss_fn=nn.functional.cross_entropy)
+    pipeline: Any = headway.parallelize(model, optimizer, order, loss_fn=nn.functional.cross_entropy)
     for step in range(40):
         chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(step))[:BATCH]
         optimizer.zero_grad()

@@ -264,6 +264,11 @@ class PipelineSteps:
         return found
 
 
+def tensors_in(given: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples, lists and dicts."""
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
 def _described(tensor: Any) -> str:
     """Of a tensor, or of what torch notes of one."""
     distributed = "DTensor " if "DTensor" in type(tensor).__name__ else ""

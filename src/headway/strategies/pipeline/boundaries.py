@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from headway.errors import UserError
-from headway.torch_private.pipelining import PipelineSteps
+from headway.torch_private.pipelining import PipelineSteps, tensors_in
 
 Given = Mapping[str, Any]
 Shapes = tuple[tuple[int, ...], ...]
@@ -94,7 +93,7 @@ def check(steps: PipelineSteps) -> None:
 
 
 def _shapes(given: Any) -> Shapes:
-    return tuple(tuple(each.shape) for each in tree_leaves(given) if isinstance(each, torch.Tensor))
+    return tuple(tuple(each.shape) for each in tensors_in(given))
 
 
 def _said(shapes: Shapes) -> str:
