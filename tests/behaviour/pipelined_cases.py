@@ -263,6 +263,19 @@ def in_every_way(rank: int, world_size: int) -> dict[str, Any]:
     return {name: trained(name, {}) for name in WAYS}
 
 
+def with_dropout(rank: int, world_size: int) -> dict[str, State]:
+    """The state after training with dropout, in two orders, one of them twice; every rank has a seed of its own."""
+    del world_size
+    found = {}
+    for name, order in (("1F1B", "1f1b"), ("again", "1f1b"), ("GPipe", "gpipe")):
+        model = nn.Sequential(*(nn.Sequential(each, nn.Dropout(0.5)) for each in layers()))
+        torch.manual_seed(100 + rank)
+        step = Step(model, sgd(model), {"order": order})
+        plainly(step)
+        found[name] = step.state()
+    return found
+
+
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is raised where a module cannot become a pipeline."""
     del rank, world_size

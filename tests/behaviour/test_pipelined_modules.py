@@ -33,6 +33,14 @@ def test_it_trains_as_one_process_does(found: list[dict[str, Any]], name: str) -
         assert own[name] == found[0][name], "the same on all ranks, tied weights to the last bit"
 
 
+def test_dropout_draws_the_same_in_every_order() -> None:
+    found = workers.run(RANKS, f"{CASES}:with_dropout", timeout_s=60)
+    for own in found:
+        assert own["1F1B"] == own["again"] == found[0]["1F1B"]
+        torch.testing.assert_close(own["GPipe"], own["1F1B"], rtol=1e-12, atol=1e-12)
+    assert found[0]["1F1B"] != cases.trained("plain", None)["state"]
+
+
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
     for said in workers.run(RANKS, f"{CASES}:refused", timeout_s=60):
         assert "only a torch.nn.Sequential is cut into stages; got Linear" in said["no Sequential"]

@@ -12,7 +12,7 @@ import yaml
 from tests.commands import headway, last_line, torchrun
 
 from headway.diagnosis import diagnose
-from headway.plan import Plan
+from headway.plan import Plan, Prediction
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
 from headway.strategies.pipeline.policy import PipelineStrategy
@@ -170,6 +170,16 @@ def test_a_plan_for_another_pipeline_is_refused_before_anything_is_computed(reco
         done = headway("run", "--plan", plan, "--", *script)
         assert done.returncode == 2
         assert said in last_line(done.stderr)
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_is_refused(recorded: Path) -> None:
+    plan = recorded / "large.yaml"
+    strategy = PipelineStrategy(micro_batches=MICRO_BATCHES)
+    expected = Prediction(step_ms=1.0, baseline_ms=2.0, uncertainty_ms=0.1, peak_bytes=2**60)
+    Plan.pipeline(strategy, load_trace(recorded / "trace").stages, prediction=expected).save(plan)
+    done = headway("run", "--plan", plan, "--", *torchrun("train_pipeline.py", workers=STAGES))
+    assert done.returncode == 2
+    assert "the plan needs more memory than a rank has" in last_line(done.stderr)
 
 
 def test_a_script_without_a_pipeline_does_not_follow_its_plan(recorded: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.errors import UserError
+from headway.errors import PlanError, UserError
+from headway.integrations.device_memory import memory_bytes
 from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import ScheduleInjection
 from headway.torch_private import pipelining
+from headway.units import format_bytes
 
 _undo: list[Callable[[], None]] = []
 
@@ -35,6 +38,7 @@ def install(
             for index, module in steps.modules.items():
                 inner = module.module if isinstance(module, DistributedDataParallel) else module
                 plan.check_stage(model_spec(inner), index, steps.stage_count, dist.get_world_size())
+            check_memory(plan, steps.device)
             injection.take_over(steps, plan.strategy)
         except UserError as error:
             if on_refusal is not None:
@@ -44,6 +48,18 @@ def install(
             on_applied()
 
     _undo.append(pipelining.when_first_stepped(take_over))
+
+
+def check_memory(plan: Plan, device: torch.device) -> None:
+    """Raise PlanError where a rank is predicted to need more than all the memory that there is on ``device``."""
+    needed_bytes = plan.prediction.peak_bytes if plan.prediction is not None else None
+    there_bytes = memory_bytes(device)
+    if needed_bytes is not None and there_bytes is not None and needed_bytes > there_bytes:
+        raise PlanError(
+            "the plan needs more memory than a rank has",
+            got=f"a predicted peak of {format_bytes(needed_bytes)}", expected=f"at most {format_bytes(there_bytes)}",
+            fix="Plan again with headway optimize --memory-limit.",
+        )  # fmt: skip
 
 
 def uninstall() -> None:
