@@ -278,7 +278,7 @@ def with_dropout(rank: int, world_size: int) -> dict[str, State]:
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is raised where a module cannot become a pipeline."""
-    del rank, world_size
+    del world_size
 
     def called(**given: Any) -> str:
         model = given.pop("model", None) or layers()
@@ -298,6 +298,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "no loss": called(loss_fn=None),
         "options of DDP": called(bucket_cap_mb=1),
         "few layers": called(model=layers(2)),
+        "other models": called(model=layers(6 if rank else 8)),
         "strange points": called(strategy={"split_points": ("1", "head")}),
         "points in another order": called(strategy={"split_points": ("5", "1")}),
         "one point": called(strategy={"split_points": ("1",)}),

@@ -50,6 +50,7 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
             "the model has fewer children than there are stages; got 2; expected at least 3"
             in said["few layers"]
         )
+        assert "ranks have constructed different models" in said["other models"]
         assert "modules that the model does not have; got head" in said["strange points"]
         assert "do not cut the model into as many stages" in said["points in another order"]
         assert "do not cut the model into as many stages" in said["one point"]

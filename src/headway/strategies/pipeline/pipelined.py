@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,20 +33,20 @@ class PipelinedModel(nn.Module):
         super().__init__()
         assert strategy.micro_batches is not None
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+        self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
+        self._device = next((each.device for each in state.values()), torch.device("cpu"))
+        _check_alike(self._like, self._device)
         self._cut: Cut = cut(model, self._ranks, strategy.split_points)
-        self._like = {
-            name: torch.empty_like(each, device="meta") for name, each in model.state_dict().items()
-        }
-        for each in model.state_dict().values():
+        for each in state.values():
             dist.broadcast(each, 0)
         self.stage = nn.Sequential()
         for name in self._cut.stages[self._rank]:
             self.stage.add_module(name, model.get_submodule(name))
-        self.stage.train(model.training)
+        self.stage.training = model.training
         self._loss_fn, self._evaluates = loss_fn, False
         self._shared = self._shared_parameters()
         _keep(optimizer, self.stage)
-        self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         stage = PipelineStage(self.stage, self._rank, self._ranks, self._device)
         self._schedule = ScheduleGPipe(stage, strategy.micro_batches, loss_fn=self._loss)
         self.steps = PipelineSteps(self._schedule)
@@ -86,7 +87,7 @@ class PipelinedModel(nn.Module):
 
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor | None:
         """The model's output for ``batch``, on the last rank; None on the others. No gradients are computed."""
-        training = self.stage.training
+        modes = [(each, each.training) for each in self.stage.modules()]
         self.stage.eval()
         self._evaluates = True
         try:
@@ -101,7 +102,8 @@ class PipelinedModel(nn.Module):
                 return output
         finally:
             self._evaluates = False
-            self.stage.train(training)
+            for each, training in modes:
+                each.training = training
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         # torch asks for a loss of evaluations too, for which nobody has given a target.
@@ -170,6 +172,21 @@ class PipelinedModel(nn.Module):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
+
+
+def _check_alike(like: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Raise UserError unless all ranks have a model of these names, shapes and types."""
+    said = repr([(name, tuple(each.shape), each.dtype) for name, each in like.items()])
+    own = torch.frombuffer(bytearray(hashlib.sha256(said.encode()).digest()), dtype=torch.int64).to(device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    others = [rank for rank, each in enumerate(found) if not torch.equal(each, found[0])]
+    if others:
+        raise UserError(
+            "ranks have constructed different models",
+            got=f"parameters or buffers of other names, shapes or types on rank {others[0]} than on rank 0",
+            expected="the same model on every rank, of which each keeps a stage",
+        )
 
 
 def _keep(optimizer: Optimizer, stage: nn.Module) -> None:
