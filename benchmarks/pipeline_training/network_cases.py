@@ -9,7 +9,7 @@ from typing import Any, Literal
 PHASE_S = 20.0
 BURST_S = (0.5, 1.5)  # each burst, and each pause, lasts between these, evenly distributed
 FIRST_BURST_S = 20.0  # until then links are measured alone
-LONGEST_S = 1800.0  # of a case
+LONGEST_S = 1400.0  # of a case
 MIB = 2**20
 
 
