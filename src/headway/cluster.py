@@ -248,6 +248,11 @@ class Cluster(BaseModel):
     burst_bytes: int = Field(default=0, ge=0, le=10**9)
     """How much a link that was idle lets through at once, as a token bucket does."""
 
+    window_bytes: int = Field(default=0, ge=0, le=10**9)
+    """How much a connection keeps queued at a link that is full. Queues are first come, first served: where others'
+    ``traffic`` has a part of a link, it gets that part once it has queued in proportion, and until then a message gets
+    more than what is left. With 0 it gets what is left from its first byte on."""
+
     traffic: tuple[Traffic, ...] = Field(default=(), max_length=10_000)
     """What others send over the same links."""
 

@@ -30,7 +30,8 @@ class ClusterResources:
         rates = [gbps for host in self._cluster.hosts for gbps in (host.up_gbps, host.down_gbps)]
         room = [gbps / max(rates) for gbps in rates] + [1.0] * (2 * self._cluster.world_size)
         plain = Resources.plain(len(room))
-        return Resources(np.rint(np.array(room) * WHOLE).astype(np.int64), plain.burst_ns, plain.changes)
+        whole = np.rint(np.array(room) * WHOLE).astype(np.int64)
+        return Resources(whole, plain.burst_ns, plain.changes, plain.window_ns)
 
     def builder(self) -> OperationGraphBuilder:
         """An empty graph on these resources."""

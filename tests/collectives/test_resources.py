@@ -153,3 +153,20 @@ def test_what_comes_again_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert resources.builder().routes is not routes
     assert resources.laid_out(program, 1_000_000, AlgorithmCost(), 0) is not first
+
+
+@pytest.mark.parametrize("size_bytes", [100_000, 500_000, 2_000_000])
+@pytest.mark.parametrize("others_gbps", [0.4, 0.8])
+def test_a_message_is_ahead_of_others_until_they_have_queued_in_proportion(
+    size_bytes: int, others_gbps: float
+) -> None:
+    """Against a queue that is first come, first served, in steps of a microsecond."""
+    others = Traffic(source="h0", target="h1", gbps=others_gbps)
+    on = cluster(window_bytes=128_000, traffic=(others,))
+    left, queued, wanted_us = float(size_bytes), 0.0, 0
+    while left > 0:
+        own_share = 128_000 / (128_000 + queued)
+        left -= 125 * own_share
+        queued += 125 * (others_gbps - (1 - own_share))
+        wanted_us += 1
+    assert gather_ns(on, 2 * size_bytes) == pytest.approx(wanted_us * 1000, rel=0.02)

@@ -55,6 +55,7 @@ def drawn_resources(draw: st.DrawFn) -> Resources:
         st.lists(st.just(WHOLE) | st.integers(WHOLE // 50, WHOLE), min_size=RESOURCES, max_size=RESOURCES)
     )
     burst_ns = draw(st.lists(st.just(0) | st.integers(1, 50), min_size=RESOURCES, max_size=RESOURCES))
+    window_ns = draw(st.lists(st.just(0) | st.integers(1, 200), min_size=RESOURCES, max_size=RESOURCES))
     change = st.tuples(
         st.integers(0, 2000), st.integers(0, RESOURCES - 1), st.integers(WHOLE // 100, 2 * WHOLE)
     )
@@ -63,6 +64,7 @@ def drawn_resources(draw: st.DrawFn) -> Resources:
         np.array(room, dtype=np.int64),
         np.array(burst_ns, dtype=np.int64),
         np.array(changes, dtype=np.int64).reshape(-1, 3),
+        np.array(window_ns, dtype=np.int64),
     )
 
 

@@ -84,6 +84,8 @@ class _Sharing:
         self._changes = graph.resources.changes.tolist()
         self._burst_ns = graph.resources.burst_ns.tolist()
         self._saved_ns = graph.resources.burst_ns.tolist()
+        self._window_ns = graph.resources.window_ns.tolist()
+        self._held_ns = [0] * len(graph.resources)  # of others who have a part
         self._idle_since_ns = [0] * len(graph.resources)
         self._room = graph.resources.room.tolist()
         self._usual = graph.resources.room.tolist()
@@ -109,6 +111,7 @@ class _Sharing:
         own = self._resources[number]
         if all(self._burst_ns[r] and not self._in_flight[r] for r in own) and len(set(own)) == len(own):
             self._spend(number, now_ns)
+        self._overtake(number, now_ns)
         self._rate[number] = 0.0
         self._since_ns[number] = now_ns
         for resource in self._resources[number]:
@@ -119,7 +122,27 @@ class _Sharing:
         idle_ns = now_ns - self._idle_since_ns[resource]
         unused_ns = int(idle_ns * (self._room[resource] / self._usual[resource]))
         self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + unused_ns)
+        self._held_ns[resource] = max(0, self._held_ns[resource] - unused_ns)
         self._idle_since_ns[resource] = now_ns
+
+    def _overtake(self, number: int, now_ns: int) -> None:
+        """Be ahead by what others will hold back at the scarcest resource that nobody used."""
+        asked = self._asked[number]
+        own = [
+            r
+            for r in dict.fromkeys(self._resources[number])
+            if self._window_ns[r] and not self._in_flight[r] and self._room[r] < asked
+        ]
+        if not own:
+            return
+        resource = min(own, key=self._room.__getitem__)
+        self._save(resource, now_ns)
+        window_ns, share = self._window_ns[resource], self._room[resource] / self._usual[resource]
+        size_ns = self._left_ns[number] * (asked / self._usual[resource])
+        most_ns = window_ns * (1 / share - 1) - self._held_ns[resource]
+        ahead_ns = max(0.0, most_ns) * (1 - math.exp(-size_ns * share / window_ns))
+        self._held_ns[resource] += int(ahead_ns)
+        self._left_ns[number] -= ahead_ns * (self._usual[resource] / asked)
 
     def _spend(self, number: int, now_ns: int) -> None:
         """Be ahead by what the resources saved while nobody used them."""

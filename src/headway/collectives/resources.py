@@ -62,11 +62,13 @@ class ClusterResources:
     def columns(self) -> Resources:
         """The directions of the hosts' links (up and down in turn), then every rank's local sends and its cores."""
         count = 2 * self._hosts + 2 * self._ranks
-        burst_ns, room = np.zeros(count, dtype=np.int64), np.full(count, WHOLE, dtype=np.int64)
+        burst_ns, window_ns = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        room = np.full(count, WHOLE, dtype=np.int64)
         for way, gbps in enumerate((self._up_gbps[: self._hosts], self._down_gbps[: self._hosts])):
             burst_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.burst_bytes * 8 / gbps)
+            window_ns[way : 2 * self._hosts : 2] = np.rint(self.cluster.window_bytes * 8 / gbps)
             room[way : 2 * self._hosts : 2] = np.maximum(1, np.rint(gbps / self._most_gbps * WHOLE))
-        return Resources(room, burst_ns, _changes(self.cluster, room))
+        return Resources(room, burst_ns, _changes(self.cluster, room), window_ns)
 
     def builder(self) -> OperationGraphBuilder:
         """An empty graph on these resources, whose routes are theirs.

@@ -28,7 +28,8 @@ def play(graph: OperationGraph) -> PlayedTimes:
     much as any other on the scarcer of its two resources, and what those leave who are held up elsewhere. Where more
     than ``kernel.MANY`` hold each other up, all on a resource go on at the same fraction of their full rates instead.
     One that begins on resources that nobody used for a while is ahead by what these saved meanwhile
-    (``Resources.burst_ns``). Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle
+    (``Resources.burst_ns``), and by what others hold back at first who use a part of them (``Resources.window_ns``).
+    Ties are broken by the operations' numbers. Raises ValueError where the graph has a cycle
     or decisions (``deciding.play_deciding`` plays those), OverflowError where times are out of range.
     """
     if not len(graph):
@@ -57,7 +58,7 @@ def play_on(graph: OperationGraph, state: kernel.PlayState) -> kernel.PlayState:
     if longest_ns <= LATEST_NS:
         state = simulate_for(len(graph))(
             graph.wide, graph.narrow, graph.spilled, routes.sender, routes.receiver, routes.asked, routes.queue,
-            routes.latency_ns, graph.resources.burst_ns, graph.resources.changes, state,
+            routes.latency_ns, graph.resources.burst_ns, graph.resources.window_ns, graph.resources.changes, state,
         )  # fmt: skip
     if longest_ns > LATEST_NS or state.counts[kernel.STATUS] == kernel.OUT_OF_RANGE:
         raise OverflowError("times are out of range")

@@ -6,14 +6,15 @@ the time of the file, and nobody asks whether what a loop calls has changed. Tim
 Only the head of each queue is in flight. ``flows`` (int64) has a row a queue, of the columns named below, ``work``
 (float64) how much is left of its head and the rate at which it goes on. ``resources`` (int64) has a row a resource:
 the first queue whose head has it as its sender's side and as its receiver's, how much of it is asked for in all, how
-much there is now and usually (in WHOLE), how much more it lets through at once, since when nobody uses it, and what
-sharing needs. ``heap`` holds the queues whose heads are in flight, the first that leaves on top. Resources and the
-flows that they couple, directly or through others, are a ``component``: the rates in it are found together.
+much there is now and usually (in WHOLE), how much more it lets through at once, since when nobody uses it, what sharing
+needs, and how much others hold back who have a part of it. ``heap`` holds the queues whose heads are in flight, the
+first that leaves on top. Resources and the flows that they couple, directly or through others, are a ``component``: the
+rates in it are found together.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, exp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ HEAD, LAST, SIDE, AFTER, BEFORE, ASKED, GRANTED, PLACE, SINCE, LEAVES, MARK, COL
     14,
 )
 REST, RATE = 0, 1  # of ``work``
-LOAD, ROOM, USUAL, SAVED, IDLE_SINCE, STAMP, TAKEN, RISING, FAIR, RESOURCE_COLUMNS = (
+LOAD, ROOM, USUAL, SAVED, IDLE_SINCE, STAMP, TAKEN, RISING, FAIR, HELD, RESOURCE_COLUMNS = (
     2,
     3,
     4,
@@ -73,6 +74,7 @@ LOAD, ROOM, USUAL, SAVED, IDLE_SINCE, STAMP, TAKEN, RISING, FAIR, RESOURCE_COLUM
     9,
     10,
     11,
+    12,
 )  # of ``resources``
 MANY = 512  # that hold each other up and get max-min fair rates
 
@@ -291,10 +293,14 @@ def reallocate(
 
 
 def save(side: int, now: int, resources: Array, burst: Array) -> None:
-    """Put by what a resource that nobody used has let pass since then: as much of the time as there was room."""
+    """Put by what a resource that nobody used has let pass since then: as much of the time as there was room.
+
+    Others have caught up with as much of what they held back.
+    """
     idle = now - resources[side, IDLE_SINCE]
     unused = int(idle * (resources[side, ROOM] / resources[side, USUAL]))
     resources[side, SAVED] = min(burst[side], resources[side, SAVED] + unused)
+    resources[side, HELD] = max(0, resources[side, HELD] - unused)
     resources[side, IDLE_SINCE] = now
 
 
@@ -309,6 +315,23 @@ def spend(queue: int, now: int, flows: Array, resources: Array, burst: Array) ->
     return credit
 
 
+def overtake(
+    queue: int, side: int, now: int, flows: Array, work: Array, resources: Array, burst: Array, window: Array
+) -> float:
+    """How much work a flow gets done ahead of its share of ``side``, which others have a part of and we did not use.
+
+    First come, first served: a flow that keeps ``window`` queued where others have queued b gets window / (window + b)
+    of the rate, and b grows to window * (USUAL / ROOM - 1), where it has no more than ROOM. Integrated over its work.
+    """
+    save(side, now, resources, burst)
+    share = resources[side, ROOM] / resources[side, USUAL]
+    size = work[queue, REST] * (flows[queue, ASKED] / resources[side, USUAL])
+    most = window[side] * (1.0 / share - 1.0) - resources[side, HELD]
+    ahead = max(0.0, most) * (1.0 - exp(-size * share / window[side]))
+    resources[side, HELD] += int(ahead)
+    return float(ahead * (resources[side, USUAL] / flows[queue, ASKED]))
+
+
 def start_flow(
     queue: int,
     now: int,
@@ -317,16 +340,21 @@ def start_flow(
     work: Array,
     resources: Array,
     burst: Array,
+    window: Array,
     heap: Array,
     reached: Array,
     component: Array,
 ) -> int:
     """Let the head of a queue onto its resources, which ``flows`` names; returns how many are in flight."""
-    alone, saves = True, True
+    alone, saves, scarce = True, True, -1
     for end in range(2):
         side = flows[queue, SIDE + end]
         if side >= 0:
-            saves = saves and burst[side] > 0 and resources[side, LOAD] == 0
+            idle = resources[side, LOAD] == 0
+            saves = saves and burst[side] > 0 and idle
+            contended = window[side] > 0 and idle and resources[side, ROOM] < flows[queue, ASKED]
+            if contended and (scarce < 0 or resources[side, ROOM] < resources[scarce, ROOM]):
+                scarce = side
             resources[side, LOAD] += flows[queue, ASKED]
             alone = alone and resources[side, LOAD] == flows[queue, ASKED] <= resources[side, ROOM]
             after = resources[side, end]
@@ -341,6 +369,8 @@ def start_flow(
             side = flows[queue, SIDE + end]
             if side >= 0:
                 resources[side, SAVED] -= ceil(spent * (flows[queue, ASKED] / resources[side, USUAL]))
+    if scarce >= 0:
+        work[queue, REST] -= overtake(queue, scarce, now, flows, work, resources, burst, window)
     flows[queue, SINCE] = now
     if alone:  # what reallocate would come to
         work[queue, RATE] = 1.0
@@ -423,7 +453,7 @@ class PlayState(NamedTuple):
 def first_state(room: Array, burst: Array, queues: int) -> PlayState:
     """Nothing is played yet, on resources of so much ``room`` and ``burst``."""
     resources = np.full((len(burst), RESOURCE_COLUMNS), -1, np.int64)
-    resources[:, LOAD], resources[:, SAVED], resources[:, IDLE_SINCE] = 0, burst, 0
+    resources[:, LOAD], resources[:, SAVED], resources[:, IDLE_SINCE], resources[:, HELD] = 0, burst, 0, 0
     resources[:, ROOM], resources[:, USUAL] = room, room
     return PlayState(
         flows=np.full((queues, COLUMNS), -1, np.int64), work=np.zeros((queues, 2), np.float64),
@@ -445,6 +475,7 @@ def run(
     queue_of: Array,
     latency: Array,
     burst: Array,
+    window: Array,
     changes: Array,
     state: PlayState,
 ) -> PlayState:
@@ -452,7 +483,7 @@ def run(
     flows, work, resources, heap, reached, component, done_at, done, ready_at, ready, instant, counts = state
     in_flight, to_be_done, to_begin = int(counts[IN_FLIGHT]), int(counts[TO_BE_DONE]), int(counts[TO_BEGIN])
     now, played, changed = int(counts[NOW]), int(counts[PLAYED]), int(counts[CHANGED])
-    saves = len(burst) > 0 and burst.max() > 0
+    saves = len(burst) > 0 and (burst.max() > 0 or window.max() > 0)
     status = FINISHED
     for number in range(counts[KNOWN], len(wide)):
         narrow[number, LEFT], narrow[number, FOLLOWING] = narrow[number, WAITS], -1
@@ -535,7 +566,7 @@ def run(
             flows[beginning, SIDE], flows[beginning, SIDE + 1] = sender[route], receiver[route]
             flows[beginning, ASKED] = asked[route]
             in_flight = start_flow(
-                beginning, now, in_flight, flows, work, resources, burst, heap, reached, component
+                beginning, now, in_flight, flows, work, resources, burst, window, heap, reached, component
             )
         if finished < 0:
             continue
@@ -606,17 +637,23 @@ def simulate(
     queue_of: Array,
     latency: Array,
     burst: Array,
+    window: Array,
     changes: Array,
     state: PlayState,
 ) -> PlayState:
     """Play a graph on from ``state`` (see ``engine.play`` and ``operations``), to its end or the next decisions.
 
     Fills the columns START and END of ``wide``, and uses those of ``narrow`` that are the engine's. Rows from KNOWN on
-    are new: they wait for as many operations as WAITS says. ``burst`` has an entry a resource, ``changes`` rows of a
-    time, a resource and how much there is of it from then on, in order of time. Returns the state, STATUS in it: after
-    FINISHED and OUT_OF_RANGE nothing goes on; when PAUSED everything that happens until NOW has happened.
+    are new: they wait for as many operations as WAITS says. ``burst`` and ``window`` have an entry a resource,
+    ``changes`` rows of a time, a resource and how much there is of it from then on, in order of time. Returns the
+    state, STATUS in it: after FINISHED and OUT_OF_RANGE nothing goes on; when PAUSED everything that happens until NOW
+    has happened.
     """
-    state = run(wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, changes, state)
+    state = run(
+        wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, window, changes, state
+    )
     while state.counts[STATUS] == PAUSED and not are_asked(narrow, state):
-        state = run(wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, changes, state)
+        state = run(
+            wide, narrow, spilled, sender, receiver, asked, queue_of, latency, burst, window, changes, state
+        )
     return state

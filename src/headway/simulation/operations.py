@@ -51,18 +51,21 @@ class Resources:
 
     ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is token-bucket credit: after idling for this long, a
     resource does that much work at once. ``changes`` are rows of a time (ns), a resource and how much there is of it
-    from then on (in WHOLE), in order of time.
+    from then on (in WHOLE), in order of time. ``window_ns`` is what an operation keeps queued where others have taken
+    a part of a resource, as work at its usual rate: others get their part only once they have queued in proportion, and
+    it is ahead by that (0: they have their part immediately).
     """
 
     room: Ints
     burst_ns: Ints
     changes: Ints
+    window_ns: Ints
 
     @classmethod
     def plain(cls, count: int) -> Resources:
         """So many alike that save nothing and stay as they are."""
         nothing = np.zeros(count, dtype=np.int64)
-        return cls(nothing + WHOLE, nothing, np.zeros((0, 3), dtype=np.int64))
+        return cls(nothing + WHOLE, nothing, np.zeros((0, 3), dtype=np.int64), nothing)
 
     def __len__(self) -> int:
         return len(self.burst_ns)
