@@ -18,6 +18,7 @@ from pipeline_training.network_cases import NetworkCase
 
 LATENCY_US = 100.0
 CONNECTIONS = 4  # of each tenant of the lab
+WINDOW_BYTES = 128 * 2**10  # what a connection of the lab keeps queued
 Steps = Sequence[tuple[float, float]]  # when each began (s after the lab), and how long it took (ms)
 
 
@@ -39,7 +40,9 @@ class Predictions:
             Host(name=f"host{n}", workers=1, up_gbps=slow.get(n, gbps), down_gbps=gbps)
             for n in range(case.stages)
         )
-        self._cluster = Cluster(hosts=hosts, latency_us=LATENCY_US, burst_bytes=round(burst_bytes))
+        self._cluster = Cluster(
+            hosts=hosts, latency_us=LATENCY_US, burst_bytes=round(burst_bytes), window_bytes=WINDOW_BYTES
+        )
 
     @property
     def bound_ms(self) -> float:

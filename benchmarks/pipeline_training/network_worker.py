@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from headway.scheduling.pipeline.schedule import Pass
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
 from headway.strategies.pipeline.tuning.follower import Follower
+from headway.strategies.pipeline.tuning.observed import RankStep
+from headway.strategies.pipeline.tuning.watch import StepWatch
 from headway.torch_private.pipelining import PipelineSteps
-from pipeline_training.measured import cpu_s, message_ms, passes_ms, stream_ms
+from pipeline_training.measured import cpu_s, message_ms, stream_ms
 from pipeline_training.network_cases import CASES, PHASE_S, NetworkCase
 from pipeline_training.paced import PacedStage
 
@@ -27,6 +31,7 @@ SIZES = (2, 4, 8)
 ROUNDS, STEPS, WARM_STEPS = 5, 3, 2
 QUICK_ROUNDS = 2
 LEARNING_STEPS = 6  # of a method that learns: what it does in its first steps is not what is compared
+WATCHED = "1f1b"  # whose passes replay is told of, as in a recording of it
 PHASE_METHODS = ("1f1b", "k=2", "k=4", "headway")
 STOCK = {"torch-1f1b": Schedule1F1B, "torch-gpipe": ScheduleGPipe}
 
@@ -63,6 +68,7 @@ class Method:
 
     step: Callable[[], None]
     follower: Follower | None = None
+    seen: list[RankStep] = field(default_factory=list)  # this rank's steps, where they are watched
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -74,7 +80,6 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     size_bytes = case.model.boundary_bytes[0]
     found: dict[str, Any] = {"message_ms": message_ms(size_bytes), "stream_ms": stream_ms(size_bytes)}
     stage = _stage(case)
-    first_ms = passes_ms(stage, case.model.input_shape(dist.get_rank()))
     methods = _methods(case, stage)
     for method in methods.values():
         for _ in range(LEARNING_STEPS if method.follower else WARM_STEPS):
@@ -88,9 +93,7 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     found["cpu"] = (
         (cpu_s() - used) * dist.get_world_size() / (time.monotonic() - begun) / (os.cpu_count() or 1)
     )
-    # Before and after: the machine may have been busy with something else.
-    again_ms = passes_ms(stage, case.model.input_shape(dist.get_rank()))
-    found["passes_ms"] = _from_every_rank(list(map(min, first_ms, again_ms)))
+    found["passes_ms"] = _from_every_rank(_passes_ms(methods[WATCHED].seen))
     found["methods"] = {}
     for name, method in methods.items():
         peaks = _from_every_rank([float(block.peak_bytes) for block in method.blocks])
@@ -129,11 +132,13 @@ def _methods(case: NetworkCase, module: nn.Module) -> dict[str, Method]:
     for name in (*(() if case.is_phases else STOCK), *planned):
         stage = PipelineStage(module, rank, stages, torch.device("cpu"))
         steps = STOCK.get(name, ScheduleGPipe)(stage, count, loss_fn=_loss)
-        follower = None
+        follower, seen = None, list[RankStep]()
         if name in planned:
             own = PipelineSteps(steps)
             runtime = PipelineRuntime(own, planned[name].schedule_of(stages))
             follower = Follower(own, runtime, planned[name]) if planned[name].follows_network else None
+            if name == WATCHED:
+                _watch(runtime, seen)
 
         def step(steps: Any = steps) -> None:
             module.zero_grad()
@@ -144,8 +149,26 @@ def _methods(case: NetworkCase, module: nn.Module) -> dict[str, Method]:
             else:
                 steps.step()
 
-        found[name] = Method(step, follower)
+        found[name] = Method(step, follower, seen)
     return found
+
+
+def _watch(runtime: PipelineRuntime, seen: list[RankStep]) -> None:
+    """Keep what this rank sees of its steps, as a recording would."""
+    watch = StepWatch()
+
+    def nothing() -> None: ...
+
+    runtime.observe(watch, nothing, lambda: seen.append(watch.ended()))
+
+
+def _passes_ms(seen: Sequence[RankStep]) -> list[float]:
+    """The median forward and backward of this rank's steps."""
+    took_ms: dict[Pass, list[float]] = {Pass.FORWARD: [], Pass.BACKWARD: []}
+    for step in seen:
+        for action, span in step.passes.items():
+            took_ms[action.kind].append((span.end_ns - span.begin_ns) / 1e6)
+    return [median(each) for each in took_ms.values()]
 
 
 def _block(case: NetworkCase, method: Method) -> Block:

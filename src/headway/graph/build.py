@@ -53,6 +53,9 @@ class Work:
 
 
 READY_BYTES = 64  # about what Gloo says that a receiver is ready with
+# From what a rank waited for to its word about the next receive: a thread wakes and posts it. What has come with the
+# former, such as a word that lets a message go the other way, is first.
+POSTING_NS = 100_000
 
 
 class GraphBuilder(Generic[S]):
@@ -206,12 +209,9 @@ class GraphBuilder(Generic[S]):
         if self.cluster.library != GLOO:
             return begins
         sender_begins, receiver_begins = begins
-        return [
-            sender_begins,
-            self._operations.routed(
-                *self._resources.message(receiver, sender, READY_BYTES, channel), [receiver_begins]
-            ),
-        ]
+        posted = self._operations.operation(POSTING_NS, after=[receiver_begins])
+        word = self._resources.message(receiver, sender, READY_BYTES, channel)
+        return [sender_begins, self._operations.routed(*word, [posted])]
 
     def selection_of(self, kind: str, size_bytes: int, members: Sequence[int] | None = None) -> Selection:
         """The library's own ``kind`` of a tensor of ``size_bytes`` over all ranks, or over ``members``."""
