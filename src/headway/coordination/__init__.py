@@ -1,0 +1,1 @@
+"""Who else: which workers average with which others, decided while they train."""
