@@ -57,13 +57,19 @@ def drawn_resources(draw: st.DrawFn) -> Resources:
     burst_ns = draw(st.lists(st.just(0) | st.integers(1, 50), min_size=RESOURCES, max_size=RESOURCES))
     window_ns = draw(st.lists(st.just(0) | st.integers(1, 200), min_size=RESOURCES, max_size=RESOURCES))
     change = st.tuples(
-        st.integers(0, 2000), st.integers(0, RESOURCES - 1), st.integers(WHOLE // 100, 2 * WHOLE)
+        st.integers(0, 2000),
+        st.integers(0, RESOURCES - 1),
+        st.integers(WHOLE // 100, 2 * WHOLE),
+        st.sampled_from([0.0, 0.5, 1.0]),
     )
-    changes = sorted(draw(st.lists(change, max_size=5)))
+    changes = [
+        (time_ns, resource, left, int(left * spared))
+        for time_ns, resource, left, spared in sorted(draw(st.lists(change, max_size=5)))
+    ]
     return Resources(
         np.array(room, dtype=np.int64),
         np.array(burst_ns, dtype=np.int64),
-        np.array(changes, dtype=np.int64).reshape(-1, 3),
+        np.array(changes, dtype=np.int64).reshape(-1, 4),
         np.array(window_ns, dtype=np.int64),
     )
 

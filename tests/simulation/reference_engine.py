@@ -26,7 +26,7 @@ def play(graph: OperationGraph) -> PlayedTimes:
     start_ns, end_ns, ready_ns = [0] * count, [0] * count, [0] * count
     events: list[_Event] = [(0, _READY, number, 0) for number in range(count) if waits_for[number] == 0]
     sharing = _Sharing(graph, events)
-    for place, (time_ns, _, _) in enumerate(graph.resources.changes.tolist()):
+    for place, (time_ns, *_) in enumerate(graph.resources.changes.tolist()):
         heapq.heappush(events, (time_ns, _CHANGED, place, 0))
 
     def kind_of(number: int) -> int:
@@ -86,7 +86,8 @@ class _Sharing:
         self._saved_ns = graph.resources.burst_ns.tolist()
         self._window_ns = graph.resources.window_ns.tolist()
         self._held_ns = [0] * len(graph.resources)  # of others who have a part
-        self._idle_since_ns = [0] * len(graph.resources)
+        self._so_since_ns = [0] * len(graph.resources)  # idle, or not
+        self._spare = graph.resources.room.tolist()
         self._room = graph.resources.room.tolist()
         self._usual = graph.resources.room.tolist()
         self._in_flight: list[list[int]] = [[] for _ in range(len(graph.resources))]
@@ -109,9 +110,12 @@ class _Sharing:
         """Let an operation onto its resources."""
         self._left_ns[number] = float(self._duration_ns[number])
         own = self._resources[number]
+        for resource in own:
+            if not self._in_flight[resource] and (self._burst_ns[resource] or self._window_ns[resource]):
+                self._save(resource, now_ns)
         if all(self._burst_ns[r] and not self._in_flight[r] for r in own) and len(set(own)) == len(own):
-            self._spend(number, now_ns)
-        self._overtake(number, now_ns)
+            self._spend(number)
+        self._overtake(number)
         self._rate[number] = 0.0
         self._since_ns[number] = now_ns
         for resource in self._resources[number]:
@@ -119,13 +123,18 @@ class _Sharing:
         self._share_anew(now_ns)
 
     def _save(self, resource: int, now_ns: int) -> None:
-        idle_ns = now_ns - self._idle_since_ns[resource]
-        unused_ns = int(idle_ns * (self._room[resource] / self._usual[resource]))
+        idle_ns = now_ns - self._so_since_ns[resource]
+        unused_ns = int(idle_ns * (self._spare[resource] / self._usual[resource]))
         self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + unused_ns)
         self._held_ns[resource] = max(0, self._held_ns[resource] - unused_ns)
-        self._idle_since_ns[resource] = now_ns
+        self._so_since_ns[resource] = now_ns
 
-    def _overtake(self, number: int, now_ns: int) -> None:
+    def _hold(self, resource: int, now_ns: int) -> None:
+        missing = (self._room[resource] - self._spare[resource]) / self._usual[resource]
+        self._held_ns[resource] += int((now_ns - self._so_since_ns[resource]) * missing)
+        self._so_since_ns[resource] = now_ns
+
+    def _overtake(self, number: int) -> None:
         """Be ahead by what others will hold back at the scarcest resource that nobody used."""
         asked = self._asked[number]
         own = [
@@ -136,7 +145,6 @@ class _Sharing:
         if not own:
             return
         resource = min(own, key=self._room.__getitem__)
-        self._save(resource, now_ns)
         window_ns, share = self._window_ns[resource], self._room[resource] / self._usual[resource]
         size_ns = self._left_ns[number] * (asked / self._usual[resource])
         most_ns = window_ns * (1 / share - 1) - self._held_ns[resource]
@@ -144,11 +152,9 @@ class _Sharing:
         self._held_ns[resource] += int(ahead_ns)
         self._left_ns[number] -= ahead_ns * (self._usual[resource] / asked)
 
-    def _spend(self, number: int, now_ns: int) -> None:
+    def _spend(self, number: int) -> None:
         """Be ahead by what the resources saved while nobody used them."""
         own, asked = self._resources[number], self._asked[number]
-        for resource in own:
-            self._save(resource, now_ns)
         credit_ns = min(self._saved_ns[resource] * (self._usual[resource] / asked) for resource in own)
         spent_ns = min(self._left_ns[number], credit_ns)
         self._left_ns[number] -= spent_ns
@@ -157,10 +163,14 @@ class _Sharing:
 
     def change(self, place: int, now_ns: int) -> None:
         """There is more or less of a resource from now on."""
-        _, resource, room = self._changes[place]
-        if not self._in_flight[resource]:
+        _, resource, room, spare = self._changes[place]
+        if self._in_flight[resource]:
+            self._hold(resource, now_ns)
+        else:
             self._save(resource, now_ns)
-        self._room[resource] = room
+        self._room[resource], self._spare[resource] = room, spare
+        if room >= self._usual[resource]:
+            self._held_ns[resource] = 0
         self._share_anew(now_ns)
 
     def end(self, number: int, now_ns: int) -> int:
@@ -169,7 +179,7 @@ class _Sharing:
             self._in_flight[resource].remove(number)
         for resource in self._resources[number]:
             if not self._in_flight[resource]:
-                self._idle_since_ns[resource] = now_ns
+                self._hold(resource, now_ns)
         del self._left_ns[number], self._rate[number], self._since_ns[number]
         self._share_anew(now_ns)
         queue = self._queues[self._key[number]]

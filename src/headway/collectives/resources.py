@@ -223,6 +223,8 @@ def _changes(cluster: Cluster, room: Ints) -> Ints:
                 t for t in traffic if t.start_ms <= moment_ms and (t.end_ms is None or moment_ms < t.end_ms)
             ]
             taken = sum(t.gbps for t in in_flight) / gbps
-            left = max(1 - taken, 1 / (1 + sum(t.connections for t in in_flight)))
-            rows.append((round(moment_ms * 1e6), side, max(1, round(left * int(room[side])))))
-    return np.array(sorted(rows), dtype=np.int64).reshape(-1, 3)
+            spare = max(0.0, 1 - taken)
+            left = max(spare, 1 / (1 + sum(t.connections for t in in_flight)))
+            whole = int(room[side])
+            rows.append((round(moment_ms * 1e6), side, max(1, round(left * whole)), round(spare * whole)))
+    return np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)

@@ -15,7 +15,8 @@ _LOOPS = (
     kernel.push, kernel.drop_first, kernel.grow, kernel.precedes, kernel.settle, kernel.leave_time_ns,
     kernel.proportional, kernel.reach, kernel.grant,
     kernel.set_rate, kernel.reallocate,
-    kernel.save, kernel.spend, kernel.overtake, kernel.start_flow, kernel.end_first_flow, kernel.run, kernel.are_asked,
+    kernel.save, kernel.hold, kernel.spend, kernel.overtake, kernel.start_flow, kernel.end_first_flow,
+    kernel.run, kernel.are_asked,
     kernel.simulate,
 )  # fmt: skip
 

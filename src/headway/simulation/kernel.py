@@ -6,10 +6,10 @@ the time of the file, and nobody asks whether what a loop calls has changed. Tim
 Only the head of each queue is in flight. ``flows`` (int64) has a row a queue, of the columns named below, ``work``
 (float64) how much is left of its head and the rate at which it goes on. ``resources`` (int64) has a row a resource:
 the first queue whose head has it as its sender's side and as its receiver's, how much of it is asked for in all, how
-much there is now and usually (in WHOLE), how much more it lets through at once, since when nobody uses it, what sharing
-needs, and how much others hold back who have a part of it. ``heap`` holds the queues whose heads are in flight, the
-first that leaves on top. Resources and the flows that they couple, directly or through others, are a ``component``: the
-rates in it are found together.
+much there is now and usually (in WHOLE), how much more it lets through at once, since when it is used or not, what
+sharing needs, how much others hold back who have a part of it, and how much would be left if they got all they want.
+``heap`` holds the queues whose heads are in flight, the first that leaves on top. Resources and the flows that they
+couple, directly or through others, are a ``component``: the rates in it are found together.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HEAD, LAST, SIDE, AFTER, BEFORE, ASKED, GRANTED, PLACE, SINCE, LEAVES, MARK, COL
     14,
 )
 REST, RATE = 0, 1  # of ``work``
-LOAD, ROOM, USUAL, SAVED, IDLE_SINCE, STAMP, TAKEN, RISING, FAIR, HELD, RESOURCE_COLUMNS = (
+LOAD, ROOM, USUAL, SAVED, SO_SINCE, STAMP, TAKEN, RISING, FAIR, HELD, SPARE, RESOURCE_COLUMNS = (
     2,
     3,
     4,
@@ -75,6 +75,7 @@ LOAD, ROOM, USUAL, SAVED, IDLE_SINCE, STAMP, TAKEN, RISING, FAIR, HELD, RESOURCE
     10,
     11,
     12,
+    13,
 )  # of ``resources``
 MANY = 512  # that hold each other up and get max-min fair rates
 
@@ -293,37 +294,40 @@ def reallocate(
 
 
 def save(side: int, now: int, resources: Array, burst: Array) -> None:
-    """Put by what a resource that nobody used has let pass since then: as much of the time as there was room.
+    """Put by what a resource that nobody used has let pass since then: as much of the time as others left.
 
     Others have caught up with as much of what they held back.
     """
-    idle = now - resources[side, IDLE_SINCE]
-    unused = int(idle * (resources[side, ROOM] / resources[side, USUAL]))
+    idle = now - resources[side, SO_SINCE]
+    unused = int(idle * (resources[side, SPARE] / resources[side, USUAL]))
     resources[side, SAVED] = min(burst[side], resources[side, SAVED] + unused)
     resources[side, HELD] = max(0, resources[side, HELD] - unused)
-    resources[side, IDLE_SINCE] = now
+    resources[side, SO_SINCE] = now
 
 
-def spend(queue: int, now: int, flows: Array, resources: Array, burst: Array) -> float:
+def hold(side: int, now: int, resources: Array) -> None:
+    """Others hold back, on a resource that was used since then, what they want and their share is too small for."""
+    missing = (resources[side, ROOM] - resources[side, SPARE]) / resources[side, USUAL]
+    resources[side, HELD] += int((now - resources[side, SO_SINCE]) * missing)
+    resources[side, SO_SINCE] = now
+
+
+def spend(queue: int, flows: Array, resources: Array) -> float:
     """Take what the resources of a queue saved while nobody used them; returns how much work that is."""
     credit = float(NEVER)
     for end in range(2):
         side = flows[queue, SIDE + end]
         if side >= 0:
-            save(side, now, resources, burst)
             credit = min(credit, resources[side, SAVED] * (resources[side, USUAL] / flows[queue, ASKED]))
     return credit
 
 
-def overtake(
-    queue: int, side: int, now: int, flows: Array, work: Array, resources: Array, burst: Array, window: Array
-) -> float:
+def overtake(queue: int, side: int, flows: Array, work: Array, resources: Array, window: Array) -> float:
     """How much work a flow gets done ahead of its share of ``side``, which others have a part of and we did not use.
 
     First come, first served: a flow that keeps ``window`` queued where others have queued b gets window / (window + b)
     of the rate, and b grows to window * (USUAL / ROOM - 1), where it has no more than ROOM. Integrated over its work.
     """
-    save(side, now, resources, burst)
     share = resources[side, ROOM] / resources[side, USUAL]
     size = work[queue, REST] * (flows[queue, ASKED] / resources[side, USUAL])
     most = window[side] * (1.0 / share - 1.0) - resources[side, HELD]
@@ -351,6 +355,8 @@ def start_flow(
         side = flows[queue, SIDE + end]
         if side >= 0:
             idle = resources[side, LOAD] == 0
+            if idle and (burst[side] > 0 or window[side] > 0):
+                save(side, now, resources, burst)
             saves = saves and burst[side] > 0 and idle
             contended = window[side] > 0 and idle and resources[side, ROOM] < flows[queue, ASKED]
             if contended and (scarce < 0 or resources[side, ROOM] < resources[scarce, ROOM]):
@@ -363,14 +369,14 @@ def start_flow(
                 flows[after, BEFORE + end] = queue
             resources[side, end] = queue
     if saves:
-        spent = min(work[queue, REST], spend(queue, now, flows, resources, burst))
+        spent = min(work[queue, REST], spend(queue, flows, resources))
         work[queue, REST] -= spent
         for end in range(2):
             side = flows[queue, SIDE + end]
             if side >= 0:
                 resources[side, SAVED] -= ceil(spent * (flows[queue, ASKED] / resources[side, USUAL]))
     if scarce >= 0:
-        work[queue, REST] -= overtake(queue, scarce, now, flows, work, resources, burst, window)
+        work[queue, REST] -= overtake(queue, scarce, flows, work, resources, window)
     flows[queue, SINCE] = now
     if alone:  # what reallocate would come to
         work[queue, RATE] = 1.0
@@ -409,7 +415,7 @@ def end_first_flow(
         if side >= 0:
             resources[side, LOAD] -= flows[queue, ASKED]
             if resources[side, LOAD] == 0:
-                resources[side, IDLE_SINCE] = now
+                hold(side, now, resources)
             before, after = flows[queue, BEFORE + end], flows[queue, AFTER + end]
             if before >= 0:
                 flows[before, AFTER + end] = after
@@ -453,8 +459,8 @@ class PlayState(NamedTuple):
 def first_state(room: Array, burst: Array, queues: int) -> PlayState:
     """Nothing is played yet, on resources of so much ``room`` and ``burst``."""
     resources = np.full((len(burst), RESOURCE_COLUMNS), -1, np.int64)
-    resources[:, LOAD], resources[:, SAVED], resources[:, IDLE_SINCE], resources[:, HELD] = 0, burst, 0, 0
-    resources[:, ROOM], resources[:, USUAL] = room, room
+    resources[:, LOAD], resources[:, SAVED], resources[:, SO_SINCE], resources[:, HELD] = 0, burst, 0, 0
+    resources[:, ROOM], resources[:, USUAL], resources[:, SPARE] = room, room, room
     return PlayState(
         flows=np.full((queues, COLUMNS), -1, np.int64), work=np.zeros((queues, 2), np.float64),
         resources=resources, heap=np.zeros(queues, np.int64), reached=np.zeros(MANY + 1, np.int64),
@@ -501,12 +507,15 @@ def run(
             changing < min(leaving, finishing, NEVER - 1) + 1 and not to_begin and (in_flight or to_be_done)
         ):
             now = max(now, changing)
-            if resources[changes[changed, 1], LOAD] == 0:
-                save(changes[changed, 1], now, resources, burst)
-            resources[changes[changed, 1], ROOM] = changes[changed, 2]
-            in_flight = reallocate(
-                changes[changed, 1], now, in_flight, flows, work, resources, heap, reached, component
-            )
+            side = changes[changed, 1]
+            if resources[side, LOAD] == 0:
+                save(side, now, resources, burst)
+            else:
+                hold(side, now, resources)
+            resources[side, ROOM], resources[side, SPARE] = changes[changed, 2], changes[changed, 3]
+            if resources[side, ROOM] >= resources[side, USUAL]:
+                resources[side, HELD] = 0
+            in_flight = reallocate(side, now, in_flight, flows, work, resources, heap, reached, component)
             changed += 1
             continue
         if to_begin and now < leaving and now < finishing:

@@ -50,8 +50,9 @@ class Resources:
     """What operations share.
 
     ``room`` is how much there is of each (in WHOLE). ``burst_ns`` is token-bucket credit: after idling for this long, a
-    resource does that much work at once. ``changes`` are rows of a time (ns), a resource and how much there is of it
-    from then on (in WHOLE), in order of time. ``window_ns`` is what an operation keeps queued where others have taken
+    resource does that much work at once. ``changes`` are rows of a time (ns), a resource, how much there is of it from
+    then on (in WHOLE), and how much there would be if others, who have the rest, got all that they want; in order of
+    time. ``window_ns`` is what an operation keeps queued where others have taken
     a part of a resource, as work at its usual rate: others get their part only once they have queued in proportion, and
     it is ahead by that (0: they have their part immediately).
     """
@@ -65,7 +66,7 @@ class Resources:
     def plain(cls, count: int) -> Resources:
         """So many alike that save nothing and stay as they are."""
         nothing = np.zeros(count, dtype=np.int64)
-        return cls(nothing + WHOLE, nothing, np.zeros((0, 3), dtype=np.int64), nothing)
+        return cls(nothing + WHOLE, nothing, np.zeros((0, 4), dtype=np.int64), nothing)
 
     def __len__(self) -> int:
         return len(self.burst_ns)
