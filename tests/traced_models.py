@@ -58,8 +58,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x), mask)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        found: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return found
 
 
 class GPT(nn.Module):

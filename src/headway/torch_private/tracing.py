@@ -23,9 +23,16 @@ BY_VALUE: tuple[type[Exception], ...] = (_ByValue, _ShapeByValue)
 """What is raised where Python asks for the value of a tensor, or for a shape that depends on one."""
 
 
-def without_computing() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def without_computing() -> Iterator[None]:
     """Within it, operations give tensors of shapes, types and devices alone; parameters may be real."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # autocast would keep what it makes of parameters
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

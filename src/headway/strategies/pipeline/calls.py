@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.torch_private.tracing import leaves, mapped
+from headway.errors import InternalError
+from headway.torch_private.tracing import is_fake, leaves, mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,24 @@ class Value:
     """A tensor: an input of the forward, or what one of its calls gave."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What a value is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Like:
+        """What ``tensor`` is like."""
+        return Like(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def tensor(self) -> torch.Tensor:
+        """One without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta").requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +116,15 @@ def _of_kind(kind: type[Any], found: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The calls of a stage in their order; ``inputs`` and ``outputs`` are what it is given and what it gives."""
+    """The calls of a stage in their order; ``inputs`` and ``outputs`` are what it is given and what it gives.
+
+    ``hands_on`` is what the next stage expects; none does of the last.
+    """
 
     inputs: tuple[Value, ...]
     calls: tuple[Call, ...]
     outputs: tuple[Value, ...]
-    is_last: bool
+    hands_on: tuple[Like, ...] = ()
 
     def run(self, module: nn.Module, given: Sequence[torch.Tensor], device: torch.device) -> Any:
         """Carry it out on the submodules, parameters and buffers of ``module``.
@@ -135,12 +157,15 @@ class Program:
             for each in done:
                 del held[each]
         outputs = tuple(self._handed_on(value, held[value]) for value in self.outputs)
+        for like, tensor in zip(self.hands_on, outputs, strict=False):
+            if (like.shape, like.dtype) != (tuple(tensor.shape), tensor.dtype) or is_fake(tensor):
+                raise InternalError(f"a stage hands on {tensor.dtype} {list(tensor.shape)} instead of {like}")
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _handed_on(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
         if value in self.inputs and tensor.requires_grad:
             tensor = tensor.view_as(tensor)
-        return tensor if self.is_last else tensor.contiguous()
+        return tensor.contiguous() if self.hands_on else tensor
 
     def _done_with(self) -> list[tuple[Value, ...]]:
         """The values that nothing needs any more after each call."""

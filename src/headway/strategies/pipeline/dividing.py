@@ -11,11 +11,10 @@ from torch import nn
 
 from headway.errors import PlanError, UnsupportedError
 from headway.planning.stage_split import SplitLayer, split
-from headway.strategies.pipeline.calls import Attribute, Call, Program, Submodule, Value
-from headway.strategies.pipeline.tracing import Like, Recording
+from headway.strategies.pipeline.calls import Attribute, Call, Like, Program, Submodule, Value
+from headway.strategies.pipeline.tracing import Recording
 
 _SHOWN = 16
-_MOST_ATTEMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,9 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
                 "a stage would change in place what it has received together with other tensors",
                 got=getattr(changed.target, "__name__", "a call"), fix="Split elsewhere, or add out of place.",
             )  # fmt: skip
-    programs = tuple(
-        Program(given, share, out, stage == len(shares) - 1)
-        for stage, (given, share, out) in enumerate(zip(inputs, shares, outputs, strict=True))
-    )
-    return Divided(programs, tuple(tuple(recording.likes[each] for each in out) for out in outputs[:-1]))
+    boundaries = [tuple(recording.likes[each] for each in out) for out in outputs[:-1]]
+    programs = map(Program, inputs, shares, outputs, [*boundaries, ()])
+    return Divided(tuple(programs), tuple(boundaries))
 
 
 def _computed_again(recording: Recording) -> Sequence[Call]:

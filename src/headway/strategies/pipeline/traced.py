@@ -12,8 +12,8 @@ from torch import nn
 
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.strategies.pipeline import dividing
-from headway.strategies.pipeline.calls import Ambience, Attribute, Program, Submodule
-from headway.strategies.pipeline.tracing import Like, Recording, SplitInsideError, record
+from headway.strategies.pipeline.calls import Ambience, Attribute, Like, Program, Submodule
+from headway.strategies.pipeline.tracing import Recording, SplitInsideError, record
 from headway.torch_private.tracing import leaves, mapped
 
 _MOST_ATTEMPTS = 64

@@ -27,29 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 import headway
 from headway.errors import UnsupportedError, one_line
-from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Submodule, Value
+from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, Submodule, Value
 from headway.strategies.pipeline.untouched import HOW_TO_MEND, Drawn, left_as_it_was
 from headway.torch_private import tracing as private
 
 _ROOT, _TORCH = (Path(str(each.__file__)).parent for each in (headway, torch))
-
-
-@dataclass(frozen=True, slots=True)
-class Like:
-    """What a value is like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def tensor(self) -> torch.Tensor:
-        """One without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta").requires_grad_(self.requires_grad)
 
 
 @dataclass
@@ -201,13 +183,16 @@ class _Recorder(TorchFunctionMode):
         try:
             if self._suspended:
                 return call(*args, **kwargs)
-            for name in names:
-                self._recording.begins.setdefault(name, len(self._recording.calls))
+            self._begins(names)
             if id(module) in self._inside:
                 return call(*args, **kwargs)
             return self._record(Submodule(names[0]), call, args, kwargs)
         finally:
             self._calling.pop()
+
+    def _begins(self, names: list[str]) -> None:
+        for name in names:
+            self._recording.begins.setdefault(name, len(self._recording.calls))
 
     def _record(self, target: Any, carry_out: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = getattr(target, "__name__", "")
@@ -239,9 +224,11 @@ class _Recorder(TorchFunctionMode):
             raise self._refused(
                 "checkpoints what is no module, or keeps activations elsewhere", name or str(target)
             )
+        for each in call.uses(Submodule):  # one that is checkpointed, too
+            self._begins(self._modules[id(self._model.get_submodule(each.name))])
         self._recording.calls.append(call)
         if mutates and isinstance(call.first, Value):
-            self._recording.likes[call.first] = _like(self._kept[call.first.number])
+            self._recording.likes[call.first] = Like.of(self._kept[call.first.number])
         return result
 
     # Tensors ---------------------------------------------------------------------------------------------
@@ -251,7 +238,7 @@ class _Recorder(TorchFunctionMode):
         self._kept.append(tensor)
         if id(tensor) not in self._attributes:  # ``parameter.to(dtype)`` may be the parameter
             self._values[id(tensor)] = value
-        self._recording.likes[value] = _like(tensor)
+        self._recording.likes[value] = Like.of(tensor)
         return value
 
     def _stand_in(self, each: Any) -> Any:
@@ -290,10 +277,6 @@ class _Recorder(TorchFunctionMode):
             got=f"{got}{where}",
             fix=HOW_TO_MEND,
         )
-
-
-def _like(tensor: torch.Tensor) -> Like:
-    return Like(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def _has_arguments(function: Any) -> bool:
