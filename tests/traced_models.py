@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +65,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """``lm_head`` has the weight of ``transformer.wte``."""
+
+    transformer: Any
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()

@@ -72,7 +72,8 @@ class Ambience:
     def on(self, device: torch.device) -> Iterator[None]:
         """Have it in force."""
         kind, enabled = device.type, self.autocast is not None
-        with torch.set_grad_enabled(self.gradients), torch.autocast(kind, self.autocast, enabled=enabled):
+        gradients = self.gradients and torch.is_grad_enabled()
+        with torch.set_grad_enabled(gradients), torch.autocast(kind, self.autocast, enabled=enabled):
             yield
 
 

@@ -163,11 +163,12 @@ def check_parameters(model: nn.Module, recording: Recording, begins: Sequence[in
 
 
 def called(recording: Recording) -> list[str]:
-    """The modules at which a stage could begin: the first call of each but the very first."""
+    """The modules at which a stage could begin: all that forward calls but the first."""
+    first = next((at for at, call in enumerate(recording.calls) if any(call.uses(Submodule))), 0)
     places: dict[int, str] = {}
     for name, at in recording.begins.items():
         places.setdefault(at, name)
-    return [places[at] for at in sorted(places) if at > 0]
+    return [places[at] for at in sorted(places) if at > first]
 
 
 def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:

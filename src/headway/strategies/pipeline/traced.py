@@ -12,31 +12,20 @@ from torch import nn
 
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.strategies.pipeline import dividing
-from headway.strategies.pipeline.calls import Ambience, Attribute, Like, Program, Submodule
+from headway.strategies.pipeline.calls import Ambience, Like, Program
+from headway.strategies.pipeline.examples import form_of, micro_batch_of, said_of, split_up
+from headway.strategies.pipeline.traced_stage import (
+    dots_in,
+    names_of,
+    state_of,
+    submodules_of,
+    tied_in,
+    traced_stage,
+)
 from headway.strategies.pipeline.tracing import Recording, SplitInsideError, record
 from headway.torch_private.tracing import leaves, mapped
 
 _MOST_ATTEMPTS = 64
-
-
-class TracedStage(nn.Module):
-    """One stage: the submodules, parameters and buffers of a model that its calls need, under their own names.
-
-    It makes the calls of the forward in training or in evaluation, as its mode is.
-    """
-
-    def __init__(self, programs: Mapping[bool, Program], device: torch.device) -> None:
-        super().__init__()
-        self.__dict__.update(_headway_programs=programs, _headway_device=device)
-
-    def forward(self, *given: torch.Tensor) -> Any:
-        """Make this stage's calls of what it is given; returns a tensor or a tuple of several."""
-        program: Program | None = self.__dict__["_headway_programs"].get(self.training)
-        if program is None:
-            raise UserError(
-                "this pipeline has no evaluation, and its stage is in that mode", fix="Call train()."
-            )
-        return program.run(self, given, self.__dict__["_headway_device"])
 
 
 @dataclass(frozen=True)
@@ -86,25 +75,7 @@ class TracedCut:
 
     def module(self, model: nn.Module, stage: int) -> nn.Module:
         """The stage, of the submodules, parameters and buffers of ``model``."""
-        found = TracedStage(self.programs[stage], self.device)
-        modules = {each.name for program in self.programs[stage].values() for each in _submodules(program)}
-        aliases: dict[int, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            aliases.setdefault(id(module), []).append(name)
-        for name in sorted(modules, key=lambda each: each.count(".")):
-            for alias in aliases[id(model.get_submodule(name))]:
-                _owner(found, alias).add_module(alias.rpartition(".")[2], model.get_submodule(name))
-        have = {name for name, _ in _state(found)}
-        stateful = model.state_dict(keep_vars=True).keys()
-        for name, tensor in _state(model):
-            if name in self.names[stage] - have:
-                owner, own = _owner(found, name), name.rpartition(".")[2]
-                if isinstance(tensor, nn.Parameter):
-                    owner.register_parameter(own, tensor)
-                else:
-                    owner.register_buffer(own, tensor, persistent=name in stateful)
-        found.training = model.training
-        return found
+        return traced_stage(model, self.programs[stage], self.names[stage], self.device)
 
     def arguments(self, stage: int) -> dict[str, tuple[torch.Tensor, ...]]:
         """What ``PipelineStage`` is told about what the stage is given and hands on."""
@@ -118,15 +89,15 @@ class TracedCut:
     def inputs(self, batch: Any, micro_batches: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a batch. Raises UserError for one that is not like the example."""
         form, likes = self.example
-        found = _split_up(batch)
+        found = split_up(batch)
         tensors = [each for each in leaves(found) if isinstance(each, torch.Tensor)]
         shapes = [(micro_batches * like.shape[0], *like.shape[1:]) for like in likes]
-        if _form(found) != form or [tuple(each.shape) for each in tensors] != shapes or any(
+        if form_of(found) != form or [tuple(each.shape) for each in tensors] != shapes or any(
             each.dtype != like.dtype for each, like in zip(tensors, likes, strict=True)
         ):  # fmt: skip
             raise UserError(
                 "a batch is not like example_batch, of which the model was cut into stages",
-                got=_said(tensors), expected=", ".join(str(list(each)) for each in shapes),
+                got=said_of(tensors), expected=", ".join(str(list(each)) for each in shapes),
                 fix="Give batches of one shape (drop_last=True in a DataLoader), and an example of that.",
             )  # fmt: skip
         return tuple(tensors)
@@ -154,8 +125,8 @@ def traced_cut(
     or divided, PlanError for points where it cannot be cut, UserError for an example that does not split evenly.
     """
     _check_plain(model)
-    example = _split_up(example)
-    args, kwargs = _micro_batch(example, micro_batches)
+    example = split_up(example)
+    args, kwargs = micro_batch_of(example, micro_batches)
     tracer = _Tracer(model, args, kwargs, device)
     dividing.check_names(model, points)
     with _mode(model, training=True):
@@ -166,7 +137,7 @@ def traced_cut(
     programs, outputs = [training.programs], {True: recording.output}
     not_evaluated = ""
     try:
-        with _mode(model, training=False), torch.no_grad():
+        with _mode(model, training=False):
             evaluated = tracer.record(inside)
             evaluation = dividing.divide(evaluated, begins_at(evaluated))
         if _plain(evaluation.boundaries) != _plain(training.boundaries):
@@ -176,7 +147,7 @@ def traced_cut(
     except (UnsupportedError, PlanError) as failure:
         not_evaluated = str(failure)
     by_stage = [dict(zip((True, False), own, strict=False)) for own in zip(*programs, strict=True)]
-    names = _names(model, by_stage)
+    names = names_of(model, by_stage)
     _check_buffers(model, by_stage)
     trained = frozenset(
         name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad
@@ -184,7 +155,7 @@ def traced_cut(
     likes = tuple(recording.likes[each] for each in recording.inputs)
     last = tuple(recording.likes[each] for each in recording.outputs())
     return TracedCut(
-        tuple(by_stage), training.boundaries, names, _tied(model), trained, outputs, last, (_form(example), likes),
+        tuple(by_stage), training.boundaries, names, tied_in(model), trained, outputs, last, (form_of(example), likes),
         Ambience.now(device), device, not_evaluated,
     )  # fmt: skip
 
@@ -211,7 +182,7 @@ class _Tracer:
                     return inside, lambda each: dividing.at_marks(model, each, stages)
                 break
             points = self._balanced(stages)
-        inside = {point[:at] for point in points for at in _dots(point)} | {""}
+        inside = {point[:at] for point in points for at in dots_in(point)} | {""}
         return inside, lambda each: dividing.at_points(model, each, points, stages)
 
     def _balanced(self, stages: int) -> list[str]:
@@ -230,110 +201,11 @@ class _Tracer:
         return dividing.balanced(self._model, recording, stages)
 
 
-# Batches --------------------------------------------------------------------------------------------------
-
-
-def _split_up(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and keyword arguments: a dict has the latter, a tuple or a list the former."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
-
-
-def _micro_batch(example: tuple[Any, Any], micro_batches: int) -> tuple[Any, Any]:
-    tensors = [each for each in leaves(example) if isinstance(each, torch.Tensor)]
-    rows = {each.shape[0] if each.dim() else 0 for each in tensors}
-    if len(rows) != 1 or 0 in rows or next(iter(rows)) % micro_batches:
-        raise UserError(
-            "example_batch does not split into micro-batches of one size", got=_said(tensors) or "no tensor",
-            expected=f"tensors of one number of samples, a multiple of {micro_batches}, in their first dimension",
-            fix="Expand what holds for all samples to each of them.",
-        )  # fmt: skip
-    size = next(iter(rows)) // micro_batches
-    found: tuple[Any, Any] = mapped(
-        lambda each: each[:size] if isinstance(each, torch.Tensor) else each, example
-    )
-    return found
-
-
-def _form(example: Any) -> Any:
-    """All of a batch but its tensors."""
-    return repr(mapped(lambda each: "tensor" if isinstance(each, torch.Tensor) else each, example))
-
-
-def _said(tensors: Sequence[torch.Tensor]) -> str:
-    return ", ".join(f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in tensors)
-
-
-# Names ----------------------------------------------------------------------------------------------------
-
-
-def _submodules(program: Program) -> Iterator[Submodule]:
-    return (each for call in program.calls for each in call.uses(Submodule))
-
-
-def _names(model: nn.Module, programs: Sequence[Mapping[bool, Program]]) -> tuple[frozenset[str], ...]:
-    """The parameters and buffers of each stage. What none uses is where it has another name, or on the first."""
-    state = [*_state(model)]
-    modules = {name: id(each) for name, each in model.named_modules(remove_duplicate=False)}
-    found: list[set[str]] = []
-    for own in programs:
-        called = {modules[each.name] for program in own.values() for each in _submodules(program)}
-        direct = {
-            each.name for program in own.values() for call in program.calls for each in call.uses(Attribute)
-        }
-        found.append(
-            {
-                name
-                for name, _ in state
-                if name in direct or any(modules[each] in called for each in _owners(name))
-            }
-        )
-    for name, tensor in state:
-        if not any(name in own for own in found):
-            same = {other for other, each in state if each is tensor}
-            next((own for own in found if own & same), found[0]).add(name)
-    return tuple(frozenset(own) for own in found)
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _dots(name: str) -> Iterator[int]:
-    return (at for at, each in enumerate(name) if each == ".")
-
-
-def _owners(name: str) -> Iterator[str]:
-    """The modules that a parameter or a buffer is inside of, but the model itself."""
-    return (name[:at] for at in _dots(name))
-
-
-def _owner(root: nn.Module, name: str) -> nn.Module:
-    """The module that has the parameter, buffer or module of that name, empty ones where there are none."""
-    found = root
-    for part in name.split(".")[:-1]:
-        inner = getattr(found, part, None)
-        if inner is None:
-            inner = nn.Module()
-            found.add_module(part, inner)
-        found = inner
-    return found
-
-
-def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(own) for own in names.values())
-
-
 # What is refused ------------------------------------------------------------------------------------------
 
 
 def _check_plain(model: nn.Module) -> None:
-    for name, each in _state(model):
+    for name, each in state_of(model):
         if "DTensor" in type(each).__name__ or "DTensor" in type(each.data).__name__:
             raise UnsupportedError(
                 "a model of DTensors is not cut into stages", got=name, expected="plain tensors",
@@ -345,7 +217,7 @@ def _check_buffers(model: nn.Module, programs: Sequence[Mapping[bool, Program]])
     """Statistics that each stage would have its own of."""
     seen: dict[str, int] = {}
     for stage, own in enumerate(programs):
-        for name in {each.name for program in own.values() for each in _submodules(program)}:
+        for name in {each.name for program in own.values() for each in submodules_of(program)}:
             if seen.setdefault(name, stage) == stage:
                 continue
             if any(
