@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -113,6 +113,26 @@ def _of_kind(kind: type[Any], found: Iterable[Any]) -> Iterator[Any]:
             yield each
         elif isinstance(each, slice):
             yield from _of_kind(kind, (each.start, each.stop, each.step))
+
+
+@dataclass
+class Recording:
+    """The calls of one forward. ``output`` is what it returns, with values in the places of tensors.
+
+    ``begins`` has the number of calls before each module was first called, ``marks`` that before each ``pipe_split``.
+    """
+
+    inputs: tuple[Value, ...]
+    calls: list[Call] = field(default_factory=list)
+    likes: dict[Value, Like] = field(default_factory=dict)
+    begins: dict[str, int] = field(default_factory=dict)
+    marks: list[int] = field(default_factory=list)
+    output: Any = None
+
+    def outputs(self) -> tuple[Value, ...]:
+        """The tensors that it returns, each once."""
+        found = leaves(self.output)
+        return tuple(dict.fromkeys(each for each in found if isinstance(each, Value)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,7 @@ from torch import nn
 
 from headway.errors import PlanError, UnsupportedError
 from headway.planning.stage_split import SplitLayer, split
-from headway.strategies.pipeline.calls import Attribute, Call, Like, Program, Submodule, Value
-from headway.strategies.pipeline.tracing import Recording
+from headway.strategies.pipeline.calls import Attribute, Call, Like, Program, Recording, Submodule, Value
 
 _SHOWN = 16
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.strategies.pipeline import dividing
-from headway.strategies.pipeline.calls import Ambience, Like, Program
+from headway.strategies.pipeline.calls import Ambience, Like, Program, Recording
 from headway.strategies.pipeline.examples import form_of, micro_batch_of, said_of, split_up
 from headway.strategies.pipeline.traced_stage import (
     dots_in,
@@ -22,7 +22,7 @@ from headway.strategies.pipeline.traced_stage import (
     tied_in,
     traced_stage,
 )
-from headway.strategies.pipeline.tracing import Recording, SplitInsideError, record
+from headway.strategies.pipeline.tracing import SplitInsideError, record
 from headway.torch_private.tracing import leaves, mapped
 
 _MOST_ATTEMPTS = 64

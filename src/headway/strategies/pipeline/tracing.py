@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -27,31 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 import headway
 from headway.errors import UnsupportedError, one_line
-from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, Submodule, Value
+from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, Recording, Submodule, Value
 from headway.strategies.pipeline.untouched import HOW_TO_MEND, Drawn, left_as_it_was
 from headway.torch_private import tracing as private
 
 _ROOT, _TORCH = (Path(str(each.__file__)).parent for each in (headway, torch))
-
-
-@dataclass
-class Recording:
-    """The calls of one forward. ``output`` is what it returns, with values in the places of tensors.
-
-    ``begins`` has the number of calls before each module was first called, ``marks`` that before each ``pipe_split``.
-    """
-
-    inputs: tuple[Value, ...]
-    calls: list[Call] = field(default_factory=list)
-    likes: dict[Value, Like] = field(default_factory=dict)
-    begins: dict[str, int] = field(default_factory=dict)
-    marks: list[int] = field(default_factory=list)
-    output: Any = None
-
-    def outputs(self) -> tuple[Value, ...]:
-        """The tensors that it returns, each once."""
-        found = private.leaves(self.output)
-        return tuple(dict.fromkeys(each for each in found if isinstance(each, Value)))
 
 
 class SplitInsideError(Exception):
