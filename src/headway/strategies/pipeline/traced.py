@@ -234,7 +234,7 @@ def _check_buffers(model: nn.Module, programs: Sequence[Mapping[bool, Program]])
 
 @contextlib.contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Have the model in a mode; modules that are not in the model's own stay so in training."""
+    """Have the model in a mode. In training, modules that are in the other one (frozen statistics) stay so."""
     before = [(each, each.training) for each in model.modules()]
     if not training or not model.training:
         model.train(training)

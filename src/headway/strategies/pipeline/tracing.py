@@ -24,13 +24,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import headway
 from headway.errors import UnsupportedError, one_line
 from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, Recording, Submodule, Value
 from headway.strategies.pipeline.untouched import HOW_TO_MEND, Drawn, left_as_it_was
 from headway.torch_private import tracing as private
 
-_ROOT, _TORCH = (Path(str(each.__file__)).parent for each in (headway, torch))
+_ROOT, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
 
 class SplitInsideError(Exception):
