@@ -19,22 +19,34 @@ State = dict[str, Any]
 class Step:
     """One way to train: in one process (``pipelined`` is None) or on a rank; both are called alike."""
 
+    example: Any = None
+
     def __init__(
-        self, model: nn.Sequential, optimizer: torch.optim.Optimizer, options: dict[str, Any] | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any] | None
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.pipelined: Any = None
         if options is not None:
             planned = headway.strategy("pipeline", **{"micro_batches": MICRO_BATCHES, **options})
-            self.pipelined = headway.parallelize(model, optimizer, planned, loss_fn=nn.functional.mse_loss)
+            self.pipelined = headway.parallelize(
+                model, optimizer, planned, loss_fn=self.loss, example_batch=self.example
+            )
 
-    def train(self, data: torch.Tensor, target: torch.Tensor) -> float:
+    def batches(self, steps: int = 3) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Inputs and targets."""
+        return batches(steps)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """What is trained for."""
+        return nn.functional.mse_loss(output, target)
+
+    def train(self, data: Any, target: torch.Tensor) -> float:
         """Forward and backward; the loss."""
         like = next(self.model.parameters())
         data, target = data.to(like.dtype), target.to(like.dtype)
         if self.pipelined is not None:
             return float(self.pipelined.train_step(data, target))
-        loss = nn.functional.mse_loss(self.model(data), target)
+        loss = self.loss(self.model(data), target)
         loss.backward()
         return float(loss.detach())
 
@@ -83,7 +95,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def plainly(step: Step) -> list[float]:
     """Three steps."""
     losses = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         losses.append(step.train(data, target))
         step.optimizer.step()
@@ -92,7 +104,7 @@ def plainly(step: Step) -> list[float]:
 
 def clipped(step: Step) -> list[float]:
     said = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         said.append(step.train(data, target))
         said.append(step.clip(0.05))
@@ -103,7 +115,7 @@ def clipped(step: Step) -> list[float]:
 def accumulated(step: Step) -> list[float]:
     """Two batches' gradients an update."""
     losses = []
-    for number, (data, target) in enumerate(batches(4)):
+    for number, (data, target) in enumerate(step.batches(4)):
         losses.append(step.train(data, target))
         if number % 2:
             step.optimizer.step()
@@ -115,7 +127,7 @@ def scheduled(step: Step) -> list[float]:
     """A learning rate that falls."""
     falls = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, gamma=0.5)
     losses = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         losses.append(step.train(data, target))
         step.optimizer.step()
@@ -126,7 +138,7 @@ def scheduled(step: Step) -> list[float]:
 def evaluated(step: Step) -> list[float]:
     """An evaluation between steps changes nothing."""
     losses = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         losses.append(step.train(data, target))
         step.optimizer.step()
@@ -204,7 +216,7 @@ def by_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 Way = tuple[
-    Callable[[], nn.Sequential],
+    Callable[[], nn.Module],
     Callable[[nn.Module], torch.optim.Optimizer],
     Callable[[Step], list[float]],
     dict[str, Any],
@@ -249,11 +261,13 @@ WAYS: dict[str, Way] = {
 }
 
 
-def trained(name: str, options: dict[str, Any] | None) -> dict[str, Any]:
+def trained(
+    name: str, options: dict[str, Any] | None, ways: dict[str, Way] = WAYS, kind: type[Step] = Step
+) -> dict[str, Any]:
     """Losses, and the state at the end."""
-    make, make_optimizer, way, given = WAYS[name]
+    make, make_optimizer, way, given = ways[name]
     model = make()
-    step = Step(model, make_optimizer(model), None if options is None else given)
+    step = kind(model, make_optimizer(model), None if options is None else given)
     return {"said": way(step), "state": step.state()}
 
 

@@ -42,9 +42,10 @@ def test_the_example_in_code_trains_the_same_under_its_plan(tmp_path: Path) -> N
     Plan.load(tmp_path / "plan.yaml")
 
 
-def test_the_example_of_a_pipeline_goes_through_the_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["pipeline.py", "pipeline_module.py"])
+def test_the_examples_of_pipelines_go_through_the_loop(tmp_path: Path, script: str) -> None:
     """The same losses under another order, that of a plan."""
-    job = (*TORCHRUN, EXAMPLES / "pipeline.py")
+    job = (*TORCHRUN, EXAMPLES / script)
     trace, plan = tmp_path / "trace", tmp_path / "plan.yaml"
     said = []
     for arguments in (

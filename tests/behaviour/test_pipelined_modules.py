@@ -43,7 +43,10 @@ def test_dropout_draws_the_same_in_every_order() -> None:
 
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
     for said in workers.run(RANKS, f"{CASES}:refused", timeout_s=60):
-        assert "only a torch.nn.Sequential is cut into stages; got Linear" in said["no Sequential"]
+        assert (
+            "only a torch.nn.Sequential is cut into stages without an example of a batch; got Linear"
+            in said["no Sequential"]
+        )
         assert "a pipeline computes the loss behind its last stage; got loss_fn=None" in said["no loss"]
         assert "a pipeline takes no options of DDP; got bucket_cap_mb" in said["options of DDP"]
         assert (

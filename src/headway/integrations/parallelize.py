@@ -22,6 +22,7 @@ def parallelize(
     plan: Plan | Strategy | None = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
+    example_batch: Any = None,
     **ddp_options: Any,
 ) -> nn.Module:
     """Wrap ``model`` for training as ``plan`` says; ``optimizer`` is the one that updates it.
@@ -33,9 +34,11 @@ def parallelize(
     recording, but some tens of steps are not optimal. A plan from ``headway.optimize`` is in force
     from the first step, and keeps stock DDP if nothing else is predicted to be faster.
 
-    Under a pipeline, a ``torch.nn.Sequential`` is cut into a stage a rank, and the result's
-    ``train_step(batch, target)`` takes the place of forward, ``loss_fn`` and backward
-    (``headway.strategies.pipeline.pipelined.PipelinedModel``). ``optimizer`` then updates this rank's stage.
+    Under a pipeline, the model is cut into a stage a rank, and the result's ``train_step(batch, target)`` takes the
+    place of forward, ``loss_fn`` and backward (``headway.strategies.pipeline.pipelined.PipelinedModel``).
+    ``optimizer`` then updates this rank's stage. Modules other than ``torch.nn.Sequential`` need ``example_batch`` for
+    that, a batch as ``train_step`` will be given them: only shapes and types of its tensors count. So the stage is
+    known at once: an optimizer's state can be loaded, and what cannot be cut is refused here rather than in a step.
 
     Raises PlanError if the plan is for another model or number of workers, UnsupportedError if the model or an option
     would train wrongly, UserError if there is no process group or the optimizer updates another model.
@@ -59,9 +62,12 @@ def parallelize(
         _check_updates(optimizer, model)
         if ddp_options:
             raise UnsupportedError("a pipeline takes no options of DDP", got=", ".join(sorted(ddp_options)))
-        return _pipelined(model, optimizer, plan, planned, loss_fn)
-    if loss_fn is not None:
-        raise UserError("loss_fn is for pipelines alone", fix="Leave it out, and compute the loss as before.")
+        return _pipelined(model, optimizer, plan, planned, loss_fn, example_batch)
+    if loss_fn is not None or example_batch is not None:
+        raise UserError(
+            "loss_fn and example_batch are for pipelines alone",
+            fix="Leave them out, and compute the loss as before.",
+        )
     if isinstance(plan, Strategy):
         strategy = plan
     elif plan is not None:
@@ -79,13 +85,14 @@ def _pipelined(
     plan: Plan | Strategy | None,
     strategy: PipelineStrategy,
     loss_fn: Callable[..., Any] | None,
+    example: Any,
 ) -> nn.Module:
     import torch.distributed as dist
 
     from headway.strategies.data_parallel.module_spec import model_spec
     from headway.strategies.pipeline.plugin import pipelined
 
-    found = pipelined(model, optimizer, strategy, loss_fn)
+    found = pipelined(model, optimizer, strategy, loss_fn, example)
     if isinstance(plan, Plan):
         plan.check_stage(
             model_spec(found.stage), dist.get_rank(), dist.get_world_size(), dist.get_world_size()

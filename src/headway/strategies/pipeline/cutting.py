@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from headway.errors import PlanError, UnsupportedError
@@ -19,25 +21,52 @@ class Cut:
     stages: tuple[tuple[str, ...], ...]
     tied: tuple[tuple[str, ...], ...]
 
-    def stage_of(self, name: str) -> int:
+    not_evaluated: ClassVar[str] = ""
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
         """The stage of a parameter or a buffer."""
         child = name.partition(".")[0]
-        return next(stage for stage, children in enumerate(self.stages) if child in children)
+        return tuple(stage for stage, children in enumerate(self.stages) if child in children)
+
+    def said(self) -> str:
+        """What all ranks have to agree on."""
+        return repr(self.stages)
+
+    def module(self, model: nn.Module, stage: int) -> nn.Module:
+        """The children of a stage, under their own names."""
+        found = nn.Sequential()
+        for name in self.stages[stage]:
+            found.add_module(name, model.get_submodule(name))
+        found.training = model.training
+        return found
+
+    def arguments(self, stage: int) -> dict[str, Any]:
+        """What ``PipelineStage`` is told: torch finds out itself what stages hand on."""
+        del stage
+        return {}
+
+    def inputs(self, batch: Any, micro_batches: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of a batch."""
+        del micro_batches
+        return (batch,)
+
+    def output(self, given: Any, *, training: bool) -> Any:
+        """What the model would return."""
+        del training
+        return given
 
 
 def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:
     """Cut ``model`` into ``stages`` at ``split_points``, each the child at which a stage begins, or evenly.
 
-    Raises UnsupportedError for a module that does not call its children one after the other (``nn.Sequential`` does),
+    Raises UnsupportedError for a module other than ``nn.Sequential``, which calls its children one after the other,
     PlanError for points that are none of its children, not in their order, or of another number of stages.
     """
     if not isinstance(model, nn.Sequential):
         raise UnsupportedError(
-            "only a torch.nn.Sequential is cut into stages",
+            "only a torch.nn.Sequential is cut into stages without an example of a batch",
             got=type(model).__name__,
-            expected="modules that are called one after the other",
-            fix="Make it a Sequential of its layers, or build stages with torch.distributed.pipelining and start the "
-            "script with headway run.",
+            fix="Give parallelize example_batch, a batch as train_step will be given them.",
         )
     names = [name for name, _ in model.named_children()]
     begins = _at_points(names, stages, split_points) if split_points else _balanced(model, stages)
@@ -52,6 +81,7 @@ def _at_points(names: Sequence[str], stages: int, points: Sequence[str]) -> list
         raise PlanError(
             "the plan begins stages at modules that the model does not have", got=", ".join(unknown),
             expected=f"children of the model: {', '.join(names[:16])}{' …' if len(names) > 16 else ''}",
+            fix="Modules inside of them need example_batch." * any("." in point for point in unknown),
         )  # fmt: skip
     begins = [0, *(names.index(point) for point in points)]
     if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +11,31 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import Optimizer
 
-from headway.errors import UserError
+from headway.errors import UnsupportedError, UserError
+from headway.strategies.pipeline.agreement import differing, together
 from headway.strategies.pipeline.cutting import Cut, cut
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.traced import TracedCut, traced_cut
 from headway.torch_private.pipelining import PipelineSteps
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 class PipelinedModel(nn.Module):
-    """The stage of a ``torch.nn.Sequential`` that this rank trains; all ranks make the same calls.
+    """The stage of a module that this rank trains; all ranks make the same calls.
 
-    ``stage`` has the children of the rank's stage under their own names. Parameters and buffers begin as on rank 0.
+    ``stage`` has the modules of the rank's stage under their own names. Parameters and buffers begin as on rank 0.
     ``optimizer`` goes on updating what is left here. Let go of the model that it was made of: that has all stages.
+    Modules other than ``torch.nn.Sequential`` are cut with an ``example`` of a batch (``traced.traced_cut``).
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Loss
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: PipelineStrategy,
+        loss_fn: Loss,
+        example: Any = None,
     ) -> None:
         super().__init__()
         assert strategy.micro_batches is not None
@@ -37,17 +44,18 @@ class PipelinedModel(nn.Module):
         self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
         self._device = next((each.device for each in state.values()), torch.device("cpu"))
         _check_alike(self._like, self._device)
-        self._cut: Cut = cut(model, self._ranks, strategy.split_points)
+        self._micro_batches = strategy.micro_batches
+        self._cut = self._agreed_cut(model, strategy.split_points, example)
+        self._have_begun = False
         for each in state.values():
             dist.broadcast(each, 0)
-        self.stage = nn.Sequential()
-        for name in self._cut.stages[self._rank]:
-            self.stage.add_module(name, model.get_submodule(name))
-        self.stage.training = model.training
+        self.stage = self._cut.module(model, self._rank)
         self._loss_fn, self._evaluates = loss_fn, False
         self._shared = self._shared_parameters()
         _keep(optimizer, self.stage)
-        stage = PipelineStage(self.stage, self._rank, self._ranks, self._device)
+        stage = PipelineStage(
+            self.stage, self._rank, self._ranks, self._device, **self._cut.arguments(self._rank)
+        )
         self._schedule = ScheduleGPipe(stage, strategy.micro_batches, loss_fn=self._loss)
         self.steps = PipelineSteps(self._schedule)
 
@@ -59,19 +67,22 @@ class PipelinedModel(nn.Module):
             expected="model.train_step(batch, target), or model.evaluate(batch)",
         )
 
-    def train_step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def train_step(self, batch: Any, target: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
 
-        Only rank 0 uses ``batch``, of shape (samples, …), and only the last rank ``target``. Gradients are added to
-        those that are there, as ``backward`` does. Raises UserError where the batch cannot be split evenly.
+        Only rank 0 uses ``batch``, of shape (samples, …), and only the last rank ``target``. A model of several inputs
+        is given them as a tuple, or by their names as a dict. Gradients are added to those that are there, as
+        ``backward`` does. Raises UserError where the batch cannot be split evenly.
         """
+        inputs = self._inputs(batch, in_agreement=not self._have_begun)
+        self._have_begun = True
         losses: list[torch.Tensor] = []
         # torch would divide gradients of earlier batches by the number of micro-batches once more.
         earlier = [(each, each.grad) for each in self.stage.parameters() if each.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
         if self._rank == 0:
-            self._schedule.step(batch)
+            self._schedule.step(*inputs)
         elif self._rank == self._ranks - 1:
             self._schedule.step(target=target, losses=losses, return_outputs=False)
         else:
@@ -85,29 +96,66 @@ class PipelinedModel(nn.Module):
         dist.broadcast(loss, self._ranks - 1)
         return loss
 
-    def evaluate(self, batch: torch.Tensor) -> torch.Tensor | None:
-        """The model's output for ``batch``, on the last rank; None on the others. No gradients are computed."""
+    def evaluate(self, batch: Any) -> Any:
+        """The model's output for ``batch``, on the last rank; None on the others. No gradients are computed.
+
+        Raises UnsupportedError where a traced model hands on other tensors in evaluation than in training.
+        """
+        if self._cut.not_evaluated:
+            raise UnsupportedError(
+                "this model cannot be evaluated as a pipeline", got=self._cut.not_evaluated
+            )
+        inputs = self._inputs(batch, in_agreement=True)
         modes = [(each, each.training) for each in self.stage.modules()]
         self.stage.eval()
         self._evaluates = True
         try:
             with torch.no_grad():
                 if self._rank == 0:
-                    self._schedule.eval(batch)
+                    self._schedule.eval(*inputs)
                     return None
                 if self._rank < self._ranks - 1:
                     self._schedule.eval()
                     return None
-                output: torch.Tensor = self._schedule.eval(target=batch, losses=[])
-                return output
+                unused = torch.zeros(self._micro_batches, device=self._device)
+                output = self._schedule.eval(target=unused, losses=[])
+                return self._cut.output(output, training=self.stage.training)
         finally:
             self._evaluates = False
             for each, training in modes:
                 each.training = training
 
-    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _agreed_cut(self, model: nn.Module, points: Sequence[str], example: Any) -> Cut | TracedCut:
+        """The stages of all ranks. Raises UserError on every rank where there are none on one."""
+
+        def cut_it() -> Cut | TracedCut:
+            if example is None:
+                return cut(model, self._ranks, points)
+            return traced_cut(model, self._ranks, points, example, self._micro_batches, self._device)
+
+        return together(
+            "ranks would cut the model into other stages", cut_it, lambda found: found.said(), self._device
+        )
+
+    def _inputs(self, batch: Any, *, in_agreement: bool) -> tuple[torch.Tensor, ...]:
+        """The tensors that the first stage is given. Raises UserError for another one than the example."""
+        if not isinstance(self._cut, TracedCut):
+            return (batch,)
+        traced = self._cut
+        traced.check(self.stage)
+
+        def of_batch() -> tuple[torch.Tensor, ...]:
+            return traced.inputs(batch, self._micro_batches) if self._rank == 0 else ()
+
+        if not in_agreement:
+            return of_batch()
+        return together("ranks do not train on the batch", of_batch, lambda _: "", self._device)
+
+    def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         # torch asks for a loss of evaluations too, for which nobody has given a target.
-        return output.new_zeros(()) if self._evaluates else self._loss_fn(output, target)
+        if self._evaluates:
+            return torch.zeros((), device=self._device)
+        return self._loss_fn(self._cut.output(output, training=self.stage.training), target)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
@@ -132,7 +180,7 @@ class PipelinedModel(nn.Module):
         own = self.stage.state_dict()
         found = {}
         for name, like in self._like.items():
-            stage = self._cut.stage_of(name)
+            stage = self._cut.stages_of(name)[0]
             value = (
                 own[name].detach().clone()
                 if stage == self._rank
@@ -158,7 +206,7 @@ class PipelinedModel(nn.Module):
         own = dict(self.stage.named_parameters(remove_duplicate=False))
         found = []
         for names in self._cut.tied:
-            stages = sorted({self._cut.stage_of(name) for name in names})
+            stages = sorted({stage for name in names for stage in self._cut.stages_of(name)})
             if len(stages) == 1:
                 continue
             group = dist.new_group(stages)  # on every rank
@@ -176,15 +224,11 @@ class PipelinedModel(nn.Module):
 
 def _check_alike(like: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Raise UserError unless all ranks have a model of these names, shapes and types."""
-    said = repr([(name, tuple(each.shape), each.dtype) for name, each in like.items()])
-    own = torch.frombuffer(bytearray(hashlib.sha256(said.encode()).digest()), dtype=torch.int64).to(device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    others = [rank for rank, each in enumerate(found) if not torch.equal(each, found[0])]
-    if others:
+    other = differing(repr([(name, tuple(each.shape), each.dtype) for name, each in like.items()]), device)
+    if other is not None:
         raise UserError(
             "ranks have constructed different models",
-            got=f"parameters or buffers of other names, shapes or types on rank {others[0]} than on rank 0",
+            got=f"parameters or buffers of other names, shapes or types on rank {other} than on rank 0",
             expected="the same model on every rank, of which each keeps a stage",
         )
 

@@ -118,7 +118,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
 
 
 def pipelined(
-    model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Any
+    model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Any, example: Any = None
 ) -> PipelinedModel:
     """This rank's stage of ``model``, trained under ``strategy`` from its first step on.
 
@@ -136,7 +136,7 @@ def pipelined(
         raise PlanError(
             "nothing says how many micro-batches a batch is split into", fix="Give micro_batches."
         )
-    found = PipelinedModel(model, optimizer, strategy, loss_fn)
+    found = PipelinedModel(model, optimizer, strategy, loss_fn, example)
     if not found.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
         _Injection().take_over(found.steps, strategy)
     return found

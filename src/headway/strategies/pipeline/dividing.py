@@ -1,0 +1,235 @@
+"""Dividing a recorded forward among the stages of a pipeline: which calls each makes, and what is handed on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from headway.errors import PlanError, UnsupportedError
+from headway.planning.stage_split import SplitLayer, split
+from headway.strategies.pipeline.calls import Attribute, Call, Like, Program, Recording, Submodule, Value
+
+_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The program of every stage, and what is handed on behind each but the last."""
+
+    programs: tuple[Program, ...]
+    boundaries: tuple[tuple[Like, ...], ...]
+
+
+def divide(recording: Recording, begins: Sequence[int]) -> Divided:
+    """Let stages make the calls from ``begins[s]`` up to the next stage's.
+
+    A tensor that a later stage needs is handed on by every stage between. Tensors that depend on no input, draw no
+    random numbers and are not changed (masks, positions) are computed by every stage that needs them. Raises
+    UnsupportedError where a stage would change what it has received together with others, which may share memory.
+    """
+    calls = recording.calls
+    again = _computed_again(recording)
+    makers = {value: call for call in calls for value in call.gives}
+    ends = [*begins[1:], len(calls)]
+    spans = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    needed: set[Value] = set(recording.outputs())
+    inputs: list[tuple[Value, ...]] = []
+    shares: list[tuple[Call, ...]] = []
+    for span in reversed(spans):
+        own = [calls[at] for at in span]
+        repeated = _needed_again(own, needed if span is spans[-1] else set(), again, makers)
+        share = (*(each for each in repeated if each not in own), *own)
+        made = {value for call in share for value in call.gives}
+        used = {value for call in share for value in call.uses(Value)}
+        needed = {each for each in (needed | used) - made if makers.get(each) not in again}
+        inputs.append(tuple(sorted(needed, key=lambda each: each.number)))
+        shares.append(tuple(share))
+    inputs.reverse()
+    shares.reverse()
+    inputs[0] = recording.inputs
+    outputs = [*inputs[1:], recording.outputs()]
+    for given, share in zip(inputs[1:], shares[1:], strict=True):
+        changed = next((each for each in share if each.mutates and each.first in given), None)
+        if changed is not None and len(given) > 1:
+            raise UnsupportedError(
+                "a stage would change in place what it has received together with other tensors",
+                got=getattr(changed.target, "__name__", "a call"), fix="Split elsewhere, or add out of place.",
+            )  # fmt: skip
+    boundaries = [tuple(recording.likes[each] for each in out) for out in outputs[:-1]]
+    programs = map(Program, inputs, shares, outputs, [*boundaries, ()])
+    return Divided(tuple(programs), tuple(boundaries))
+
+
+def _computed_again(recording: Recording) -> Sequence[Call]:
+    """The calls that any stage can make by itself."""
+    fresh: set[Value] = set()
+    found = []
+    for call in recording.calls:
+        by_itself = not isinstance(call.target, Submodule) and not call.draws
+        if (
+            not by_itself
+            or any(call.uses(Submodule))
+            or any(value not in fresh for value in call.uses(Value))
+        ):
+            if call.mutates and call.first in fresh:
+                return ()  # nor what shares its memory
+            continue
+        if call.mutates or not call.gives:
+            return ()
+        fresh.update(call.gives)
+        found.append(call)
+    return found
+
+
+def _needed_again(
+    own: Sequence[Call], more: set[Value], again: Sequence[Call], makers: dict[Value, Call]
+) -> list[Call]:
+    """Which of ``again`` a stage of the calls ``own`` needs, in their order."""
+    wanted, left = set[Call](), [*(value for call in own for value in call.uses(Value)), *more]
+    while left:
+        call = makers.get(left.pop())
+        if call is None or call not in again or call in wanted:
+            continue
+        wanted.add(call)
+        left += call.uses(Value)
+    return [each for each in again if each in wanted]
+
+
+# Where stages begin ---------------------------------------------------------------------------------------
+
+
+def check_names(model: nn.Module, points: Sequence[str]) -> None:
+    """Raise PlanError for points that are no modules of the model, with names that are near."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for point in points:
+        if point in names:
+            continue
+        near = difflib.get_close_matches(point, names, 3, 0.5) or names[:_SHOWN]
+        raise PlanError(
+            "the plan begins stages at modules that the model does not have", got=point,
+            expected=f"names of its modules, as {', '.join(near)}",
+        )  # fmt: skip
+
+
+def at_points(model: nn.Module, recording: Recording, points: Sequence[str], stages: int) -> list[int]:
+    """The number of the call at which each stage begins.
+
+    Raises PlanError for modules that forward does not call, or not in that order, or of another number of stages.
+    """
+    for point in points:
+        if point not in recording.begins:
+            inner = [name for name in recording.begins if name.startswith(f"{point}.")]
+            raise PlanError(
+                "the plan begins a stage at a module that forward does not call", got=point,
+                expected=f"one that it calls, as {_listed(inner or called(recording))}",
+            )  # fmt: skip
+    begins = [0, *(recording.begins[point] for point in points)]
+    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+        raise PlanError(
+            "the plan's split_points do not cut the model into as many stages as there are ranks",
+            got=", ".join(points) or "none",
+            expected=f"{stages - 1} modules in the order in which forward calls them, and none at its beginning",
+        )  # fmt: skip
+    check_parameters(model, recording, begins)
+    return begins
+
+
+def at_marks(model: nn.Module, recording: Recording, stages: int) -> list[int]:
+    """The same for calls of ``pipe_split``."""
+    begins = [0, *recording.marks]
+    if len(begins) != stages or any(one >= other for one, other in pairwise(begins)):
+        raise PlanError(
+            "the model's calls of pipe_split() do not cut it into as many stages as there are ranks",
+            got=f"{len(recording.marks)} calls", expected=f"{stages - 1}, with computation between them",
+            fix="Give split_points, which are used instead.",
+        )  # fmt: skip
+    check_parameters(model, recording, begins)
+    return begins
+
+
+def check_parameters(model: nn.Module, recording: Recording, begins: Sequence[int]) -> None:
+    """Raise PlanError for a stage that has no parameters."""
+    for stage, (begin, end) in enumerate(pairwise([*begins, len(recording.calls)])):
+        if not any(_sizes(model, recording.calls[begin:end]).values()):
+            raise PlanError(
+                "a stage would have no parameters to train", got=f"stage {stage}",
+                expected="split_points with parameters behind each of them",
+            )  # fmt: skip
+
+
+def called(recording: Recording) -> list[str]:
+    """The modules at which a stage could begin: all that forward calls but the first."""
+    first = next((at for at, call in enumerate(recording.calls) if any(call.uses(Submodule))), 0)
+    places: dict[int, str] = {}
+    for name, at in recording.begins.items():
+        places.setdefault(at, name)
+    return [places[at] for at in sorted(places) if at > first]
+
+
+def balanced(model: nn.Module, recording: Recording, stages: int) -> list[str]:
+    """Modules at which stages begin that have about as many parameters each: time is taken to be in proportion.
+
+    Stages begin only where one tensor with gradients is handed on. Raises PlanError where such places are too few.
+    """
+    names = called(recording)
+    begins = [0, *(recording.begins[name] for name in names), len(recording.calls)]
+    layers = []
+    for begin, end in pairwise(begins):
+        size_bytes = sum(_sizes(model, recording.calls[begin:end]).values())
+        is_place = end < len(recording.calls) and _handed_on(recording, end) == 1
+        layers.append(
+            SplitLayer(
+                "", size_bytes + 1.0, 2.0 * size_bytes + 1.0, size_bytes, cut_bytes=0 if is_place else None
+            )
+        )
+    for found in split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0):
+        return [names[end - 1] for end in found.ends[:-1]]
+    raise PlanError(
+        "the model has too few places where one tensor is handed on to be cut into as many stages as there are ranks",
+        got=type(model).__name__, expected=f"{stages} stages",
+        fix=f"Give split_points, of {_listed(names)}." if names else "Train it otherwise.",
+    )  # fmt: skip
+
+
+def largest(model: nn.Module, recording: Recording, passed_over: set[str]) -> tuple[str, float]:
+    """The module with most of the model's parameters that is called as one and could be looked into, and its share."""
+    total = sum(each.numel() * each.element_size() for each in model.parameters()) or 1
+    found = ("", 0.0)
+    for call in recording.calls:
+        if not isinstance(call.target, Submodule) or call.target.name in passed_over:
+            continue
+        module = model.get_submodule(call.target.name)
+        if type(module).__module__.startswith("torch.") or not any(module.children()):
+            continue
+        share = sum(_sizes(model, [call]).values()) / total
+        found = max(found, (call.target.name, share), key=lambda each: each[1])
+    return found
+
+
+def _handed_on(recording: Recording, begin: int) -> int:
+    """How many tensors with gradients a stage would be given that begins there."""
+    given = divide(recording, [0, begin]).boundaries[0]
+    return sum(each.requires_grad for each in given)
+
+
+def _sizes(model: nn.Module, calls: Sequence[Call]) -> dict[int, int]:
+    """Bytes of the parameters that calls use, by their ids."""
+    found: dict[int, int] = {}
+    for call in calls:
+        own = [model.get_submodule(each.name).parameters() for each in call.uses(Submodule)]
+        for parameters in own:
+            found.update({id(each): each.numel() * each.element_size() for each in parameters})
+        for attribute in call.uses(Attribute):
+            owner, _, name = attribute.name.rpartition(".")
+            each = getattr(model.get_submodule(owner), name)
+            if isinstance(each, nn.Parameter):
+                found[id(each)] = each.numel() * each.element_size()
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")

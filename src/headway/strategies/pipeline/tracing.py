@@ -1,0 +1,280 @@
+"""Recording the calls that a module's forward makes, so that they can be divided among stages.
+
+The forward is gone through once with fake tensors, which have shapes and types and compute nothing. Its submodules are
+called as they are, and one call of one is recorded as such: only the modules that are to be divided are looked into,
+down to the functions of torch that they call. A stage then makes its share of these calls on the original submodules.
+
+Torch's two tracers were tried first. ``torch.export``, which ``torch.distributed.pipelining.pipeline`` is built on,
+flattens every submodule into operations: dropout and batch norm stay in the mode in which they were traced, checkpoints
+and hooks are gone. ``torch.fx.symbolic_trace`` keeps submodules, and refuses whatever asks for a shape, as ``assert
+t <= self.block_size`` does. Here shapes are numbers, so such code runs as it is; what a forward decides by *values* of
+tensors is refused. Constants that come of shapes are part of a recording, which holds for batches of these shapes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from headway.errors import UnsupportedError, one_line
+from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, Recording, Submodule, Value
+from headway.strategies.pipeline.untouched import HOW_TO_MEND, Drawn, left_as_it_was
+from headway.torch_private import tracing as private
+
+_ROOT, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
+
+
+class SplitInsideError(Exception):
+    """A ``pipe_split`` was called inside a module that was not looked into."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self.names = names
+
+
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inside: set[str],
+    device: torch.device,
+    *,
+    split_inside: bool = False,
+) -> Recording:
+    """Go through ``model(*args, **kwargs)``, looking into the modules named in ``inside``; tensors are given by likes.
+
+    Nothing is computed, and the model stays as it is. Raises UnsupportedError for a forward that calls would not tell
+    all of, SplitInsideError for a ``pipe_split`` elsewhere, if that is asked for.
+    """
+    with left_as_it_was(model, inside), private.without_computing(), private.Draws() as draws:
+        with torch.device(device):
+            args, kwargs = private.mapped(_fake, (args, dict(kwargs)))
+        recorder = _Recorder(model, inside, device, draws, split_inside=split_inside)
+        recorder.begin(args, kwargs)
+        drawn = Drawn.now()
+        looked_into = tuple(recorder.looked_into())
+        with private.calls_intercepted(recorder.module_called, recorder.function_called, looked_into):
+            try:
+                with recorder:
+                    output = model(*args, **kwargs)
+            except (UnsupportedError, SplitInsideError):
+                raise
+            except Exception as failure:
+                raise _refused(model, failure) from failure
+        if drawn != Drawn.now():
+            drawn.put_back()
+            raise UnsupportedError(
+                "forward draws random numbers of Python or numpy between modules: they would be the same in every step",
+                got=type(model).__name__, fix="Draw them with torch, or put that part into a module of its own.",
+            )  # fmt: skip
+        return recorder.end(output)
+
+
+def _fake(each: Any) -> Any:
+    """A tensor as the batch will have it."""
+    if not isinstance(each, torch.Tensor):
+        return each
+    return torch.empty(each.shape, dtype=each.dtype, requires_grad=each.requires_grad)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(
+        self,
+        model: nn.Module,
+        inside: set[str],
+        device: torch.device,
+        draws: private.Draws,
+        *,
+        split_inside: bool,
+    ) -> None:
+        super().__init__()
+        self._model, self._device, self._draws = model, device, draws
+        self._split_inside = split_inside
+        self._modules: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._modules.setdefault(id(module), []).append(name)
+        self._inside = {id(model.get_submodule(name)) for name in inside}
+        tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+        tensors += model.named_buffers(remove_duplicate=False)
+        self._attributes: dict[int, str] = {}
+        for name, tensor in tensors:
+            self._attributes.setdefault(id(tensor), name)
+        self._values: dict[int, Value] = {}
+        self._kept: list[torch.Tensor] = []  # so that no other tensor gets the id of one
+        self._calling: list[str] = []  # modules
+        self._suspended = False
+        self._ambience, self._in_checkpoint = Ambience.now(device), private.in_checkpoint()
+        self._recording = Recording(())
+
+    def looked_into(self) -> Iterator[nn.Module]:
+        """The modules whose own calls are recorded."""
+        return (each for each in self._model.modules() if id(each) in self._inside)
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Note the inputs."""
+        tensors = [each for each in private.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self._recording.inputs = tuple(self._new(each) for each in tensors)
+
+    def end(self, output: Any) -> Recording:
+        """All calls are made, and ``output`` is returned."""
+        self._recording.output = private.mapped(self._stand_in, output)
+        if any(isinstance(each, Attribute | torch.Tensor) for each in private.leaves(self._recording.output)):
+            raise self._refused(
+                "returns a tensor that it has not computed", "a parameter, buffer or constant"
+            )
+        return self._recording
+
+    # What is called --------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch."""
+        del types
+        kwargs = kwargs or {}
+        if private.is_pipe_split(func):
+            if not self._suspended:
+                self._recording.marks.append(len(self._recording.calls))
+            elif self._split_inside:
+                raise SplitInsideError(set(self._calling))
+            return func(*args, **kwargs)
+        return self.function_called(func, func, args, kwargs)
+
+    def function_called(self, target: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """A function: ``function`` carries it out."""
+        if self._suspended:
+            return function(*args, **kwargs)
+        return self._record(target, function, args, kwargs)
+
+    def module_called(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """A module: ``call`` carries it out."""
+        names = self._modules.get(id(module))
+        if names is None or (self._suspended and not self._split_inside):
+            return call(*args, **kwargs)
+        self._calling.append(names[0])
+        try:
+            if self._suspended:
+                return call(*args, **kwargs)
+            self._begins(names)
+            if id(module) in self._inside:
+                return call(*args, **kwargs)
+            return self._record(Submodule(names[0]), call, args, kwargs)
+        finally:
+            self._calling.pop()
+
+    def _begins(self, names: list[str]) -> None:
+        for name in names:
+            self._recording.begins.setdefault(name, len(self._recording.calls))
+
+    def _record(self, target: Any, carry_out: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = getattr(target, "__name__", "")
+        if name == "register_hook":
+            raise self._refused("registers a hook of a tensor", name)
+        stand_ins = private.mapped(self._stand_in, args), private.mapped(self._stand_in, kwargs)
+        draws, drawn = self._draws.count, Drawn.now()
+        self._suspended = True
+        try:
+            result = carry_out(*args, **kwargs)
+        finally:
+            self._suspended = False
+            drawn.put_back()  # a module draws its own
+        tensors = [each for each in private.leaves(result) if isinstance(each, torch.Tensor)]
+        given = [each for each in private.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not tensors and (result is not None or not given):
+            return result  # a shape, a type, a mode
+        ambience = Ambience.now(self._device)
+        mutates = (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
+            name in ("__setitem__", "__set__") or "out" in kwargs
+        )
+        call = Call(
+            target, *stand_ins, tuple(self._new(each) for each in tensors),
+            None if ambience == self._ambience else ambience, mutates, self._draws.count > draws,
+        )  # fmt: skip
+        if mutates and isinstance(call.first, Attribute):
+            raise self._refused("changes a parameter or a buffer between modules", call.first.name)
+        if private.in_checkpoint() and not self._in_checkpoint:
+            raise self._refused(
+                "checkpoints what is no module, or keeps activations elsewhere", name or str(target)
+            )
+        for each in call.uses(Submodule):  # one that is checkpointed, too
+            self._begins(self._modules[id(self._model.get_submodule(each.name))])
+        self._recording.calls.append(call)
+        if mutates and isinstance(call.first, Value):
+            self._recording.likes[call.first] = Like.of(self._kept[call.first.number])
+        return result
+
+    # Tensors ---------------------------------------------------------------------------------------------
+
+    def _new(self, tensor: torch.Tensor) -> Value:
+        value = Value(len(self._kept))
+        self._kept.append(tensor)
+        if id(tensor) not in self._attributes:  # ``parameter.to(dtype)`` may be the parameter
+            self._values[id(tensor)] = value
+        self._recording.likes[value] = Like.of(tensor)
+        return value
+
+    def _stand_in(self, each: Any) -> Any:
+        if isinstance(each, nn.Module):
+            return self._submodule(each)
+        if isinstance(each, MethodType) and isinstance(each.__self__, nn.Module):
+            return Submodule(self._submodule(each.__self__).name, each.__name__)
+        if not isinstance(each, torch.Tensor):
+            if _has_arguments(each):
+                raise self._refused("passes on a function of its own", getattr(each, "__qualname__", "?"))
+            return each
+        if value := self._values.get(id(each)):
+            return value
+        if name := self._attributes.get(id(each)):
+            return Attribute(name)
+        if private.is_fake(each):
+            raise self._refused(
+                "uses a tensor that no function of torch has given it", f"shape {list(each.shape)}"
+            )
+        if each.requires_grad:
+            raise self._refused(
+                "uses a tensor with gradients that is no parameter", f"shape {list(each.shape)}"
+            )
+        return each
+
+    def _submodule(self, module: nn.Module) -> Submodule:
+        names = self._modules.get(id(module))
+        if names is None or id(module) in self._inside:
+            raise self._refused("passes on a module that is divided itself", type(module).__name__)
+        return Submodule(names[0])
+
+    def _refused(self, what: str, got: str) -> UnsupportedError:
+        where = f" in {self._calling[-1]}" if self._calling and self._calling[-1] else ""
+        return UnsupportedError(
+            f"forward of {type(self._model).__name__} cannot be divided: it {what}",
+            got=f"{got}{where}",
+            fix=HOW_TO_MEND,
+        )
+
+
+def _has_arguments(function: Any) -> bool:
+    """Whether a function refers to more than it is given: to modules or tensors, perhaps."""
+    return isinstance(function, partial) or (
+        isinstance(function, FunctionType)
+        and not function.__module__.startswith("torch.")
+        and bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+    )
+
+
+def _refused(model: nn.Module, failure: Exception) -> UnsupportedError:
+    frames = [
+        frame for frame in traceback.extract_tb(failure.__traceback__)
+        if _ROOT not in Path(frame.filename).parents and _TORCH not in Path(frame.filename).parents
+    ]  # fmt: skip
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    by_value = isinstance(failure, private.BY_VALUE)
+    reason = "it decides by the value of a tensor" if by_value else "it failed on tensors without values"
+    return UnsupportedError(
+        f"forward of {type(model).__name__} cannot be traced: {reason}",
+        got=f"{type(failure).__name__}: {one_line(str(failure), 200)}{where}", fix=HOW_TO_MEND,
+    )  # fmt: skip
