@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ class PipelineSteps:
         self._initialise = schedule._initialize_stage if single else schedule._initialize_stages
         # Earlier torch has no use for targets.
         self._initialise_takes = len(inspect.signature(self._initialise).parameters)
+        self._has_begun = False
 
     @property
     def will_be_taken_over(self) -> bool:
@@ -188,7 +189,10 @@ class PipelineSteps:
             for module in self.modules.values():
                 if isinstance(module, DistributedDataParallel):
                     stack.enter_context(module.no_sync())
+                if not self._has_begun:
+                    stack.enter_context(_as_before(module, self.device))
             self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
+        self._has_begun = True
         return args, kwargs
 
     def end(self, given: dict[str, Any]) -> None:
@@ -262,6 +266,23 @@ class PipelineSteps:
         own = self.stages[stage]
         found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
         return found
+
+
+@contextlib.contextmanager
+def _as_before(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Leave buffers and random numbers as they were: torch works shapes out with a forward of memory as it lies."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=_forked(device)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _forked(device: torch.device) -> str:
+    return device.type if device.type != "cpu" else "cuda"  # whose generator is kept besides that of CPUs
 
 
 def tensors_in(given: Any) -> list[torch.Tensor]:
