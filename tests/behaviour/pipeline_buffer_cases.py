@@ -57,7 +57,7 @@ def alone() -> dict[str, list[float]]:
         optimizer.zero_grad()
         for part in batch.chunk(MICRO_BATCHES):
             x = part
-            for stage, layer in enumerate(own):
+            for stage, layer in enumerate(own.children()):
                 torch.set_rng_state(drawn[stage])
                 x = layer(x)
                 drawn[stage] = torch.get_rng_state()
