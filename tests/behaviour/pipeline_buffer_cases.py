@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -35,7 +37,7 @@ def trained(rank: int, world_size: int) -> dict[str, list[float]]:
     own = model()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     order = headway.strategy("pipeline", order="1f1b", micro_batches=MICRO_BATCHES)
-    pipeline = headway.parallelize(own, optimizer, order, loss_fn=loss)
+    pipeline: Any = headway.parallelize(own, optimizer, order, loss_fn=loss)
     given = batches()
     torch.manual_seed(10 + rank)
     for batch in given:
