@@ -124,7 +124,18 @@ def test_a_recording_under_such_a_plan_is_planned_for_the_same_script(recorded: 
     plan = planned(recorded, micro_batches=2, script_micro_batches=8)
     script = torchrun("train_pipeline.py", *SAME, "--micro-batches", "8", workers=STAGES)
     record = headway(
-        "run", "--plan", plan, "--", sys.executable, "-m", "headway", "record", "-o", recorded / "under", "--", *script
+        "run",
+        "--plan",
+        plan,
+        "--",
+        sys.executable,
+        "-m",
+        "headway",
+        "record",
+        "-o",
+        recorded / "under",
+        "--",
+        *script,
     )
     assert record.returncode == 0, record.stderr
     replayer = Replayer(load_trace(recorded / "under"))

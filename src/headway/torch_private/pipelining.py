@@ -51,6 +51,14 @@ def outputs_kept(stage: Any) -> list[Any]:
     return found
 
 
+def ends_of_backward(
+    stage: Any, micro_batch: int, loss: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the backward of a micro-batch begins with, its loss or its outputs, and the inputs it ends with."""
+    outputs, inputs = stage.fwd_cache[micro_batch]
+    return tensors_in(outputs if loss is None else loss), tensors_in(inputs)
+
+
 def hands_on_no_tensor(failure: Exception) -> bool:
     """Whether torch has raised it because a stage put out what is no tensor."""
     return any(each.__name__ in _NO_TENSOR for each in type(failure).__mro__)
