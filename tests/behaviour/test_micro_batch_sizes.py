@@ -15,6 +15,8 @@ from torch import nn
 
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
+from headway.strategies.pipeline.memory import peak_bytes
+from headway.strategies.pipeline.micro_batch_sizes import between
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.folder import load_trace
 
@@ -27,7 +29,8 @@ SAME: tuple[str, ...] = ("--samples", str(SAMPLES), "--no-dropout", "--gpipe")
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sizes")
-    for name, count, same in (*((str(each), each, SAME) for each in COUNTS), ("other", 4, ("--no-dropout",))):
+    alike = [(str(count), count, SAME) for count in (*COUNTS, 4)]
+    for name, count, same in (*alike, ("other", 4, ("--no-dropout",))):
         script = torchrun("train_pipeline.py", *same, "--micro-batches", str(count), workers=STAGES)
         done = headway("record", "-o", folder / name, "--steps", "3:7", "--", *script)
         assert done.returncode == 0, done.stderr
@@ -73,6 +76,25 @@ def test_what_was_measured_is_what_is_predicted(recorded: Path) -> None:
     assert names["pipeline, eager 1F1B, 8 micro-batches instead of 2"] == planned.peak_bytes
 
 
+def test_memory_between_recorded_numbers_is_that_of_a_recording(recorded: Path) -> None:
+    many, few, real = (Replayer(load_trace(recorded / str(each))).job for each in (*COUNTS, 4))
+    found = between(few, many, 4)
+    assert found.job.boundary_bytes == real.boundary_bytes
+    for one, other in zip(found.job.stages, real.stages, strict=True):
+        mine, wanted = one.stage_memory, other.stage_memory
+        assert mine is not None
+        assert wanted is not None
+        assert mine.kept_bytes == pytest.approx(wanted.kept_bytes, rel=0.01)
+        assert mine.backward_bytes == pytest.approx(wanted.backward_bytes, rel=0.01)
+        assert mine.outputs_bytes == pytest.approx(wanted.outputs_bytes, rel=0.01)
+    for order in ("1f1b", "eager-1f1b", "zero-bubble"):
+        schedule = PipelineStrategy(micro_batches=4, order=order).schedule_of(STAGES)
+        peaks = [
+            [peak_bytes(job, schedule, stage) or 0 for stage in range(STAGES)] for job in (found.job, real)
+        ]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
 def test_recordings_of_other_jobs_are_refused(recorded: Path) -> None:
     for more, said in (
         (recorded / "other", "they differ in the batch, by what stages hand on of all of it"),
@@ -108,7 +130,7 @@ def planned(recorded: Path, **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [2, 16])
+@pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.exhaustive)])
 def test_a_script_trains_in_the_plans_micro_batches(recorded: Path, count: int) -> None:
     """One of eight micro-batches, in another number: as one process does, with as many losses as there are of them."""
     plan = planned(recorded, order="kfkb", group_size=2, micro_batches=count, script_micro_batches=8)

@@ -22,10 +22,11 @@ Groups = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class Kept(NamedTuple):
-    """The node ``node`` begins with gradients in ``keys``: of what a module with parameters has put out."""
+    """The node ``node`` begins with gradients in ``keys``, of ``size_bytes``: what torch keeps between the halves."""
 
     node: int
     keys: tuple[int, ...]
+    size_bytes: int
 
 
 class OfWeights(NamedTuple):
@@ -76,7 +77,7 @@ class WholeBackward:
 
     def _at_kept(self, number: int) -> Any:
         def begins(gradients: Any) -> None:
-            self._note(gradients, lambda keys: Kept(number, keys))
+            self._note(gradients, lambda keys: Kept(number, keys, sum(map(_size_bytes, _strided(gradients)))))
 
         return begins
 
@@ -193,6 +194,7 @@ class _FirstHalf:
     def __init__(self, of_weights: set[int]) -> None:
         self.held_bytes = self.most_bytes = self.released_bytes = 0
         self.kept: dict[int, dict[int, int]] = {}  # by nodes: sizes, by what was made
+        self.sizes_bytes: dict[int, int] = {}  # of what nodes begin with, wherever it was made
         self.inner_bytes: dict[int, int] = {}  # the most in operators, by nodes
         self._of_weights = of_weights
         self._node = -1
@@ -206,8 +208,9 @@ class _FirstHalf:
             case Made(key, size_bytes) if number not in self._of_weights:
                 self._held[key], self._made[key] = size_bytes, number
                 self._grow(size_bytes)
-            case Kept(node, keys):
+            case Kept(node, keys, size_bytes):
                 self._node = node
+                self.sizes_bytes[node] = size_bytes
                 self.kept[node] = {self._made[key]: self._held[key] for key in keys if key in self._held}
                 self._kept_keys.update(key for key in keys if key in self._held)
             case Added(key, source) if key in self._kept_keys and key not in self._stands_in:
@@ -251,6 +254,8 @@ def _second_half_bytes(groups: Groups, first: _FirstHalf, *, stays: bool) -> int
     held_bytes = most_bytes = 0
     for size_bytes, nodes in groups:
         inner_bytes = max((first.inner_bytes.get(node, 0) for node in nodes), default=0)
+        if len(nodes) > 1:  # of a weight that is used several times: what is computed between its uses
+            inner_bytes += sum(first.sizes_bytes.get(node, 0) for node in nodes)
         most_bytes = max(most_bytes, held_bytes + size_bytes + inner_bytes)
         held_bytes += size_bytes if stays else 0
         for node in nodes:
@@ -264,9 +269,12 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [torch.autograd.graph.get_gradient_edge(each).node for each in tensors if each.requires_grad]
 
 
+def _strided(gradients: Any) -> list[torch.Tensor]:
+    return [each for each in torch_private.tensors_in(gradients) if each.layout == torch.strided]
+
+
 def _keys_of(gradients: Any) -> list[int]:
-    found = (each for each in torch_private.tensors_in(gradients) if each.layout == torch.strided)
-    return [torch_private.storage_key(each.untyped_storage()) for each in found]
+    return [torch_private.storage_key(each.untyped_storage()) for each in _strided(gradients)]
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

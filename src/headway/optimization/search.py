@@ -21,9 +21,8 @@ from headway.strategies.registry import plugin_of, plugins
 from headway.units import format_bytes
 
 TIE = 0.01
-PEAK_UNCERTAINTY = 0.12
-"""By how much predicted peaks may be too low: those of halved backwards are estimated
-(benchmarks/pipeline_memory.py)."""
+PEAK_UNCERTAINTY = 0.05
+"""By how much predicted peaks may be too low (benchmarks/pipeline_memory.py)."""
 UNCHANGED = ("none",)
 
 

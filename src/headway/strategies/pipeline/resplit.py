@@ -65,10 +65,10 @@ def _check_mean(got: str, loss_of: Callable[[Any, Any], Any], output: Any, targe
     else:
         cuts = (slice(0, rows // 2), slice(rows // 2, rows))
         pieces = [(output[cut], target[cut]) for cut in cuts]
-    whole, parts = _loss(loss_of, output, target), [_loss(loss_of, *each) for each in pieces]
+    (whole, tolerance), *parts = (_loss(loss_of, *each) for each in ((output, target), *pieces))
     samples = [len(each) for each, _ in pieces]
-    mean = sum(count * loss for count, loss in zip(samples, parts, strict=True)) / sum(samples)
-    if abs(mean - whole) > _tolerance(output) * max(abs(mean), abs(whole)):
+    mean = sum(count * loss for count, (loss, _) in zip(samples, parts, strict=True)) / sum(samples)
+    if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
         raise PlanError(
             "the number of micro-batches cannot be changed: the script's loss is not a mean over samples, so gradients "
             "would differ",
@@ -76,15 +76,18 @@ def _check_mean(got: str, loss_of: Callable[[Any, Any], Any], output: Any, targe
         )  # fmt: skip
 
 
-def _loss(loss_of: Callable[[Any, Any], Any], output: torch.Tensor, target: torch.Tensor) -> float:
-    """The loss, without gradients, and as if no random numbers were drawn; not a number where a script has none."""
+def _loss(
+    loss_of: Callable[[Any, Any], Any], output: torch.Tensor, target: torch.Tensor
+) -> tuple[float, float]:
+    """The loss, without gradients, and as if no random numbers were drawn, with how exact it is.
+
+    It is not a number where a script has none of such a size.
+    """
     device = output.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
-            return float(loss_of(output, target))
+            loss = torch.as_tensor(loss_of(output, target))
+            exact = max(torch.finfo(each.dtype).eps for each in (output, loss))
+            return float(loss), max(1e-3, exact**0.5)
         except Exception:  # a script's own function, given what it was not written for
-            return math.nan
-
-
-def _tolerance(output: torch.Tensor) -> float:
-    return float(torch.finfo(output.dtype).eps ** 0.5) if output.is_floating_point() else 1e-3
+            return math.nan, 0.0
