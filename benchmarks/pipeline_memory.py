@@ -40,7 +40,8 @@ WORDS = (
     "MALLOC_MMAP_THRESHOLD_=65536; buffers of messages are written to when they are allocated, for the system counts "
     "memory only then). `predicted_bytes` is what replay says of that order, from one recording under "
     "torch's own 1F1B. `worst_error` is that of the rank with the largest error, `errors` are those of all ranks. "
-    f"`errors_between` are those of predictions from two other recordings, of {AROUND[0]} and {AROUND[1]} micro-batches. "
+    f"`errors_between` are those of predictions from two other recordings, of {AROUND[0]} and {AROUND[1]} "
+    "micro-batches. "
     f"`{STOCK}` is torch's schedule as it stands, the others are orders on Headway's runtime. Stages really compute."
 )
 

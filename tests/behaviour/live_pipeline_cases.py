@@ -160,7 +160,7 @@ ANEW = {"1f1b": 2, "zero-bubble": 3, "gpipe": 12}
 
 def split_anew(rank: int, world_size: int) -> dict[str, list[list[float]]]:
     """By orders: this rank's parameters in every step of a schedule whose plan has another number of micro-batches."""
-    found = {}
+    found: dict[str, list[list[float]]] = {}
     for order, count in ANEW.items():
         own = part(rank)
         stage = PipelineStage(own, rank, world_size, torch.device("cpu"))
