@@ -16,7 +16,8 @@ SIGNATURES = {
     "diagnose": "(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis",
     "load_trace": "(path: str | Path) -> Trace",
     "optimize": (
-        "(trace: Trace | str | Path, *, strategy: str | None = None, cluster: Cluster | None = None, "
+        "(trace: Trace | str | Path, *, others: Sequence[Trace | str | Path] = (), strategy: str | None = None, "
+        "cluster: Cluster | None = None, "
         "memory_limit_bytes: int | None = None, follow_network: bool = False) -> Optimized"
     ),
     "parallelize": (

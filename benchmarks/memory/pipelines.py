@@ -125,22 +125,25 @@ SUBJECTS = {
 }
 
 
-def work(subject_name: str, order: str, folder: Path, *, record: bool) -> None:
-    """Train as one rank of the process group in the environment; where not ``record``, wait to be let go."""
+def work(subject_name: str, order: str, folder: Path, *, record: bool, count: int) -> None:
+    """Train as one rank of the process group in the environment, in ``count`` micro-batches.
+
+    Where not ``record``, wait to be let go.
+    """
     torch.set_num_threads(1)
     _write_to_buffers()
     dist.init_process_group("gloo")
     subject = SUBJECTS[subject_name]
     if record:
         with headway.record(folder / TRACE, first_step=FIRST_RECORDED, stop_step=STEPS):
-            _train(subject, ORDERS[order])
+            _train(subject, ORDERS[order], count)
     else:
         _warm_up(ORDERS[order])
         gc.collect()
         (folder / f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
         while not (folder / GO).exists():
             time.sleep(POLL_S)
-        _train(subject, ORDERS[order])
+        _train(subject, ORDERS[order], count)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -170,15 +173,15 @@ def _warm_up(order: PipelineStrategy | None) -> None:
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(MICRO_BATCHES, 3, 8, 8), torch.zeros(MICRO_BATCHES, 3, 8, 8)
 
-    _train(Subject(stage, batch, mse_loss), order)
+    _train(Subject(stage, batch, mse_loss), order, MICRO_BATCHES)
 
 
-def _train(subject: Subject, order: PipelineStrategy | None) -> None:
+def _train(subject: Subject, order: PipelineStrategy | None, count: int) -> None:
     rank, stages = dist.get_rank(), dist.get_world_size()
     module = subject.stage(rank, stages)
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     kind = Schedule1F1B if order is None else ScheduleGPipe
-    steps: Any = kind(stage, MICRO_BATCHES, loss_fn=subject.loss)
+    steps: Any = kind(stage, count, loss_fn=subject.loss)
     if order is not None:
         PipelineRuntime(PipelineSteps(steps), order.schedule_of(stages))
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-5, foreach=True)

@@ -13,6 +13,7 @@ from headway.diagnosis import Diagnosis
 from headway.diagnosis import diagnose as diagnose_trace
 from headway.errors import UserError
 from headway.optimization.search import Candidate, following, plan_of, search
+from headway.optimization.sizes import others_of
 from headway.plan import Plan
 from headway.prediction.clusters import cluster_named
 from headway.prediction.models import workload_named
@@ -120,6 +121,7 @@ def replay(
 def optimize(
     trace: Trace | str | Path,
     *,
+    others: Sequence[Trace | str | Path] = (),
     strategy: str | None = None,
     cluster: Cluster | None = None,
     memory_limit_bytes: int | None = None,
@@ -128,16 +130,18 @@ def optimize(
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change what
-    is trained are not proposed. With ``strategy``, the best plan of the strategy of this name is returned. With
-    ``memory_limit_bytes``, plans under which a rank would need more memory are left out. With
+    is trained are not proposed. ``others`` are recordings of the same pipeline with other numbers of micro-batches:
+    these, and those between them, are tried too. With ``strategy``, the best plan of the strategy of this name is
+    returned. With ``memory_limit_bytes``, plans under which a rank would need more memory are left out. With
     ``follow_network``, the plan changes with the network while the job trains: of a pipeline, the size of its groups.
     Takes seconds to minutes.
 
     Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found, none
-    within the limit, or none that can follow a network.
+    within the limit, or none that can follow a network, and for ``others`` of another job.
     """
     replayer = Replayer(_loaded(trace), cluster)
-    found = search(replayer, memory_limit_bytes=memory_limit_bytes)
+    more = others_of(replayer, [_loaded(each) for each in others])
+    found = search(replayer, memory_limit_bytes=memory_limit_bytes, others=more)
     plan = plan_of(following(found, strategy) if follow_network else found.best(strategy), replayer)
     return Optimized(plan, found.candidates, found.bound_ms, found.note)
 

@@ -97,8 +97,9 @@ class StageMemory(BaseModel):
     ``kept_bytes`` until its backward. That needs up to ``backward_bytes`` more, the first one of a step
     ``first_backward_bytes`` since it makes the ``gradient_bytes`` of gradients (which are there all the time if
     ``gradients_kept``), and leaves ``outputs_bytes`` for the end of the step, which needs ``end_bytes`` more. What
-    is received does not count there. ``halves`` is None if no halved backward was watched; modules with parameters put
-    out ``weighted_bytes`` in a forward. The script's batch has ``batch_bytes``, and an update needs ``update_bytes``.
+    is received does not count there. ``halves`` are as they were seen, or told from a whole backward; None where
+    neither was possible, or needed: torch's first stage puts all of it off. Modules with parameters put out
+    ``weighted_bytes`` in a forward. The script's batch has ``batch_bytes``, and an update needs ``update_bytes``.
     The whole step held ``step_bytes`` at most, and ``received_bytes`` for messages, under the order that was watched.
     """
 

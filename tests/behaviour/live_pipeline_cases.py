@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from headway.errors import CommunicationError
 from headway.scheduling.pipeline.orders import ORDERS, grouped, interleaved
 from headway.scheduling.pipeline.schedule import PipelineSchedule
+from headway.strategies.pipeline.plugin import PLUGIN
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
 from headway.strategies.pipeline.tuning.follower import Follower
@@ -76,7 +77,7 @@ def trained(rank: int, world_size: int, schedules: list[PipelineSchedule]) -> li
     return found
 
 
-def evaluated(steps: ScheduleGPipe, rank: int, world_size: int) -> list[float]:
+def evaluated(steps: ScheduleGPipe | Schedule1F1B, rank: int, world_size: int) -> list[float]:
     """The output of an evaluation between steps, on the last rank."""
     data, target = batch(99)
     with torch.no_grad():
@@ -90,7 +91,7 @@ def evaluated(steps: ScheduleGPipe, rank: int, world_size: int) -> list[float]:
 
 
 def one_step(
-    steps: ScheduleGPipe | ScheduleInterleaved1F1B, rank: int, world_size: int, number: int
+    steps: Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B, rank: int, world_size: int, number: int
 ) -> list[float]:
     """Run one step; the losses, on the last rank."""
     data, target = batch(number)
@@ -151,6 +152,31 @@ def alone(stages: int, steps: int) -> list[dict[str, list[float]]]:
             {"losses": losses, "output": output.flatten().tolist()}
             | {str(stage): flat(each) for stage, each in enumerate(parts)}
         )
+    return found
+
+
+ANEW = {"1f1b": 2, "zero-bubble": 3, "gpipe": 12}
+
+
+def split_anew(rank: int, world_size: int) -> dict[str, list[list[float]]]:
+    """By orders: this rank's parameters in every step of a schedule whose plan has another number of micro-batches."""
+    found: dict[str, list[list[float]]] = {}
+    for order, count in ANEW.items():
+        own = part(rank)
+        stage = PipelineStage(own, rank, world_size, torch.device("cpu"))
+        steps = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+        strategy = PipelineStrategy.model_validate(
+            {"order": order, "micro_batches": count, "script_micro_batches": MICRO_BATCHES}
+        )
+        PLUGIN.schedule_injection.take_over(PipelineSteps(steps), strategy)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        found[order] = []
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            losses = one_step(steps, rank, world_size, number)
+            assert len(losses) == (count if rank == world_size - 1 else 0)
+            optimizer.step()
+            found[order].append(flat(own) + (evaluated(steps, rank, world_size) if number == 0 else []))
     return found
 
 

@@ -28,6 +28,19 @@ def test_every_order_trains_as_one_process_does(world_size: int) -> None:
                 assert_close(values, wanted, f"{name}, step {number}, rank {rank}")
 
 
+def test_batches_split_anew_train_as_one_process_does() -> None:
+    """Into fewer micro-batches than there are stages too; evaluations go through as many."""
+    found = workers.run(3, "tests.behaviour.live_pipeline_cases:split_anew", timeout_s=120)
+    expected = cases.alone(3, cases.STEPS)
+    for rank, own in enumerate(found):
+        assert set(own) == set(cases.ANEW)
+        for order, steps in own.items():
+            for number, values in enumerate(steps):
+                wanted = expected[number][str(rank)]
+                wanted = wanted + (expected[number]["output"] if rank == 2 and number == 0 else [])
+                assert_close(values, wanted, f"{order}, step {number}, rank {rank}")
+
+
 def test_several_stages_a_rank() -> None:
     found = workers.run(2, "tests.behaviour.live_pipeline_cases:several_stages_a_rank", timeout_s=120)
     expected = cases.alone(4, cases.STEPS)

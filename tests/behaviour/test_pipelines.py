@@ -87,6 +87,26 @@ def test_what_a_stage_holds_is_measured(trace: Trace) -> None:
     assert planned[0].rank_peak_bytes(0) != planned[0].rank_peak_bytes(1)
 
 
+def test_what_halved_backwards_hold_is_told_from_whole_ones(recorded: Path, trace: Trace) -> None:
+    """As a recording under zero-bubble finds it, but for small change."""
+    plan = recorded / "halves.yaml"
+    Plan.pipeline(PipelineStrategy(micro_batches=MICRO_BATCHES, order="zero-bubble"), trace.stages).save(plan)
+    script = torchrun("train_pipeline.py", workers=STAGES)
+    record = ("record", "-o", recorded / "halves", "--steps", "3:7", "--")
+    done = headway("run", "--plan", plan, "--", sys.executable, "-m", "headway", *record, *script)
+    assert done.returncode == 0, done.stderr
+    row = 4 * ROWS * WIDTH
+    for place, stage in enumerate(load_trace(recorded / "halves").stages):
+        told, seen = (each.stage_memory and each.stage_memory.halves for each in (trace.stages[place], stage))
+        if place == 0:
+            assert told is None, "torch's first stage puts all of it off"
+            continue
+        assert told is not None
+        assert seen is not None
+        for name in ("input_bytes", "put_off_bytes", "first_weight_bytes", "weight_bytes"):
+            assert getattr(told, name) == pytest.approx(getattr(seen, name), rel=0.05, abs=row), name
+
+
 def test_orders_over_the_memory_limit_are_left_out(recorded: Path) -> None:
     def optimized(*more: str) -> dict[str, Any]:
         done = headway("optimize", recorded / "trace", "-o", recorded / "fits.yaml", "--json", *more)
@@ -96,11 +116,11 @@ def test_orders_over_the_memory_limit_are_left_out(recorded: Path) -> None:
 
     plans = {each["name"]: each["peak_bytes"] for each in optimized()["plans"]}
     least = min(plans.values())
-    limited = optimized("--memory-limit", f"{int(1.13 * least)}")
+    limited = optimized("--memory-limit", f"{int(1.06 * least)}")
     assert 0 < len(limited["plans"]) < len(plans)
-    assert all(1.12 * each["peak_bytes"] <= 1.13 * least for each in limited["plans"])
+    assert all(1.05 * each["peak_bytes"] <= 1.06 * least for each in limited["plans"])
     assert {each["name"] for each in (*limited["plans"], *limited["excluded"])} == set(plans)
-    assert yaml.safe_load((recorded / "fits.yaml").read_text())["prediction"]["peak_bytes"] <= 1.13 * least
+    assert yaml.safe_load((recorded / "fits.yaml").read_text())["prediction"]["peak_bytes"] <= 1.06 * least
     done = headway("optimize", recorded / "trace", "--memory-limit", "1k")
     assert done.returncode == 2
     assert "no plan keeps every rank within the memory limit" in last_line(done.stderr)

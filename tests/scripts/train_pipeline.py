@@ -19,6 +19,11 @@ parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--gpipe", action="store_true")
 parser.add_argument("--interleaved", action="store_true")
 parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES)
+parser.add_argument("--samples", type=int, help="in a batch")
+parser.add_argument("--no-dropout", action="store_true")
+parser.add_argument(
+    "--summed", action="store_true", help="add losses up, which another number of them changes"
+)
 parser.add_argument("--losses", type=Path)
 arguments = parser.parse_args()
 
@@ -35,13 +40,16 @@ if arguments.interleaved:  # without dropout: in another order a rank would draw
     ]
     schedule: Any = ScheduleInterleaved1F1B(stages, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
 else:
-    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())]
+    parts = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0 if arguments.no_dropout else 0.1), nn.Tanh())
+    ]
     stage = PipelineStage(parts[0], rank, world_size, device)
     kind = ScheduleGPipe if arguments.gpipe else Schedule1F1B
-    schedule = kind(stage, arguments.micro_batches, loss_fn=nn.functional.mse_loss)
+    loss = nn.MSELoss(reduction="sum" if arguments.summed else "mean")
+    schedule = kind(stage, arguments.micro_batches, loss_fn=loss)
 optimizer = torch.optim.AdamW([each for part in parts for each in part.parameters()], lr=0.01)
 generator = torch.Generator().manual_seed(7)
-data = torch.randn(arguments.micro_batches * ROWS, WIDTH, generator=generator)
+data = torch.randn(arguments.samples or arguments.micro_batches * ROWS, WIDTH, generator=generator)
 seen: list[float] = []
 for _ in range(arguments.steps):
     optimizer.zero_grad()

@@ -21,7 +21,9 @@ ANY = "any"
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument(
+    "traces", metavar="TRACE [TRACE]...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @click.option("-o", "--output", "plan_path", type=click.Path(path_type=Path), default=Path("plan.yaml"),
               show_default=True, help="The plan file to write.")  # fmt: skip
 @click.option(
@@ -44,7 +46,7 @@ ANY = "any"
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def optimize(
-    trace: Path,
+    traces: tuple[Path, ...],
     plan_path: Path,
     cluster_path: Path | None,
     only: str,
@@ -52,22 +54,28 @@ def optimize(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Replay TRACE under every candidate plan, rank them, and write the best to a file."""
+    """Replay TRACE under every candidate plan, rank them, and write the best to a file.
+
+    More TRACEs are recordings of the same pipeline with other numbers of micro-batches, which are tried too.
+    """
     from headway.cluster import Cluster
     from headway.replayer.incomplete import check_takes_plans
     from headway.trace.folder import load_trace
 
     limit_bytes = None if limit is None else parse_size_bytes(limit, "--memory-limit")
     cluster = Cluster.load(cluster_path) if cluster_path else None
-    loaded = load_trace(trace)
-    check_takes_plans(loaded)
+    loaded = [load_trace(trace) for trace in traces]
+    for each in loaded:
+        check_takes_plans(each)
 
     from headway.optimization.search import following, plan_of, search
+    from headway.optimization.sizes import others_of
     from headway.replayer.replayer import Replayer
 
     with output.progress("searching") as advance:
-        replayer = Replayer(loaded, cluster)
-        found = search(replayer, advance, memory_limit_bytes=limit_bytes)
+        replayer = Replayer(loaded[0], cluster)
+        others = others_of(replayer, loaded[1:])
+        found = search(replayer, advance, memory_limit_bytes=limit_bytes, others=others)
     wanted = None if only == ANY else only
     best = following(found, wanted) if follow else found.best(wanted)
     plan_of(best, replayer).save(plan_path)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from headway import torch_private
+from headway.memory.changes import Added, Change, Gone, Inner, Made
 from headway.memory.operators import inner_bytes
 from headway.model import PassMemory
+
+_ADD = torch.ops.aten.add_.Tensor
 
 
 class Allocations(torch_private.DispatchMode):
@@ -25,6 +29,7 @@ class Allocations(torch_private.DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.understood = True
+        self.tell: Callable[[Change], object] | None = None  # of everything, where somebody wants to know
         self._stopped = False
         self._peak_bytes = 0
         self._sizes_bytes: dict[int, int] = {}  # by memory
@@ -66,9 +71,13 @@ class Allocations(torch_private.DispatchMode):
                 self._look(out, (args, kwargs))
                 inner = inner_bytes(func, args, out)
                 self._peak_bytes = max(self._peak_bytes, self.held_bytes + inner)
+                if inner and self.tell:
+                    self.tell(Inner(inner))
             except Exception:  # whatever tensors there are: training goes on
                 self.understood = False
                 self._stopped = True
+        elif self.tell and func is _ADD:
+            self.tell(Added(*map(_memory_of, args[:2])))
         return out
 
     def _look(self, out: Any, arguments: Any) -> None:
@@ -86,10 +95,15 @@ class Allocations(torch_private.DispatchMode):
             self._watched[key] = weakref.ref(storage, partial(self._gone, key))
             self.held_bytes += size_bytes
             self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+            if self.tell:
+                self.tell(Made(key, size_bytes))
 
     def _gone(self, key: int, _storage: Any) -> None:
         self._watched.pop(key, None)
-        self.held_bytes -= self._sizes_bytes.pop(key, 0)
+        size_bytes = self._sizes_bytes.pop(key, 0)
+        self.held_bytes -= size_bytes
+        if self.tell:
+            self.tell(Gone(key, size_bytes))
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

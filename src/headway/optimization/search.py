@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headway.errors import UserError
 from headway.job import Job
+from headway.optimization.sizes import Size, for_script, script_micro_batches, sizes
 from headway.plan import Plan, Prediction
 from headway.replayer.expectation import Expectation
 from headway.replayer.replayer import Replayer
@@ -20,9 +21,8 @@ from headway.strategies.registry import plugin_of, plugins
 from headway.units import format_bytes
 
 TIE = 0.01
-PEAK_UNCERTAINTY = 0.12
-"""By how much predicted peaks may be too low: those of halved backwards are estimated
-(benchmarks/pipeline_memory.py)."""
+PEAK_UNCERTAINTY = 0.05
+"""By how much predicted peaks may be too low (benchmarks/pipeline_memory.py)."""
 UNCHANGED = ("none",)
 
 
@@ -115,39 +115,68 @@ def search(
     progress: Callable[[int, int], None] | None = None,
     *,
     memory_limit_bytes: int | None = None,
+    others: Sequence[Replayer] = (),
 ) -> SearchResult:
     """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done.
 
-    With ``memory_limit_bytes`` plans are left out under which a rank needs more. Raises UserError where no plan is
-    left.
+    With ``memory_limit_bytes`` plans are left out under which a rank needs more. ``others`` are recordings of the same
+    pipeline with other numbers of micro-batches, each of which is tried too, and those between them. Raises UserError
+    where no plan is left, and for ``others`` of another job.
     """
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
-    with times_in_range():
-        proposals = [plugin.propose(job) for plugin in plugins().values() if fits(job, plugin.policy)]
-    decided, in_force = candidate_strategies(job, proposals, recorded), recorded.decide(job)
+    in_force, script = recorded.decide(job), script_micro_batches(recorded, job)
+    sized = sizes(replayer, others)
+    proposals, decided = _proposed(job, recorded, script)
+    more = [(each, *_proposed(each.job, recorded, script, recorded_too=False)) for each in sized]
+    asked: list[tuple[Replayer | Size, str, Strategy, Schedule]] = [(replayer, "", *each) for each in decided]
+    asked += [(size, size.said, *each) for size, _, own in more for each in own]
     candidates = []
-    for number, (strategy, schedule) in enumerate(decided, start=1):
-        played = replayer.replay(strategy)
-        expected = replayer.expect(played)
+    for number, (played_by, said, strategy, schedule) in enumerate(asked, start=1):
+        played = played_by.replay(strategy)
+        expected = played_by.expect(played)
         changes = _changes(recorded, in_force, strategy, schedule)
-        found = Candidate(strategy.describe(), strategy, schedule, expected, changes, played.peak_bytes)
-        candidates.append(found)
+        name = strategy.describe() + (f" ({said})" if said else "")
+        candidates.append(Candidate(name, strategy, schedule, expected, changes, played.peak_bytes))
         if progress:
-            progress(number, len(decided))
+            progress(number, len(asked))
     fitting, excluded = within(candidates, memory_limit_bytes)
     notes = [each for each in (*(proposal.note for proposal in proposals), *_left_out(job)) if each]
+    notes += [
+        f"times of {each.count} micro-batches are interpolated {each.said}" for each in sized if each.said
+    ]
     if memory_limit_bytes is not None and excluded:
         notes.append(exclusion(excluded, memory_limit_bytes))
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
         candidates=_best_first(fitting, replayer.recorded_step_ms),
-        bound_ms=_bound_ms(proposals, replayer),
+        bound_ms=min(
+            _bound_ms(own, reproduced)
+            for own, reproduced in (
+                (proposals, replayer.recorded_step_ms / replayer.base.step_ms),
+                *((own, size.reproduced) for size, own, _ in more),
+            )
+        ),
         elapsed_s=time.perf_counter() - begun,
         note=". ".join(notes),
         excluded=tuple(excluded),
     )
+
+
+def _proposed(
+    job: Job, recorded: Strategy, script: int | None, *, recorded_too: bool = True
+) -> tuple[list[Proposal], list[tuple[Strategy, Schedule]]]:
+    """What strategies propose for ``job``, of a script whose batches are split into ``script`` micro-batches."""
+    with times_in_range():
+        made = [plugin.propose(job) for plugin in plugins().values() if fits(job, plugin.policy)]
+    proposals = [
+        replace(each, strategies=tuple(for_script(own, script) for own in each.strategies)) for each in made
+    ]
+    if recorded_too:
+        return proposals, candidate_strategies(job, proposals, recorded)
+    others = [replace(each, strategies=tuple(map(recorded.beside, each.strategies))) for each in proposals]
+    return proposals, candidate_strategies(job, others)
 
 
 def within(
@@ -199,13 +228,12 @@ def _left_out(job: Job) -> list[str]:
     return [plugin.left_out(job) for plugin in plugins().values() if not fits(job, plugin.policy)]
 
 
-def _bound_ms(proposals: Iterable[Proposal], replayer: Replayer) -> float:
-    """What no candidate can beat, of whatever strategy.
+def _bound_ms(proposals: Iterable[Proposal], reproduced: float) -> float:
+    """What no candidate can beat, of whatever strategy. The recorded step is ``reproduced`` times its replay.
 
     Where replay is too slow for the record, so are the links and times that bounds are made of.
     """
-    bound_ms = min(proposal.bound_ms for proposal in proposals)
-    return bound_ms * min(1.0, replayer.recorded_step_ms / replayer.base.step_ms)
+    return min(proposal.bound_ms for proposal in proposals) * min(1.0, reproduced)
 
 
 def _best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candidate, ...]:

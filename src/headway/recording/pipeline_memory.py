@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
+from headway.memory.halves import WholeBackward
 from headway.memory.pass_watch import Allocations
 from headway.model import HalvedBackward, StageMemory
 from headway.recording.modules import JobHook
@@ -19,6 +21,8 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = (
     "input gradient",
     "weight gradient",
 )
+
+Ends = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class StageMemoryWatch:
@@ -46,12 +50,17 @@ class StageMemoryWatch:
             self._armed = self._again = False
             self._step = _Step(stages[0], given)
 
-    def begin_pass(self, kind: str, carry_out: Callable[[], Any]) -> Any:
-        """Carry out a pass and note what it holds; of a forward, until ``loss_done``."""
+    def begin_pass(self, kind: str, carry_out: Callable[[], Any], ends: Callable[[], Ends]) -> Any:
+        """Carry out a pass and note what it holds; of a forward, until ``loss_done``.
+
+        ``ends`` has a backward's loss or outputs, and the inputs that gradients go to.
+        """
         step = self._watched
         if step is None:
             return carry_out()
         step.pass_begins(kind)
+        if kind == BACKWARD:
+            step.looks_into(ends)
         try:
             return carry_out()
         finally:
@@ -111,6 +120,8 @@ class _Step:
         self._weighted_bytes = self._most_bytes = self._held_bytes = 0
         self._kept = any(p.grad is not None for p in self._module.parameters())
         self._ended: dict[str, int] | None = None
+        self._whole: WholeBackward | None = None
+        self._halved: HalvedBackward | None = None  # told from a whole one
         self._handles = [
             module.register_forward_hook(JobHook(self._put_out))
             for module in self._module.modules()
@@ -129,6 +140,21 @@ class _Step:
         (kind, before_bytes), self._open = self._open, None
         found = _Pass(self._peak_bytes() - before_bytes, self._allocations.held_bytes - before_bytes)
         self._passes.setdefault(kind, []).append(found)
+        if self._whole is not None:
+            self._halved, self._whole = self._whole.end(), None
+
+    def looks_into(self, ends: Callable[[], Ends]) -> None:
+        """A whole backward begins: see in the first what halves of it would hold.
+
+        DDP has hooks that halves would leave out, and is not halved.
+        """
+        if BACKWARD in self._passes or isinstance(self._module, DistributedDataParallel):
+            return
+        try:
+            parameters = [each for each in self._module.parameters() if each.requires_grad]
+            self._whole = WholeBackward(self._allocations, *ends(), parameters)
+        except Exception:  # whatever a stage is made of: training goes on
+            self._whole = None
 
     def receives(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -168,7 +194,7 @@ class _Step:
             kept_bytes=max(0, forwards[0].left_bytes),
             first_backward_bytes=first,
             backward_bytes=later,
-            halves=self._halves(),
+            halves=self._halves() or self._halved,
             batch_bytes=self._batch_bytes,
             update_bytes=update_bytes,
             gradients_kept=self._kept,

@@ -97,7 +97,10 @@ class PipelineWatch:
         start_ns = time.monotonic_ns()
         try:
             carry_out = functools.partial(original, stage, micro_batch, *args, **kwargs)
-            return self.memory.begin_pass(_held_by(original.__name__, args, kwargs), carry_out)
+            ends = functools.partial(
+                torch_private.ends_of_backward, stage, micro_batch, args[0] if args else kwargs.get("loss")
+            )
+            return self.memory.begin_pass(_held_by(original.__name__, args, kwargs), carry_out, ends)
         finally:
             if counted is not None:
                 self.activation_bytes[stage.stage_index] = counted()

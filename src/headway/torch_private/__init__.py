@@ -64,6 +64,7 @@ from headway.torch_private.optimizers import (
 )
 from headway.torch_private.pipelining import (
     COMPUTE_LOSS,
+    ends_of_backward,
     outputs_kept,
     pipeline_schedule,
     pipeline_schedules,
@@ -103,6 +104,7 @@ __all__ = [
     "device_index",
     "dispatch_modes",
     "eager_modules",
+    "ends_of_backward",
     "fake_tensors",
     "foreach_copy",
     "gloo_devices",

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 _PLANNED = "_headway_planned"
+_SPLIT = "_split_inputs"  # what a step does first
 COMPUTE_LOSS = "_maybe_compute_loss"
 _NO_TENSOR = ("PipeliningMetadataError",)  # of torch 2.13; earlier ones raise what comes of it
 
@@ -50,6 +51,14 @@ def outputs_kept(stage: Any) -> list[Any]:
     return found
 
 
+def ends_of_backward(
+    stage: Any, micro_batch: int, loss: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the backward of a micro-batch begins with, its loss or its outputs, and the inputs it ends with."""
+    outputs, inputs = stage.fwd_cache[micro_batch]
+    return tensors_in(outputs if loss is None else loss), tensors_in(inputs)
+
+
 def hands_on_no_tensor(failure: Exception) -> bool:
     """Whether torch has raised it because a stage put out what is no tensor."""
     return any(each.__name__ in _NO_TENSOR for each in type(failure).__mro__)
@@ -69,7 +78,7 @@ def planned_of(stage: object) -> object | None:
 def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[], None]:
     """Have ``take_over`` called at the first step of every schedule constructed from now on; returns what undoes that.
 
-    It is called where torch has split the batch, before anything is computed.
+    It is called before torch splits the batch.
     """
     from torch.distributed.pipelining import schedules
 
@@ -80,12 +89,12 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
         def construct(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> None:
             _original(self, *args, **kwargs)
 
-            def first(*given: Any, **named: Any) -> None:
-                del self._step_microbatches  # torch's own again, unless it is taken over
+            def first(*given: Any, **named: Any) -> Any:
+                delattr(self, _SPLIT)  # torch's own again
                 take_over(PipelineSteps(self))
-                self._step_microbatches(*given, **named)
+                return getattr(self, _SPLIT)(*given, **named)
 
-            self._step_microbatches = first
+            setattr(self, _SPLIT, first)
 
         functools.update_wrapper(construct, original)
         kind.__init__ = construct  # type: ignore[method-assign]
@@ -111,6 +120,7 @@ class PipelineSteps:
         self.stage_count: int = own[0].num_stages
         self.rank: int = own[0].group_rank
         self.halves_backwards = False  # whether steps will be carried out so
+        self._first_loss: Callable[[Callable[[Any, Any], Any], Any, Any], object] | None = None
         self._torch_step = schedule._step_microbatches
         self._signature = inspect.signature(self._torch_step)
         single = hasattr(schedule, "_initialize_stage")
@@ -122,7 +132,7 @@ class PipelineSteps:
     @property
     def will_be_taken_over(self) -> bool:
         """Whether ``when_first_stepped`` awaits its first step."""
-        return "_step_microbatches" in vars(self._schedule)
+        return _SPLIT in vars(self._schedule)
 
     @property
     def modules(self) -> dict[int, torch.nn.Module]:
@@ -134,6 +144,24 @@ class PipelineSteps:
         """How many micro-batches a batch is split into."""
         count: int = self._schedule._n_microbatches
         return count
+
+    def split_into(self, count: int) -> None:
+        """Have batches split into ``count`` micro-batches from now on, before the first step.
+
+        A schedule of one stage a rank looks the number up in each step; others have written their order down.
+        """
+        assert not hasattr(self._schedule, "_stages"), "several stages a rank"
+        self._schedule._n_microbatches = count
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether gradients are divided by the number of micro-batches."""
+        divides: bool = self._schedule.scale_grads
+        return divides
+
+    def when_first_loss(self, check: Callable[[Callable[[Any, Any], Any], Any, Any], object]) -> None:
+        """Have ``check`` called once with the script's loss, an output and its target, where there is a loss."""
+        self._first_loss = check
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -216,6 +244,10 @@ class PipelineSteps:
             own.fwd_cache[micro_batch] = (tuple(map(_whole, outputs)), inputs)
         more = [given["loss_kwargs"]] if "loss_kwargs" in given else []
         self._schedule._maybe_compute_loss(own, output, given["target_mbs"], micro_batch, *more)
+        if self._first_loss is not None and own.is_last:
+            check, self._first_loss = self._first_loss, None
+            loss_of = functools.partial(_loss_of, self._schedule, more)
+            check(loss_of, output, given["target_mbs"][micro_batch])
         if stage + 1 in self.stages:
             self.stages[stage + 1].set_local_fwd_input(output, micro_batch)
 
@@ -283,6 +315,10 @@ def _as_before(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 def _forked(device: torch.device) -> str:
     return device.type if device.type != "cpu" else "cuda"  # whose generator is kept besides that of CPUs
+
+
+def _loss_of(schedule: Any, more: Sequence[Any], output: Any, target: Any) -> Any:
+    return schedule._compute_loss(output, target, *more)
 
 
 def tensors_in(given: Any) -> list[torch.Tensor]:

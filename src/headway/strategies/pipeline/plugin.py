@@ -79,11 +79,14 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         own = grouped_by(strategy)
         if own is None:
             return None
-        others = {size: each for each in fitting if (size := grouped_by(each)) is not None}
+        alike = [  # batches are split anew when a job starts, and not later
+            each
+            for each in fitting
+            if isinstance(each, PipelineStrategy) and each.micro_batches == strategy.micro_batches
+        ]
+        others = {size: each for each in alike if (size := grouped_by(each)) is not None}
         sizes = tuple(sorted(others.keys() - {own}))
-        orders: dict[str, PipelineStrategy] = {
-            each.order: each for each in fitting if isinstance(each, PipelineStrategy)
-        }
+        orders: dict[str, PipelineStrategy] = {each.order: each for each in alike}
         # Not every module permits halved backwards, and a job must not find that out in the middle.
         other_orders = tuple(order for order in ("eager-1f1b",) if order in orders)
         update = {"order": GROUPED, "group_size": own, "group_sizes": sizes, "other_orders": other_orders}
@@ -93,7 +96,10 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
     def explain(self, before: Strategy, after: PipelineStrategy) -> Sequence[str]:
         if after.order == RECORDED or before == after:
             return ()
-        return ("micro-batches go through the stages in another order",)
+        changes = ["micro-batches go through the stages in another order"]
+        if after.script_micro_batches not in (None, after.micro_batches):
+            changes.append(f"{after.micro_batches} micro-batches instead of {after.script_micro_batches}")
+        return changes
 
     @property
     def schedule_injection(self) -> ScheduleInjection[PipelineStrategy]:
@@ -144,6 +150,7 @@ def pipelined(
 
 class _Injection(ScheduleInjection[PipelineStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: PipelineStrategy) -> None:
+        from headway.strategies.pipeline import resplit
         from headway.strategies.pipeline.runtime import PipelineRuntime
         from headway.strategies.pipeline.tuning.follower import Follower
         from headway.strategies.pipeline.tuning.tuner import candidates_of
@@ -153,6 +160,8 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         strategy = strategy.model_copy(
             update={"micro_batches": strategy.micro_batches or steps.micro_batches}
         )
+        if not resplit.split_as_planned(steps, strategy):
+            strategy = strategy.model_copy(update={"script_micro_batches": None})
         ranks = len(set(steps.rank_of_stage))
         schedule = strategy.schedule_of(steps.stage_count, ranks)
         for each in candidates_of(strategy):

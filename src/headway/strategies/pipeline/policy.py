@@ -33,6 +33,9 @@ class PipelineStrategy(Strategy):
 
     micro_batches: int | None = Field(default=None, ge=1, le=4096)
     """How many micro-batches a batch is split into; by default as many as were recorded."""
+    script_micro_batches: int | None = Field(default=None, ge=1, le=4096)
+    """How many the script's own schedule is constructed with, where the plan changes that: a step then hands back as
+    many losses as there are `micro_batches`. A script of another number is refused."""
     order: Literal[
         "kfkb", "1f1b", "gpipe", "eager-1f1b", "zero-bubble", "interleaved", "looped", "recorded"
     ] = "1f1b"
@@ -137,6 +140,8 @@ class PipelineStrategy(Strategy):
         if self.follows_network:
             order += ", following the network"
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches else ""
+        if self.script_micro_batches not in (None, self.micro_batches):
+            parts += f" instead of {self.script_micro_batches}"
         return f"pipeline, {order}{parts}"
 
 

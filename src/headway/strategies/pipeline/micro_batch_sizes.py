@@ -1,0 +1,185 @@
+"""One job with other numbers of micro-batches: whether two recordings are of it, and what lies between the two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from headway.graph.computation import Computation
+from headway.graph.timeline import Item, Part, Timeline
+from headway.job import Job
+from headway.model import HalvedBackward, ModelSpec, StageMemory
+from headway.scheduling.pipeline.schedule import Action, Pass
+from headway.strategies.pipeline.stage_times import StageTimes, micro_batches
+
+
+def unlike(one: Job, other: Job) -> tuple[str, str, str] | None:
+    """What two recordings of a pipeline differ in besides the number of micro-batches, with what each has; or None.
+
+    That they train on batches of one size is seen from what stages hand on: of all micro-batches together as much.
+    """
+    for what, of in _COMPARED:
+        mine, others = of(one), of(other)
+        if mine != others:
+            return what, mine, others
+    return None
+
+
+def _stages_said(job: Job) -> str:
+    return ", ".join(
+        f"{len(stage.parameters)} parameters in {stage.size_bytes} bytes ({stage.fingerprint})"
+        for stage in job.stages
+    )
+
+
+def _places_said(job: Job) -> str:
+    """The stages of every rank."""
+    found = {
+        rank: sorted({action.stage for action in StageTimes.of(own[0]).passes_ns})
+        for rank, own in job.steps.timelines.items()
+    }
+    return ", ".join(f"{stages} on rank {rank}" for rank, stages in sorted(found.items()))
+
+
+def _handed_on_said(job: Job) -> str:
+    return ", ".join(f"{micro_batches(job.steps) * each} bytes" for each in job.boundary_bytes)
+
+
+_COMPARED: tuple[tuple[str, Callable[[Job], str]], ...] = (
+    ("the world size", lambda job: f"{job.world_size} workers"),
+    ("the mesh", lambda job: f"{dict(job.mesh) or 'one pipeline'}"),
+    ("the number of stages", lambda job: f"{len(job.stages)} stages"),
+    ("the parameters of stages", _stages_said),
+    ("the ranks of stages", _places_said),
+    ("the optimizer", lambda job: ", ".join(job.optimizers.names) or "none"),
+    ("the batch, by what stages hand on of all of it", _handed_on_said),
+)
+
+
+def counts_between(recorded: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Numbers of micro-batches between ``recorded`` ones, each with the next smaller and larger of these.
+
+    Those that certainly split the batch evenly: it can be split into each of the recorded ones, and so into every
+    divisor of their least common multiple.
+    """
+    every = math.lcm(*recorded)
+    ordered = sorted(recorded)
+    for few, many in pairwise(ordered):
+        for count in range(few + 1, many):
+            if every % count == 0:
+                yield count, few, many
+
+
+@dataclass(frozen=True)
+class Between:
+    """A job with a number of micro-batches that was not recorded; its computation may be off by ``share``."""
+
+    job: Job
+    share: float
+
+
+def between(fewer: Job, more: Job, count: int) -> Between:
+    """The job of ``count`` micro-batches, between two that were recorded.
+
+    A pass takes, and a stage holds, a constant and so much a sample: both are affine in the size of a micro-batch,
+    which is in proportion to 1 / ``count``. How far passes may be from that follows from two things that hold of any
+    device: a larger micro-batch takes no less time, and no more for each of its samples.
+    """
+    ends = micro_batches(fewer.steps), micro_batches(more.steps)
+    assert ends[0] < count < ends[1]
+    mixed = _Mixed(*ends, count)
+    timelines: dict[int, tuple[Timeline, ...]] = {}
+    share = 0.0
+    for rank, own in fewer.steps.timelines.items():
+        pairs = list(zip(own, more.steps.timelines[rank], strict=False))
+        timelines[rank] = tuple(mixed.timeline(*pair) for pair in pairs)
+        share = max(share, *(mixed.share(*map(StageTimes.of, pair)) for pair in pairs))
+    stages = tuple(map(mixed.model, fewer.stages, more.stages))
+    boundary_bytes = tuple(map(mixed.number, fewer.boundary_bytes, more.boundary_bytes))
+    steps = Computation(timelines, fewer.steps.warm_up_steps)
+    return Between(replace(fewer, stages=stages, computation=steps, boundary_bytes=boundary_bytes), share)
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """What lies between ``fewer`` micro-batches and ``more``."""
+
+    fewer: int
+    more: int
+    count: int
+
+    @property
+    def weight(self) -> float:
+        """How much the size of a micro-batch is that of ``fewer`` rather than that of ``more``."""
+        return (1 / self.count - 1 / self.more) / (1 / self.fewer - 1 / self.more)
+
+    def number(self, fewer: float, more: float) -> int:
+        return round(self.weight * fewer + (1 - self.weight) * more)
+
+    def timeline(self, fewer: Timeline, more: Timeline) -> Timeline:
+        """A step, of passes in some order; what stands around them is that of the nearer recording."""
+        ends = StageTimes.of(fewer), StageTimes.of(more)
+        near = ends[0] if self.weight >= 0.5 else ends[1]
+        items = [item for block in near.before for item in block.items]
+        for kind, part in ((Pass.FORWARD, Part.FORWARD), (Pass.BACKWARD, Part.BACKWARD)):
+            for stage in sorted({action.stage for action in near.passes_ns}):
+                for number in range(self.count):
+                    pair = self._pair(ends, kind, stage, number)
+                    block = near.last.get(stage)
+                    if part == Part.BACKWARD and number == self.count - 1 and block is not None:
+                        last = block.scaled(self.number(*pair) / max(1, block.duration_ns))
+                        items += last.of_micro_batch(number).items
+                    else:
+                        items.append(
+                            Item(part, duration_ns=self.number(*pair), stage=stage, micro_batch=number)
+                        )
+        items += [item for block in near.after for item in block.items]
+        return Timeline(fewer.rank, fewer.step, tuple(items), fewer.background_ns)
+
+    def _pair(
+        self, ends: tuple[StageTimes, StageTimes], kind: Pass, stage: int, number: int
+    ) -> tuple[int, int]:
+        """What a pass of a micro-batch took in both recordings: of those that come as far along the batch."""
+        fewer, more = (
+            times.passes_ns[Action(kind, stage, number * recorded // self.count)]
+            for times, recorded in zip(ends, (self.fewer, self.more), strict=True)
+        )
+        return fewer, more
+
+    def share(self, fewer: StageTimes, more: StageTimes) -> float:
+        """By how much all passes of a rank together may be off, as a share of what they take."""
+        taken_ns = least_ns = most_ns = 0.0
+        for kind, stage in {(action.kind, action.stage) for action in fewer.passes_ns}:
+            for number in range(self.count):
+                large_ns, small_ns = self._pair((fewer, more), kind, stage, number)
+                taken_ns += self.number(large_ns, small_ns)
+                least_ns += max(small_ns, large_ns * self.fewer / self.count)
+                most_ns += min(large_ns, small_ns * self.more / self.count)
+        return max(0.0, taken_ns - least_ns, most_ns - taken_ns) / max(1.0, taken_ns)
+
+    def model(self, fewer: ModelSpec, more: ModelSpec) -> ModelSpec:
+        held = (
+            None
+            if fewer.stage_memory is None or more.stage_memory is None
+            else self.memory(fewer.stage_memory, more.stage_memory)
+        )
+        activation_bytes = self.number(fewer.activation_bytes, more.activation_bytes)
+        return fewer.model_copy(update={"stage_memory": held, "activation_bytes": activation_bytes})
+
+    def memory(self, fewer: StageMemory, more: StageMemory) -> StageMemory:
+        update: dict[str, object] = self._numbers(fewer, more)
+        update["gradients_kept"] = fewer.gradients_kept or more.gradients_kept
+        update["halves"] = (
+            None
+            if fewer.halves is None or more.halves is None
+            else fewer.halves.model_copy(update=self._numbers(fewer.halves, more.halves))
+        )
+        return fewer.model_copy(update=update)
+
+    def _numbers(
+        self, fewer: StageMemory | HalvedBackward, more: StageMemory | HalvedBackward
+    ) -> dict[str, object]:
+        both = ((name, getattr(fewer, name), getattr(more, name)) for name in type(fewer).model_fields)
+        return {name: self.number(one, other) for name, one, other in both if type(one) is int}
