@@ -125,7 +125,7 @@ class ChainLink(BaseModel):
 
     ``name`` is that of the module. ``parameters`` are the trainable parameters that are used from where the one before
     it ends until it ends, under the names that they have there. It hands on ``output_bytes`` for the batch that was
-    seen; 0 where a pipeline may not be cut behind it. Its innermost modules put out ``kept_bytes``. One micro-batch took
+    seen; 0 where a pipeline may not be cut behind it. Its innermost modules put out ``kept_bytes``. A micro-batch took
     ``forward_ns`` and ``backward_ns`` in the median, where those of a stage were timed; 0 where spans of modules tell.
     """
 
@@ -142,8 +142,8 @@ class ChainLink(BaseModel):
 class Chain(BaseModel):
     """The modules that a forward calls one after the other, as one forward of ``samples`` has shown it.
 
-    What it computes before the first and behind the last counts to these. ``aliases`` has the other names that ``links``
-    use for a parameter of the model. ``batch_norms`` says that some module computes with statistics of its batch.
+    What it computes before the first and behind the last counts to these. ``aliases`` has the other names that
+    ``links`` use for a parameter of the model. ``batch_norms`` says that some compute statistics of their batch.
     Without ``links``, ``why_not`` says what is missing.
     """
 

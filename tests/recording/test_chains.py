@@ -120,7 +120,12 @@ def test_what_is_no_chain_says_why(model: nn.Module, given: tuple[torch.Tensor, 
 
 def test_a_dimension_that_is_not_that_of_samples_is_not_cut() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.Unflatten(0, (5, 4)), nn.Linear(4, 4))
-    assert [link.output_bytes > 0 for link in seen(model, torch.ones(5, 4)).links] == [True, True, True, False]
+    assert [link.output_bytes > 0 for link in seen(model, torch.ones(5, 4)).links] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     turned = nn.Sequential(nn.Linear(4, 4), Turned(), nn.Linear(5, 4))
     assert [link.output_bytes > 0 for link in seen(turned, torch.ones(5, 4)).links] == [True, False, False]
 

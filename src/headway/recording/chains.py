@@ -21,7 +21,9 @@ from headway.recording.chain_graph import NoChainError, parameters_between
 from headway.recording.modules import JobHook, tensors_of
 
 COMPILED = "modules run compiled, and what they hand on is not seen"
-LARGE_PART = 0.8  # of the largest chain's parameters: among chains that have as much, the one with most modules
+LARGE_PART = (
+    0.8  # of the largest chain's parameters: among chains that have as much, the one with most modules
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -150,10 +152,12 @@ class _Look:
         missing = [own[0] for key, own in names.items() if not any(key in used for used in found)]
         if missing:
             raise NoChainError(f"the graph of gradients does not show where {missing[0]} is used")
+        order = {name: at for at, (name, _) in enumerate(self.root.named_parameters(remove_duplicate=False))}
         aliases: dict[str, str] = {}
         links = []
         for place, (call, used) in enumerate(zip(calls, found, strict=True)):
             own = {_alias(names[key], call.name): names[key][0] for key in names if key in used}
+            own = {name: own[name] for name in sorted(own, key=order.__getitem__)}
             aliases |= {alias: name for alias, name in own.items() if alias != name}
             links.append(
                 ChainLink(
@@ -188,7 +192,9 @@ class _Look:
         large = [runs[at] for at, size in sizes.items() if size >= LARGE_PART * most]
         chosen = max(large, key=len, default=[])
         if len(chosen) < 2 or not most:
-            raise NoChainError("its forward does not call modules one after the other, each with the other's output")
+            raise NoChainError(
+                "its forward does not call modules one after the other, each with the other's output"
+            )
         return chosen
 
     def _runs(self, container: str) -> Iterator[list[_Call]]:
