@@ -131,8 +131,8 @@ def optimize(
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change what
-    is trained are not proposed. With ``strategy``, the best plan of the strategy of this name is returned: with
-    "pipeline" also one of stages that the recorded script does not have, for ``headway.parallelize``. With
+    is trained are not proposed. With ``strategy``, the best plan of the strategy of this name is returned; with
+    "stages" the best of stages that the script does not have, for ``headway.parallelize``. With
     ``memory_limit_bytes``, plans under which a rank would need more memory are left out. With
     ``follow_network``, the plan changes with the network while the job trains: of a pipeline, the size of its groups.
     Takes seconds to minutes.

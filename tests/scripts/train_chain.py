@@ -1,4 +1,4 @@
-"""A chain of modules under DistributedDataParallel, or as a plan's pipeline: ``torchrun train_chain.py [--plan FILE]``."""
+"""A chain of modules, data parallel or as the pipeline of a plan: ``torchrun train_chain.py [--plan FILE]``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def main() -> None:
         for _ in range(arguments.steps)
     ]
     losses = []
+    trained: Any
     if arguments.plan:
         trained = headway.parallelize(
             model, optimizer, headway.Plan.load(arguments.plan), loss_fn=nn.functional.mse_loss

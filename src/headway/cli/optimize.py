@@ -33,8 +33,8 @@ FOLLOWED_BY = ("headway run", "headway.parallelize")
 )
 @click.option(
     "--strategy", "only", metavar="NAME", default="any",
-    show_default=True, help="Write the best plan of this strategy; of pipeline, also one of stages that the script "
-    "does not have, which only headway.parallelize follows.",
+    show_default=True, help="Write the best plan of this strategy; of stages, the best of stages that the script "
+    "does not have, which only headway.parallelize follows (of pipeline too, where the script has none).",
 )  # fmt: skip
 @click.option(
     "--memory-limit", "limit", metavar="SIZE",

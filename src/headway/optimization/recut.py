@@ -96,15 +96,16 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
     if count < 2 or sum(layer.cut_bytes is not None for layer in layers) < stages - 1:
         return
     plain = PipelineStrategy(micro_batches=count)
-    played: list[tuple[Simulation, Split, tuple[int, ...]]] = []
+    played: list[tuple[Simulation, Split, dict[str, int], tuple[int, ...]]] = []
     for mesh, order in places(job.on, layers, stages, replicas, count):
         for each in recording.splits(layers, count, mesh, order, SPLITS):
             of = recording.cut(each, count, mesh, order)
-            played.append((replayer.simulate(of, _composed(plain, replicas)), each, order))
+            played.append((replayer.simulate(of, _composed(plain, replicas)), each, mesh, order))
     if not played:
         return
-    first, cut, order = min(played, key=lambda each: each[0].step_ms)
+    first, cut, mesh, order = min(played, key=lambda each: each[0].step_ms)
     of = first.job
+    replayer.may_be_slower(of, recording.slower(cut, count, mesh, order))
     points = tuple(layers[end].name for end in cut.ends[:-1])
     others = (each for each in candidates(of) if each.order not in ("1f1b", *NOT_SHARED))
     simulations = [

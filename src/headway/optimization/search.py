@@ -27,6 +27,7 @@ PEAK_UNCERTAINTY = 0.12
 ROUGH_PEAK_UNCERTAINTY = 0.5
 """The same of pipelines whose stages were not recorded: what modules put out stands for what they keep."""
 UNCHANGED = ("none",)
+STAGES = "stages"
 NOT_RUN = "needs headway.parallelize in the script"
 
 
@@ -102,9 +103,13 @@ class SearchResult:
     def best(self, strategy: str | None = None) -> Candidate:
         """The first candidate that the recorded script can follow, or of the strategy of that name, where given.
 
-        The name of a dimension stands for all strategies along it. Raises UserError where there is none.
+        The name of a dimension stands for all strategies along it. Where no such candidate is one that the script can
+        follow, it is one of other stages than the script's; ``STAGES`` asks for such. Raises UserError where there is
+        none.
         """
-        for candidate in self.candidates:
+        for candidate in sorted(self.candidates, key=lambda each: each.recut is not None):
+            if candidate.recut is not None and strategy == STAGES:
+                return candidate
             if candidate.recut is None if strategy is None else strategy in _names(candidate.strategy):
                 return candidate
         if strategy is None:

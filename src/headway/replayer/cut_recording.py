@@ -6,10 +6,11 @@ Forward and backward of each module of the chain are the shares that its spans h
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 
 from headway.errors import PlanError
 from headway.graph.step_profile import LayerTimes, profile_of
@@ -144,11 +145,55 @@ class CutRecording:
 
     def cut(self, cut: Split, micro_batches: int, mesh: Mapping[str, int], order: Sequence[int] = ()) -> Job:
         """The job of these stages, where hosts stand in ``order``."""
-        cluster = reordered(self.job.on, order) if order else self.job.on
-        return cut_job(self.model, cluster, cut, micro_batches, mesh, self._workers(order) if order else ())
+        return self._cut(self.model, cut, micro_batches, mesh, order)
 
-    def by_hand(self, points: Sequence[str], micro_batches: int | None, mesh: Mapping[str, int]) -> Job:
-        """The job of stages that begin at ``points``. Raises PlanError where they cannot, or batches do not split."""
+    def slower(
+        self, cut: Split, micro_batches: int, mesh: Mapping[str, int], order: Sequence[int] = ()
+    ) -> Job:
+        """The same if every module took the time of the quickest recorded one for however few samples.
+
+        That is the most that calls themselves can cost, for all that the recording says.
+        """
+
+        def steps(worker: int) -> Sequence[LayerStep]:
+            return [replace(step, layers=tuple(map(longer, step.layers))) for step in self._steps[worker]]
+
+        def longer(layer: LayerTimes) -> LayerTimes:
+            calls_ns = min(layer.forward_ns, self._calls_ns.get(layer.module, 0))
+            of_backward = layer.backward_ns / max(1, layer.forward_ns)
+            more_ns = calls_ns * (micro_batches / mesh[PIPELINE] - 1)
+            return replace(
+                layer,
+                forward_ns=round(layer.forward_ns + more_ns),
+                backward_ns=round(layer.backward_ns + more_ns * of_backward),
+            )
+
+        return self._cut(replace(self.model, steps=steps), cut, micro_batches, mesh, order)
+
+    def _cut(
+        self, model: CutModel, cut: Split, micro_batches: int, mesh: Mapping[str, int], order: Sequence[int]
+    ) -> Job:
+        cluster = reordered(self.job.on, order) if order else self.job.on
+        return cut_job(model, cluster, cut, micro_batches, mesh, self._workers(order) if order else ())
+
+    @cached_property
+    def _calls_ns(self) -> Mapping[str, float]:
+        """For each module of the chain, what its inner modules would take at the speed of the quickest of all."""
+        places = {link.name: place for place, link in enumerate(self.chain.links)}
+        took_ns: dict[str, list[int]] = defaultdict(list)
+        for row in self.trace.events[min(self.trace.events)].of_kind(Kind.FORWARD):
+            took_ns[row.name].append(row.duration_ns)
+        least_ns = min(median(each) for each in took_ns.values())
+        counts = Counter(_place(places, name) for name in took_ns)
+        return {link.name: least_ns * counts[place] for place, link in enumerate(self.chain.links)}
+
+    def by_hand(
+        self, points: Sequence[str], micro_batches: int | None, mesh: Mapping[str, int]
+    ) -> tuple[Job, Job]:
+        """The job of stages that begin at ``points``, and the ``slower`` one.
+
+        Raises PlanError where they cannot, or batches do not split.
+        """
         stages = len(points) + 1
         workers = self.job.world_size
         mesh = mesh or (
@@ -166,7 +211,8 @@ class CutRecording:
                 got=f"{samples} samples and {count} micro-batches",
             )  # fmt: skip
         layers = self.split_layers(stages, count)
-        return self.cut(cut_by_hand(layers, stages, points), count, mesh)
+        cut = cut_by_hand(layers, stages, points)
+        return self.cut(cut, count, mesh), self.slower(cut, count, mesh)
 
     def _workers(self, order: Sequence[int]) -> list[int]:
         """Which recorded rank's device each rank has, where hosts stand in ``order``."""

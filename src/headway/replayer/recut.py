@@ -15,7 +15,7 @@ from headway.trace.format import Trace
 
 CUT_SHARE = 0.25
 """By what share of its step a job whose model was recorded in one piece may be off: times of micro-batches are taken to
-be in proportion to their size. It is not calibrated."""
+be in proportion to their size. It is not calibrated. What calls themselves cost comes on top (``slower``)."""
 SPLIT_SHARE = 0.1
 """The same where modules of recorded stages are split otherwise."""
 
@@ -35,14 +35,15 @@ def names_stages(strategy: Strategy) -> bool:
 
 def job_under(
     trace: Trace, job: Job, recorded: Strategy, asked: Strategy, mesh: Mapping[str, int] | None = None
-) -> Job:
+) -> tuple[Job, Job | None]:
     """``job`` with the stages that ``asked`` names by ``split_points``; as it is where it names none.
 
-    ``mesh`` is that of the plan. Raises PlanError where the recording does not say what that would be.
+    With it comes the job that it may be at worst, where times of micro-batches are not known. ``mesh`` is that of the
+    plan. Raises PlanError where the recording does not say what that would be.
     """
     pipeline = asked.pipeline if isinstance(asked, MeshStrategy) else asked
     if not isinstance(pipeline, PipelineStrategy) or not pipeline.split_points:
-        return job
+        return job, None
     if len(job.stages) == 1:
         if why := why_not_cut(trace, job, recorded):
             raise PlanError(
@@ -62,4 +63,4 @@ def job_under(
             expected=f"{len(job.stages) - 1} of their modules, in order"
             + ("" if links.named else "; modules of different stages have the same names, so that none can be told"),
         )  # fmt: skip
-    return job if ends == links.ends else links.resplit(job, ends)
+    return (job if ends == links.ends else links.resplit(job, ends)), None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from pydantic import ValidationError
@@ -67,6 +68,7 @@ class Replayer:
         self.lacks = lacks(trace, self.trace)
         self._recorded = trace
         self._simulator = Simulator()
+        self._slower: WeakKeyDictionary[Job, Job] = WeakKeyDictionary()
         known = cluster or trace.cluster
         self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
         if self.cluster.world_size != trace.world_size:
@@ -150,7 +152,11 @@ class Replayer:
         )
         if result.job.stages != self.job.stages:
             share = CUT_SHARE if len(self.job.stages) == 1 else SPLIT_SHARE
-            uncertainty_ms = math.hypot(uncertainty_ms, share * step_ms)
+            slower = self._slower.get(result.job)
+            more_ms = (
+                0.0 if slower is None else self.simulate(slower, result.strategy).step_ms - result.step_ms
+            )
+            uncertainty_ms = math.hypot(uncertainty_ms, share * step_ms, max(0.0, more_ms))
         return Expectation(recorded_ms, step_ms, uncertainty_ms)
 
     def job_under(self, strategy: Strategy, mesh: Mapping[str, int] | None = None) -> Job:
@@ -158,7 +164,14 @@ class Replayer:
 
         Raises PlanError where the recording does not say what that would be.
         """
-        return job_under(self.trace, self._faithful_job, self.recorded_strategy, strategy, mesh)
+        job, slower = job_under(self.trace, self._faithful_job, self.recorded_strategy, strategy, mesh)
+        if slower is not None:
+            self.may_be_slower(job, slower)
+        return job
+
+    def may_be_slower(self, job: Job, slower: Job) -> None:
+        """Take ``slower`` for what ``job`` may be at worst, in what is expected of it."""
+        self._slower[job] = slower
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError unless ``plan`` was made for what was recorded, or for stages that it can be cut into."""
