@@ -207,10 +207,10 @@ class Replayer:
         with times_in_range():
             played = self._strategy_run(strategy)
             job = self._faithful_job if strategy is None else self.job_under(strategy, mesh)
-            job = what_if.rewrite(job)
-            for each in passes:
-                job = each.rewrite(job)
-            return self._simulator.simulate(job, played, fold=fold)
+            changed = _changed(job, what_if, passes)
+            if (slower := self._slower.get(job)) is not None:
+                self.may_be_slower(changed, _changed(slower, what_if, passes))
+            return self._simulator.simulate(changed, played, fold=fold)
 
     def lay_out(
         self,
@@ -242,6 +242,13 @@ class Replayer:
     @cached_property
     def _recorded_schedule(self) -> Schedule:
         return self.recorded_strategy.decide(self.job)
+
+
+def _changed(job: Job, what_if: WhatIf, passes: Sequence[Pass]) -> Job:
+    job = what_if.rewrite(job)
+    for each in passes:
+        job = each.rewrite(job)
+    return job
 
 
 def _standard_error_ms(times_ms: Sequence[float]) -> float:
