@@ -70,7 +70,9 @@ def test_a_step_of_stages_is_that_of_a_job_reckoned_by_hand() -> None:
                 for part, ms in ((Part.FORWARD, 5), (Part.BACKWARD, 10))
                 for each in range(16)
             ),
-            Item(Point.STEP), Item(Part.OPTIMIZER, duration_ns=round(2 / 4 * MS)), Item(Part.REST, duration_ns=3 * MS // 2),
+            Item(Point.STEP),
+            Item(Part.OPTIMIZER, duration_ns=round(2 / 4 * MS)),
+            Item(Part.REST, duration_ns=3 * MS // 2),
         ]
         for stage in range(4)
     }  # fmt: skip
