@@ -141,7 +141,7 @@ def test_an_evaluation_is_passed_over_and_no_tensor_is_kept() -> None:
     watch.arm(model)
     with torch.no_grad():
         model(torch.ones(9, 4))
-    assert watch.found is None
+    assert not watch.found
     kept: list[weakref.ref[torch.Tensor]] = []
     model[0].register_forward_hook(lambda _module, _inputs, output: kept.append(weakref.ref(output)))
     out = model(torch.ones(3, 4))

@@ -42,7 +42,7 @@ class Slow(nn.Module):
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Takes.apply(x * self.weight, self.clock, self.ns)
+        out: torch.Tensor = Takes.apply(x * self.weight, self.clock, self.ns)  # type: ignore[no-untyped-call]
         return out
 
 
