@@ -61,7 +61,8 @@ class Replayed:
 class Optimized:
     """The best plan that was found, and all candidates that were replayed, best first.
 
-    No candidate can have a step shorter than ``bound_ms``. ``note`` says what was left out and why.
+    No candidate that the recorded script can follow has a step shorter than ``bound_ms``. ``note`` says what was left
+    out and why.
     """
 
     plan: Plan
@@ -100,11 +101,13 @@ def replay(
     a strategy that the recorded job does not permit, UserError for a what-if that cannot be read.
     """
     loaded = _loaded(trace)
-    if isinstance(plan, Plan):
-        plan.check_recorded(loaded.model, loaded.stages, loaded.world_size)
     replayer = Replayer(loaded, cluster)
-    asked, passes = (plan.strategy, plan.passes) if isinstance(plan, Plan) else (plan, ())
-    played = replayer.replay(asked, WhatIf.parse(what_if), passes=passes)
+    if isinstance(plan, Plan):
+        replayer.check(plan)
+    asked, passes, mesh = (
+        (plan.strategy, plan.passes, plan.mesh) if isinstance(plan, Plan) else (plan, (), None)
+    )
+    played = replayer.replay(asked, WhatIf.parse(what_if), passes=passes, mesh=mesh)
     expected = replayer.expect(played)
     return Replayed(
         step_ms=expected.step_ms,
@@ -132,7 +135,8 @@ def optimize(
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change what
     is trained are not proposed. ``others`` are recordings of the same pipeline with other numbers of micro-batches:
     these, and those between them, are tried too. With ``strategy``, the best plan of the strategy of this name is
-    returned. With ``memory_limit_bytes``, plans under which a rank would need more memory are left out. With
+    returned; with "stages" the best of stages that the script does not have, for ``headway.parallelize``. With
+    ``memory_limit_bytes``, plans under which a rank would need more memory are left out. With
     ``follow_network``, the plan changes with the network while the job trains: of a pipeline, the size of its groups.
     Takes seconds to minutes.
 

@@ -121,6 +121,42 @@ class StageMemory(BaseModel):
     received_bytes: int = Field(default=0, ge=0)
 
 
+class ChainLink(BaseModel):
+    """A module of a chain: it is given what the one before it hands on, and nothing else.
+
+    ``name`` is that of the module. ``parameters`` are the trainable parameters that are used from where the one before
+    it ends until it ends, under the names that they have there. It hands on ``output_bytes`` for the batch that was
+    seen; 0 where a pipeline may not be cut behind it. Its innermost modules put out ``kept_bytes``. A micro-batch took
+    ``forward_ns`` and ``backward_ns`` in the median, where those of a stage were timed; 0 where spans of modules tell.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    output_bytes: int = Field(default=0, ge=0)
+    kept_bytes: int = Field(default=0, ge=0)
+    forward_ns: int = Field(default=0, ge=0)
+    backward_ns: int = Field(default=0, ge=0)
+
+
+class Chain(BaseModel):
+    """The modules that a forward calls one after the other, as one forward of ``samples`` has shown it.
+
+    What it computes before the first and behind the last counts to these. ``aliases`` has the other names that
+    ``links`` use for a parameter of the model. ``batch_norms`` says that some compute statistics of their batch.
+    Without ``links``, ``why_not`` says what is missing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    links: tuple[ChainLink, ...] = Field(default=(), max_length=4096)
+    samples: int = Field(default=0, ge=0)
+    aliases: dict[str, str] = {}
+    batch_norms: bool = False
+    why_not: str = ""
+
+
 class ModelSpec(BaseModel):
     """A model's trainable parameters, in registration order, and what a recording learned about their use.
 
@@ -143,6 +179,7 @@ class ModelSpec(BaseModel):
     stage_memory: StageMemory | None = None
     optimizer_state_bytes: int = Field(default=0, ge=0)
     find_unused_parameters: bool = False
+    chain: Chain | None = None
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 2
 ANY = "any"
+FOLLOWED_BY = ("headway run", "headway.parallelize")
 
 
 @click.command()
@@ -34,7 +35,8 @@ ANY = "any"
 )
 @click.option(
     "--strategy", "only", metavar="NAME", default="any",
-    show_default=True, help="Write the best plan of this strategy.",
+    show_default=True, help="Write the best plan of this strategy; of stages, the best of stages that the script "
+    "does not have, which only headway.parallelize follows (of pipeline too, where the script has none).",
 )  # fmt: skip
 @click.option(
     "--memory-limit", "limit", metavar="SIZE",
@@ -94,6 +96,7 @@ def optimize(
                         "speedup": candidate.expected.speedup,
                         "peak_bytes": candidate.peak_bytes,
                         "dominated": found.dominated(candidate),
+                        "followed_by": FOLLOWED_BY[candidate.recut is not None],
                         "changes": list(candidate.changes),
                     }
                     for candidate in found.candidates
@@ -147,11 +150,11 @@ def plans_table(found: SearchResult) -> Table:
     table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "memory", "changes")
     for candidate in found.candidates:
         table.add_row(
-            candidate.name,
+            candidate.name + " †" * (candidate.recut is not None),
             f"{candidate.predicted_ms:.1f}",
             f"{candidate.uncertainty_ms:.1f}",
             f"{candidate.expected.speedup:.2f}x",
-            f"{candidate.predicted_ms / found.bound_ms:.2f}",
+            f"{candidate.predicted_ms / found.bound_ms:.2f}" if candidate.recut is None else "",
             _memory(found, candidate),
             "; ".join(candidate.changes),
         )
@@ -159,6 +162,8 @@ def plans_table(found: SearchResult) -> Table:
     table.caption = f"{recorded}, {replayed}, bound {found.bound_ms:.1f} ms"
     if any(map(found.dominated, found.candidates)):
         table.caption += "; * another plan is no slower and needs no more memory"
+    if any(candidate.recut for candidate in found.candidates):
+        table.caption += "; † only with headway.parallelize in the script, without a bound"
     return table
 
 
@@ -166,4 +171,5 @@ def _memory(found: SearchResult, candidate: Candidate) -> str:
     """The most that a rank holds, marked where another plan is better in memory or time and as good in the other."""
     if candidate.peak_bytes is None:
         return ""
-    return format_bytes(candidate.peak_bytes) + (" *" if found.dominated(candidate) else "")
+    rough = "~" if candidate.recut else ""
+    return rough + format_bytes(candidate.peak_bytes) + (" *" if found.dominated(candidate) else "")

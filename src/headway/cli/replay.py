@@ -65,13 +65,15 @@ def replay(
     with output.progress("replaying"):
         replayer = Replayer(loaded, cluster)
         if plan is not None:
-            plan.check_recorded(loaded.model, loaded.stages, loaded.world_size)
+            replayer.check(plan)
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()
-        strategy, passes = (plan.strategy, plan.passes) if plan else (None, ())
-        result = replayer.replay(strategy, what_if, passes=passes) if asked else base
+        strategy, passes, mesh = (plan.strategy, plan.passes, plan.mesh) if plan else (None, (), None)
+        result = replayer.replay(strategy, what_if, passes=passes, mesh=mesh) if asked else base
         unfolded_ms = (
-            replayer.replay(strategy, what_if, passes=passes, fold=False).step_ms if check_folding else None
+            replayer.replay(strategy, what_if, passes=passes, fold=False, mesh=mesh).step_ms
+            if check_folding
+            else None
         )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
     recorded_ms = replayer.recorded_step_ms

@@ -12,6 +12,7 @@ from statistics import mean, median
 
 from headway.diagnosis.breakdown import NS_A_MS
 from headway.diagnosis.findings import Finding, milliseconds, of_each_step
+from headway.diagnosis.splits import split_advice
 from headway.diagnosis.verdict import STANDS_OUT
 from headway.graph.recorded_messages import both_ends
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
@@ -49,7 +50,8 @@ def pipeline_findings(trace: Trace, steps: tuple[int, ...], step_ms: float) -> l
     ]
     if recorded_ms > even_ms:
         per_stage = [sum(median(_of(lasts_ms, kind, stage)) for kind in typical) for stage in stages]
-        found.append(_uneven(schedule, per_stage, step_ms, recorded_ms - even_ms))
+        advice = split_advice(trace, schedule, lasts_ms, step_ms) or "move layers to other stages"
+        found.append(_uneven(schedule, per_stage, step_ms, recorded_ms - even_ms, advice))
     return found
 
 
@@ -100,15 +102,16 @@ def _bubble(schedule: PipelineSchedule, step_ms: float, cost_ms: float) -> Findi
     )
 
 
-def _uneven(schedule: PipelineSchedule, per_stage_ms: list[float], step_ms: float, cost_ms: float) -> Finding:
+def _uneven(
+    schedule: PipelineSchedule, per_stage_ms: list[float], step_ms: float, cost_ms: float, advice: str
+) -> Finding:
     worst = max(range(len(per_stage_ms)), key=lambda stage: per_stage_ms[stage])
     rank = schedule.rank_of_stage[worst]
     return Finding(
         "uneven stages",
         cost_ms,
         f"Stage {worst}, on rank {rank}, takes {milliseconds(per_stage_ms[worst])} for a micro-batch, all together "
-        f"{milliseconds(mean(per_stage_ms))} on average, which costs {of_each_step(cost_ms, step_ms)}; move layers to "
-        "other stages.",
+        f"{milliseconds(mean(per_stage_ms))} on average, which costs {of_each_step(cost_ms, step_ms)}; {advice}.",
         (rank,),
         stands_out=cost_ms > STANDS_OUT * step_ms,
     )

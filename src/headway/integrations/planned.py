@@ -32,7 +32,7 @@ def follow(plan_path: str) -> None:
         _refuse_to_step_without(
             "any schedule of torch.distributed.pipelining had run a step",
             "a script that trains with torch.distributed.pipelining",
-            "Run it without the plan.",
+            "Run it without the plan, or call headway.parallelize with it in the script.",
         )
         return
     plan_injection.install(plan, leave_refusal)

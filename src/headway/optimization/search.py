@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from headway.errors import UserError
 from headway.job import Job
+from headway.optimization.recut import Recut, recuts
 from headway.optimization.sizes import Size, for_script, script_micro_batches, sizes
 from headway.plan import Plan, Prediction
 from headway.replayer.expectation import Expectation
@@ -23,14 +24,19 @@ from headway.units import format_bytes
 TIE = 0.01
 PEAK_UNCERTAINTY = 0.05
 """By how much predicted peaks may be too low (benchmarks/pipeline_memory.py)."""
+ROUGH_PEAK_UNCERTAINTY = 0.5
+"""The same of pipelines whose stages were not recorded: what modules put out stands for what they keep."""
 UNCHANGED = ("none",)
+STAGES = "stages"
+NOT_RUN = "needs headway.parallelize in the script"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One plan with what it decides for the job, and what is expected of it.
 
-    ``peak_bytes`` is the most that one rank will hold; None where nothing is known of parameters.
+    ``peak_bytes`` is the most that one rank will hold; None where nothing is known of parameters. ``recut`` is the job
+    of a pipeline that the recorded script does not train, and follows only with ``headway.parallelize``.
     """
 
     name: str
@@ -39,6 +45,7 @@ class Candidate:
     expected: Expectation
     changes: tuple[str, ...]
     peak_bytes: int | None = None
+    recut: Job | None = None
 
     @property
     def predicted_ms(self) -> float:
@@ -73,20 +80,44 @@ class SearchResult:
     excluded: tuple[Candidate, ...] = ()
 
     def dominated(self, candidate: Candidate) -> bool:
-        """Whether another one is no slower and needs no more memory, and is better in one of both."""
-        return any(is_better(each, candidate) for each in self.candidates)
+        """Whether another one is no slower and needs no more memory, and is better in one of both.
+
+        What is predicted of a script as it is and what is not are not compared.
+        """
+        return any(
+            is_better(each, candidate)
+            for each in self.candidates
+            if (each.recut is None) == (candidate.recut is None)
+        )
 
     def like(self, best: Candidate) -> tuple[Candidate, ...]:
         """The others that cannot be told apart from ``best``."""
         return tuple(
-            each for each in self.candidates if each is not best and best.expected.like(each.expected)
+            each
+            for each in self.candidates
+            if each is not best
+            and best.expected.like(each.expected)
+            and (each.recut is None or best.recut is not None)
         )
 
     def best(self, strategy: str | None = None) -> Candidate:
-        """The first candidate, of the strategy of that name where given. Raises UserError where there is none."""
-        for candidate in self.candidates:
-            if strategy is None or candidate.strategy.name == strategy:
+        """The first candidate that the recorded script can follow, or of the strategy of that name, where given.
+
+        The name of a dimension stands for all strategies along it. Where no such candidate is one that the script can
+        follow, it is one of other stages than the script's; ``STAGES`` asks for such. Raises UserError where there is
+        none.
+        """
+        for candidate in sorted(self.candidates, key=lambda each: each.recut is not None):
+            if candidate.recut is not None and strategy == STAGES:
                 return candidate
+            if candidate.recut is None if strategy is None else strategy in _names(candidate.strategy):
+                return candidate
+        if strategy is None:
+            raise UserError(
+                "no plan within the limit is one that the recorded script can follow as it is",
+                got=f"{self.candidates[0].name}, which needs headway.parallelize in the script",
+                fix="Give --strategy pipeline to have that, or raise --memory-limit.",
+            )
         raise UserError(
             "no plan of this strategy was found" + (f": {self.note}" if self.note else ""),
             got=strategy,
@@ -140,8 +171,12 @@ def search(
         candidates.append(Candidate(name, strategy, schedule, expected, changes, played.peak_bytes))
         if progress:
             progress(number, len(asked))
+    so_far = sorted(candidates, key=lambda each: each.predicted_ms)
+    uncut = recuts(replayer, [each.strategy for each in so_far])
+    candidates += [_recut(replayer, each) for each in uncut.found]
     fitting, excluded = within(candidates, memory_limit_bytes)
-    notes = [each for each in (*(proposal.note for proposal in proposals), *_left_out(job)) if each]
+    notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]
+    notes = [each for each in notes if each]
     notes += [
         f"times of {each.count} micro-batches are interpolated {each.said}" for each in sized if each.said
     ]
@@ -204,7 +239,8 @@ def within(
 
 def needed_bytes(candidate: Candidate) -> int:
     """The memory that a rank should have for it: its predicted peak, and what that may be too low by."""
-    return round((candidate.peak_bytes or 0) * (1 + PEAK_UNCERTAINTY))
+    share = PEAK_UNCERTAINTY if candidate.recut is None else ROUGH_PEAK_UNCERTAINTY
+    return round((candidate.peak_bytes or 0) * (1 + share))
 
 
 def exclusion(excluded: Iterable[Candidate], limit_bytes: int) -> str:
@@ -219,6 +255,18 @@ def is_better(one: Candidate, other: Candidate) -> bool:
         return False
     mine, others = (one.predicted_ms, one.peak_bytes), (other.predicted_ms, other.peak_bytes)
     return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
+
+
+def _names(strategy: Strategy) -> tuple[str, str]:
+    return strategy.name, strategy.dimension
+
+
+def _recut(replayer: Replayer, found: Recut) -> Candidate:
+    simulation = found.simulation
+    return Candidate(
+        found.name, found.strategy, simulation.graph.schedule, replayer.expect(simulation),
+        (found.change, NOT_RUN), simulation.peak_bytes, found.job,
+    )  # fmt: skip
 
 
 def _left_out(job: Job) -> list[str]:
@@ -258,8 +306,8 @@ def following(found: SearchResult, strategy: str | None = None) -> Candidate:
 
     Raises UserError where none can.
     """
-    fitting = [each.strategy for each in found.candidates]
-    for candidate in found.candidates:
+    fitting = [each.strategy for each in found.candidates if each.recut is None]
+    for candidate in (each for each in found.candidates if each.recut is None):
         made = plugin_of(candidate.strategy).following(candidate.strategy, fitting)
         if made is not None and strategy in (None, candidate.strategy.name):
             own, among = made
@@ -283,14 +331,12 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
         uncertainty_ms=candidate.uncertainty_ms,
         peak_bytes=candidate.peak_bytes,
     )
+    job = candidate.recut or replayer.job
+    stages = trace.stages if candidate.recut is None else job.stages
     if isinstance(strategy, MeshStrategy):
-        return Plan.on_mesh(
-            strategy, replayer.job.mesh, trace.stages, prediction=prediction, cluster=replayer.cluster
-        )
+        return Plan.on_mesh(strategy, job.mesh, stages, prediction=prediction, cluster=job.on)
     if strategy.dimension == PIPELINE:
-        return Plan.pipeline(
-            strategy, trace.stages, ranks=trace.world_size, prediction=prediction, cluster=replayer.cluster
-        )
+        return Plan.pipeline(strategy, stages, ranks=trace.world_size, prediction=prediction, cluster=job.on)
     return Plan.data_parallel(
         strategy, trace.world_size, trace.model, prediction=prediction, cluster=replayer.cluster
     )

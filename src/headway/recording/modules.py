@@ -298,7 +298,7 @@ class _Leave(JobHook):
             self._watch.noted.append((Kind.FORWARD, self._name, now.step, self._starts_ns.pop(), end_ns))
         if not torch.is_grad_enabled():
             return
-        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
             node = tensor.grad_fn
             if node is not None and not _holds(inputs, tensor):
                 self._watch.mark_begin(node, self._begins)
@@ -330,7 +330,7 @@ def count_outputs(root: nn.Module) -> Callable[[], int]:
 
     def add(_module: nn.Module, _inputs: Any, output: Any) -> None:
         nonlocal total
-        total += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(output))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(output))
 
     handles = [
         module.register_forward_hook(JobHook(add))
@@ -346,15 +346,16 @@ def count_outputs(root: nn.Module) -> Callable[[], int]:
     return stop
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module is given or puts out."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from _tensors(part)
+            yield from tensors_of(part)
 
 
 def _holds(value: Any, tensor: torch.Tensor) -> bool:

@@ -12,7 +12,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headway import torch_private
+from headway.model import Chain
+from headway.recording.chains import ChainWatch, unwrapped
 from headway.recording.layer import lay_over
+from headway.recording.link_times import LinkTimes
 from headway.recording.modules import count_outputs
 from headway.recording.now import Now
 from headway.recording.pipeline_memory import (
@@ -60,6 +63,9 @@ class PipelineWatch:
             int, int
         ] = {}  # what one micro-batch's forward leaves for backward, about
         self.memory = StageMemoryWatch()
+        self._chains: dict[int, ChainWatch] = {}
+        self._link_times: dict[int, LinkTimes] = {}
+        self._times_links = False
         self._now = now
         self._labels: Any = WeakIdKeyDictionary()  # of tensors that are sent, or received into
         self._undo: list[Callable[[], None]] = []
@@ -85,6 +91,10 @@ class PipelineWatch:
             self._undo.pop()()
         self._labels = WeakIdKeyDictionary()
         self.memory.end()
+        for watch in self._chains.values():
+            watch.disarm()
+        for times in self._link_times.values():
+            times.detach()
 
     def label_of(self, tensors: Iterable[torch.Tensor]) -> Label:
         """The stage and the micro-batch that one of ``tensors`` is sent or received for, if any is."""
@@ -96,11 +106,16 @@ class PipelineWatch:
         counted = self._counted(stage) if kind == Kind.FORWARD_PASS else None
         start_ns = time.monotonic_ns()
         try:
+            held_by = _held_by(original.__name__, args, kwargs)
             carry_out = functools.partial(original, stage, micro_batch, *args, **kwargs)
             ends = functools.partial(
                 torch_private.ends_of_backward, stage, micro_batch, args[0] if args else kwargs.get("loss")
             )
-            return self.memory.begin_pass(_held_by(original.__name__, args, kwargs), carry_out, ends)
+            times = self._link_times.get(stage.stage_index) if self._times_links else None
+            if times is not None and held_by in (FORWARD, BACKWARD):
+                timed = times.forward if held_by == FORWARD else times.backward
+                return timed(carry_out)
+            return self.memory.begin_pass(held_by, carry_out, ends)
         finally:
             if counted is not None:
                 self.activation_bytes[stage.stage_index] = counted()
@@ -113,13 +128,34 @@ class PipelineWatch:
         if stage.stage_index in self.stages:
             return None
         self.stages[stage.stage_index] = stage
+        self._chains[stage.stage_index] = ChainWatch()
+        self._chains[stage.stage_index].arm(stage.submod)
         return count_outputs(stage.submod)
+
+    def time_links(self, wanted: bool) -> None:
+        """Time the modules of stages that are chains, or no longer."""
+        if wanted and not self._times_links:
+            for index, watch in self._chains.items():
+                if watch.found is not None and watch.found.links and index not in self._link_times:
+                    self._link_times[index] = LinkTimes(unwrapped(self.stages[index].submod), watch.found)
+        elif not wanted:
+            for times in self._link_times.values():
+                times.detach()
+        self._times_links = wanted
+
+    def chain_of(self, index: int) -> Chain | None:
+        """The chain of a stage's modules, with their times where they were timed."""
+        if index in self._link_times:
+            return self._link_times[index].timed()
+        return self._chains[index].found if index in self._chains else None
 
     def forget(self) -> None:
         """Let go of what was observed."""
         self.observed.clear()
         self.stages.clear()
         self.activation_bytes.clear()
+        self._chains.clear()
+        self._link_times.clear()
 
     def _steps(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
         self.memory.step_begins(torch_private.stages_of(schedule), (args, kwargs))

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from headway import files, torch_private
 from headway.clocks import aligned
 from headway.errors import HeadwayWarning, UnsupportedError
+from headway.recording.chains import COMPILED, ChainWatch
 from headway.recording.collectives import CollectiveTap
 from headway.recording.compiled import FORWARD_UNSEEN, MODULES_UNSEEN, unseen_uses
 from headway.recording.connections import ConnectionWatch
@@ -63,6 +64,7 @@ from headway.trace.format import ClockFit, RankInfo
 from headway.units import format_bytes
 
 MAX_ROWS = 5_000_000
+LINK_STEPS = 2  # in which modules of stages are timed, before that in which memory is watched
 PATIENCE_S = 20.0  # with other ranks when a recording ends
 PATIENCE_WHEN_FAILED_S = 3.0  # where the job failed or was told to end
 
@@ -103,6 +105,7 @@ class Recorder:
         self._reads = ReadWatch(self._now, self._rows.append)
         self._watch = ModuleWatch(self._now, self._reads)
         self._memory = MemoryWatch()
+        self._chain = ChainWatch()
         self._groups = GroupWatch()
         self._pipelines = PipelineWatch(self._now)
         self._tap = CollectiveTap(self._now, self._groups)
@@ -193,6 +196,7 @@ class Recorder:
             self._watch.attach(model, root)
             if not self._watch.unseen:
                 self._watch.count_activations(root)
+                self._chain.arm(root)
             self._watch_memory(first=True)
 
     def _gives_way(self, recorded: nn.Module, root: nn.Module) -> bool:
@@ -209,6 +213,7 @@ class Recorder:
             self._step_clock.another_is(other)
         if larger:
             self._memory.end()
+            self._chain.disarm()
             self._watch.detach()
             self._watch = ModuleWatch(self._now, self._reads)
         return larger
@@ -222,8 +227,10 @@ class Recorder:
             return
         if not isinstance(target, nn.Module) or any(module is model for module in target.modules()):
             self._watch.leave_modules(passes=True)
+            self._chain.disarm(COMPILED)
         elif any(module is target for module in model.modules()):
             self._watch.leave_modules(passes=False)
+            self._chain.disarm(COMPILED)
 
     def compiled(self, target: Any, result: Any) -> None:
         """``target`` has been compiled to ``result``, which is called in its place."""
@@ -314,12 +321,16 @@ class Recorder:
         With ``detail`` kernels nothing is watched.
         """
         last = self.options.first_step - 1
-        if self.options.detail != "kernels" and self._now.step == last:
-            self._pipelines.memory.arm()
+        if self.options.detail != "kernels":
+            if self._now.step == last:
+                self._pipelines.memory.arm()
+            self._pipelines.time_links(last - LINK_STEPS <= self._now.step < last)
         if self._model is None or self._root is None or self.options.detail == "kernels":
             return
         if not self._now.recording and (first if last <= 1 else self._now.step == last):
             self._memory.arm(self._model, self._root)
+            if not self._watch.unseen:
+                self._chain.arm(self._root)
 
     def _put(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
         self._rows.append(Event(kind, name, Stream.COMPUTE, self._now.step, start_ns, end_ns - start_ns))
@@ -341,6 +352,7 @@ class Recorder:
         self._handles.clear()
         self._watch.detach()
         self._memory.end()
+        self._chain.disarm()
         self._pipelines.detach()
         self._messages.detach()
         self._pauses.detach()
@@ -419,12 +431,12 @@ class Recorder:
         events += unseen_uses(events, self._watch.unseen)
         model = model_described(
             self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
-        )
+        ).model_copy(update={"chain": self._chain.found})
         pipelines, stages = self._pipelines, self._pipelines.stages
         of_stages = {
             index: stage_described(
                 stage, pipelines.activation_bytes, self._step_clock.optimizer, pipelines.memory.found
-            )
+            ).model_copy(update={"chain": pipelines.chain_of(index)})
             for index, stage in stages.items()
         }
         if of_stages:

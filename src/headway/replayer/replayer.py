@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from headway.graph.build import GraphBuilder
 from headway.job import Job
 from headway.network.fit import cluster_from_trace, host_costs, library_of
 from headway.passes.base import Pass
+from headway.plan import Plan
 from headway.replayer.expectation import (
     Expectation,
     crowded,
@@ -35,6 +37,7 @@ from headway.replayer.incomplete import (
 )
 from headway.replayer.recorded_job import recorded_job
 from headway.replayer.recorded_mesh import recorded_on_mesh
+from headway.replayer.recut import CUT_SHARE, SPLIT_SHARE, job_under, names_stages
 from headway.replayer.simulate import Simulation, Simulator
 from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
@@ -65,6 +68,7 @@ class Replayer:
         self.lacks = lacks(trace, self.trace)
         self._recorded = trace
         self._simulator = Simulator()
+        self._slower: WeakKeyDictionary[Job, Job] = WeakKeyDictionary()
         known = cluster or trace.cluster
         self.cluster = _fitted(self.trace) if known is None else _with_host_costs(known, trace)
         if self.cluster.world_size != trace.world_size:
@@ -146,7 +150,41 @@ class Replayer:
             ),
             links_ms=unfitted(graph) * result.waiting_ms,
         )
+        if result.job.stages != self.job.stages:
+            share = CUT_SHARE if len(self.job.stages) == 1 else SPLIT_SHARE
+            slower = self._slower.get(result.job)
+            more_ms = (
+                0.0 if slower is None else self.simulate(slower, result.strategy).step_ms - result.step_ms
+            )
+            uncertainty_ms = math.hypot(uncertainty_ms, share * step_ms, max(0.0, more_ms))
         return Expectation(recorded_ms, step_ms, uncertainty_ms)
+
+    def job_under(self, strategy: Strategy, mesh: Mapping[str, int] | None = None) -> Job:
+        """The recorded job with the stages of ``strategy``, along ``mesh``, if it names others than were recorded.
+
+        Raises PlanError where the recording does not say what that would be.
+        """
+        job, slower = job_under(self.trace, self._faithful_job, self.recorded_strategy, strategy, mesh)
+        if slower is not None:
+            self.may_be_slower(job, slower)
+        return job
+
+    def may_be_slower(self, job: Job, slower: Job) -> None:
+        """Take ``slower`` for what ``job`` may be at worst, in what is expected of it."""
+        self._slower[job] = slower
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError unless ``plan`` was made for what was recorded, or for stages that it can be cut into."""
+        trace = self._recorded
+        stages = trace.stages
+        if plan.world_size == trace.world_size and names_stages(plan.strategy):
+            check_takes_plans(trace)
+            stages = self.job_under(plan.strategy, plan.mesh).stages
+        plan.check_recorded(trace.model, stages, trace.world_size)
+
+    def simulate(self, job: Job, strategy: Strategy) -> Simulation:
+        """Play ``job``, which was made of the recorded one."""
+        return self._simulator.simulate(job, strategy)
 
     def replay(
         self,
@@ -155,20 +193,24 @@ class Replayer:
         *,
         passes: Sequence[Pass] = (),
         fold: bool = True,
+        mesh: Mapping[str, int] | None = None,
     ) -> Simulation:
         """Replay every recorded step under ``strategy`` (by default the recorded one), ``what_if`` and ``passes``.
 
         Ranks that do the same at the same moment are simulated once, unless ``fold`` is False.
 
         The first step is simulated once before, so that what a strategy carries over from step to step is in flight.
-        Raises UnsupportedError for a strategy that the recorded job does not permit.
+        A pipeline with ``split_points`` is replayed with these stages, along ``mesh`` if that has several dimensions.
+        Raises UnsupportedError for a strategy that the recorded job does not permit, PlanError for stages of which the
+        recording does not say enough.
         """
         with times_in_range():
             played = self._strategy_run(strategy)
-            job = what_if.rewrite(self._faithful_job)
-            for each in passes:
-                job = each.rewrite(job)
-            return self._simulator.simulate(job, played, fold=fold)
+            job = self._faithful_job if strategy is None else self.job_under(strategy, mesh)
+            changed = _changed(job, what_if, passes)
+            if (slower := self._slower.get(job)) is not None:
+                self.may_be_slower(changed, _changed(slower, what_if, passes))
+            return self._simulator.simulate(changed, played, fold=fold)
 
     def lay_out(
         self,
@@ -178,7 +220,8 @@ class Replayer:
         """The graph that ``replay`` would play, with all ranks."""
         with times_in_range():
             played = self._strategy_run(strategy)
-            return self._simulator.lay_out(what_if.rewrite(self._faithful_job), played)
+            job = self._faithful_job if strategy is None else self.job_under(strategy)
+            return self._simulator.lay_out(what_if.rewrite(job), played)
 
     @cached_property
     def _faithful_job(self) -> Job:
@@ -199,6 +242,13 @@ class Replayer:
     @cached_property
     def _recorded_schedule(self) -> Schedule:
         return self.recorded_strategy.decide(self.job)
+
+
+def _changed(job: Job, what_if: WhatIf, passes: Sequence[Pass]) -> Job:
+    job = what_if.rewrite(job)
+    for each in passes:
+        job = each.rewrite(job)
+    return job
 
 
 def _standard_error_ms(times_ms: Sequence[float]) -> float:

@@ -67,12 +67,6 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         proposed = tuple(candidates(job))
         return Proposal(proposed, step_bound_ms(job)) if proposed else Proposal()
 
-    def left_out(self, job: Job) -> str:
-        return (
-            "Pipelines were not considered: the recording does not say how much modules hand on to each other. "
-            "headway predict compares them, from a model's layers"
-        )
-
     def following(
         self, strategy: PipelineStrategy, fitting: Sequence[Strategy]
     ) -> tuple[PipelineStrategy, Sequence[Strategy]] | None:

@@ -1,0 +1,243 @@
+"""A model in one piece as the job of its pipelines: cut into stages, with the times of its layers for micro-batches.
+
+A layer's time is taken to be in proportion to the size of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from headway.cluster import Cluster
+from headway.errors import PlanError
+from headway.graph.computation import Computation
+from headway.graph.step_profile import LayerTimes
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
+from headway.model import ModelSpec, ParameterSpec
+from headway.planning.stage_placement import place
+from headway.planning.stage_split import Split, SplitLayer
+from headway.scheduling.mesh import groups_along
+from headway.strategies.base import DATA, PIPELINE
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One step of a worker that trains the whole model: its layers in the order of forward, and what is around them.
+
+    ``loss_ns`` lies between forward and backward, ``rest_ns`` outside of both; updating all parameters takes
+    ``optimizer_ns``.
+    """
+
+    layers: tuple[LayerTimes, ...]
+    optimizer_ns: int = 0
+    loss_ns: int = 0
+    rest_ns: int = 0
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model that can be cut: ``steps(worker)`` are those that a worker would take with all of it.
+
+    ``aliases`` are other names that layers have for parameters of ``spec``.
+    """
+
+    spec: ModelSpec
+    steps: Callable[[int], Sequence[LayerStep]]
+    aliases: Mapping[str, str]
+    warm_up_steps: int = 1
+
+    @property
+    def layers(self) -> tuple[LayerTimes, ...]:
+        """The layers, with the times of one step."""
+        return self.steps(0)[0].layers
+
+    def size_bytes(self, parameter: str) -> int:
+        """The size of a parameter, by any of its names."""
+        return self.spec.by_name[self.aliases.get(parameter, parameter)].size_bytes
+
+
+def split_layers(model: CutModel, layers: Sequence[LayerTimes], share: float) -> tuple[SplitLayer, ...]:
+    """``layers`` with the times of a micro-batch, which is ``share`` of a worker's batch."""
+    return tuple(
+        SplitLayer(
+            layer.module,
+            layer.forward_ns * share,
+            layer.backward_ns * share,
+            parameter_bytes=sum(map(model.size_bytes, layer.parameters)),
+            kept_bytes=round(layer.kept_bytes * share),
+            cut_bytes=round(layer.cut_bytes * share) or None,
+        )
+        for layer in layers
+    )
+
+
+def places(
+    cluster: Cluster, layers: Sequence[SplitLayer], stages: int, replicas: int, micro_batches: int
+) -> Iterator[tuple[dict[str, int], tuple[int, ...]]]:
+    """Meshes worth a replay, with the order of hosts: which workers have which stage."""
+    order = tuple(range(len(cluster.hosts)))
+    if replicas > 1:
+        yield {PIPELINE: stages, DATA: replicas}, order
+        yield {DATA: replicas, PIPELINE: stages}, order
+        return
+    yield {PIPELINE: stages}, order
+    unequal = len({(host.up_gbps, host.down_gbps) for host in cluster.hosts}) > 1
+    if unequal and all(host.workers == 1 for host in cluster.hosts):
+        busy_ns = sum(layer.forward_ns + layer.backward_ns for layer in layers) / stages
+        cut_bytes = sorted(layer.cut_bytes for layer in layers if layer.cut_bytes)
+        usual = cut_bytes[len(cut_bytes) // 2]
+        placed = place(
+            [busy_ns] * stages, lambda _stage, a, b: message_ns(cluster, a, b, usual), micro_batches
+        )
+        if placed.workers != order:
+            yield {PIPELINE: stages}, placed.workers
+
+
+def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
+    """``cluster`` with its hosts in another order."""
+    return cluster.model_copy(update={"hosts": tuple(cluster.hosts[host] for host in order)})
+
+
+def message_ns(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> float:
+    """How long a message takes alone from one worker to another."""
+    hosts = [host for host in cluster.hosts for _ in range(host.workers)]
+    one, other = hosts[sender], hosts[receiver]
+    if one is other:
+        return cluster.local_latency_us * 1e3 + 8 * size_bytes / cluster.local_gbps
+    return cluster.latency_us * 1e3 + 8 * size_bytes / min(one.up_gbps, other.down_gbps)
+
+
+def passing(cluster: Cluster, ranks: Sequence[int]) -> Callable[[int, int], float]:
+    """How long a message of so many bytes takes from a stage to the next, or back, where stages are on ``ranks``."""
+
+    def passing_ns(stage: int, size_bytes: int) -> float:
+        one, other = ranks[stage], ranks[stage + 1]
+        return max(message_ns(cluster, one, other, size_bytes), message_ns(cluster, other, one, size_bytes))
+
+    return passing_ns
+
+
+def cut_job(
+    model: CutModel,
+    cluster: Cluster,
+    cut: Split,
+    micro_batches: int,
+    mesh: Mapping[str, int],
+    workers: Sequence[int] = (),
+) -> Job:
+    """The job of pipelines of these stages along ``mesh``, on ``cluster``, whose rank ``r`` computes as worker ``r``.
+
+    Where ``workers`` are given, rank ``r`` computes as ``workers[r]``. Each pipeline of S stages trains on S workers'
+    batches.
+    """
+    stages = len(cut.ends)
+    share = stages / micro_batches
+    layers = model.layers
+    timelines = {}
+    for ranks in groups_along(mesh, PIPELINE):
+        for stage, rank in enumerate(ranks):
+            steps = model.steps(workers[rank] if workers else rank)
+            timelines[rank] = tuple(
+                _timeline(model, each, cut, stage, micro_batches, (rank, number))
+                for number, each in enumerate(steps)
+            )
+    return Job(
+        stages=tuple(_stage(model, cut.layers(stage), share) for stage in range(stages)),
+        world_size=cluster.world_size,
+        cluster=cluster,
+        computation=Computation(timelines, warm_up_steps=model.warm_up_steps),
+        boundary_bytes=tuple(round(layers[end - 1].cut_bytes * share) for end in cut.ends[:-1]),
+        mesh=mesh if len(mesh) > 1 else {},
+    )
+
+
+def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
+    """The model of a stage; parameters that layers of several stages use are in each of them."""
+    spec, layers = model.spec, model.layers
+    by_name: dict[str, ParameterSpec] = {}
+    for index in own:
+        for name in layers[index].parameters:
+            known = model.aliases.get(name, name)
+            by_name.setdefault(known, spec.by_name[known].model_copy(update={"name": name}))
+    parameters = tuple(by_name.values())
+    part = sum(each.size_bytes for each in parameters) / max(1, spec.size_bytes)
+    kept = sum(layers[index].kept_bytes for index in own)
+    if not any(layer.kept_bytes for layer in layers):
+        kept = round(spec.activation_bytes * len(own) / len(layers))
+    return ModelSpec(
+        parameters=parameters,
+        forward_order=tuple(layers[index].module for index in own),
+        ready_order=tuple(each.name for each in reversed(parameters)),
+        buffer_bytes=round(spec.buffer_bytes * part),
+        activation_bytes=round(kept * share),
+        optimizer_state_bytes=round(spec.optimizer_state_bytes * part),
+    )
+
+
+def _timeline(
+    model: CutModel, step: LayerStep, cut: Split, stage: int, micro_batches: int, at: tuple[int, int]
+) -> Timeline:
+    """A step of a stage (``at``: its rank and number): micro-batches there, and back; the last readies gradients."""
+    share = len(cut.ends) / micro_batches
+    layers = [step.layers[index] for index in cut.layers(stage)]
+    loss_ns = step.loss_ns if stage == len(cut.ends) - 1 else 0
+    items = []
+
+    def along(part: str, micro_batch: int, times_ns: Sequence[int]) -> list[Item]:
+        """Stretches that end at the sums of times in proportion, so that rounding does not add up."""
+        ends = [round(total * share) for total in accumulate(times_ns)]
+        lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        return [Item(part, duration_ns=length, stage=stage, micro_batch=micro_batch) for length in lengths]
+
+    for each in range(micro_batches):
+        items += along(Part.FORWARD, each, [sum(layer.forward_ns for layer in layers) + loss_ns])
+    for each in range(micro_batches - 1):
+        items += along(Part.BACKWARD, each, [sum(layer.backward_ns for layer in layers)])
+    last = micro_batches - 1
+    uses = [model.aliases.get(name, name) for layer in layers for name in layer.parameters]
+    held = sum(model.spec.by_name[name].size_bytes for name in set(uses))
+    stretches = along(Part.BACKWARD, last, [layer.backward_ns for layer in reversed(layers)])
+    for layer, stretch in zip(reversed(layers), stretches, strict=True):
+        items.append(stretch)
+        for name in reversed(layer.parameters):
+            known = model.aliases.get(name, name)
+            uses.remove(known)
+            if known not in uses:
+                items.append(Item(Point.READY, name, stage=stage, micro_batch=last))
+    items.append(Item(Point.BACKWARD_END, stage=stage, micro_batch=last))
+    update_ns = round(step.optimizer_ns * held / max(1, model.spec.size_bytes))
+    items += [Item(Point.STEP), Item(Part.OPTIMIZER, "", update_ns)]
+    if step.rest_ns:
+        items.append(Item(Part.REST, "", step.rest_ns))
+    return Timeline(*at, tuple(items))
+
+
+def tied_bytes(model: CutModel, cut: Split) -> int:
+    """The size of the parameters that layers of several stages use."""
+    stages_of: dict[str, set[int]] = {}
+    for stage in range(len(cut.ends)):
+        for index in cut.layers(stage):
+            for name in model.layers[index].parameters:
+                stages_of.setdefault(model.aliases.get(name, name), set()).add(stage)
+    return sum(model.spec.by_name[name].size_bytes for name, on in stages_of.items() if len(on) > 1)
+
+
+def cut_by_hand(layers: Sequence[SplitLayer], stages: int, points: Sequence[str]) -> Split:
+    """The split at modules: a stage begins at the first layer of each. Raises PlanError where that cannot be done."""
+    ends = []
+    for point in points:
+        inside = [i for i, each in enumerate(layers) if f"{each.name}.".startswith(f"{point}.")]
+        if not inside or not inside[0] or layers[inside[0] - 1].cut_bytes is None:
+            raise PlanError(
+                "the model cannot be cut where a split point says", got=point,
+                expected="a module behind a layer of which it is known what it hands on (cut_bytes)",
+            )  # fmt: skip
+        ends.append(inside[0])
+    if ends != sorted(set(ends)) or len(ends) != stages - 1:
+        raise PlanError(
+            "the split points do not make the stages", got=", ".join(points),
+            expected=f"{stages - 1} modules in the order of forward",
+        )  # fmt: skip
+    return Split((*ends, len(layers)), 0.0, 0.0)
