@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from headway.torch_private.input_gradients import InputGradients
+
 _PLANNED = "_headway_planned"
 COMPUTE_LOSS = "_maybe_compute_loss"
 _NO_TENSOR = ("PipeliningMetadataError",)  # of torch 2.13; earlier ones raise what comes of it
@@ -129,6 +131,13 @@ class PipelineSteps:
         return {index: stage.submod for index, stage in self.stages.items()}
 
     @property
+    def replicated(self) -> frozenset[int]:
+        """The stages whose last backward ends when replicas have added up gradients."""
+        return frozenset(
+            index for index, module in self.modules.items() if isinstance(module, DistributedDataParallel)
+        )
+
+    @property
     def micro_batches(self) -> int:
         """How many micro-batches a batch is split into."""
         count: int = self._schedule._n_microbatches
@@ -215,15 +224,27 @@ class PipelineSteps:
         if stage + 1 in self.stages:
             self.stages[stage + 1].set_local_fwd_input(output, micro_batch)
 
-    def backward(self, stage: int, micro_batch: int, *, whole: bool, last: bool) -> None:
+    def backward(
+        self,
+        stage: int,
+        micro_batch: int,
+        *,
+        whole: bool,
+        last: bool,
+        send: Callable[[], None] | None = None,
+    ) -> None:
         """Compute a stage's backward, or the gradients of its input alone; hand these to a stage before that is here.
 
-        ``last`` says that no gradient of a parameter of this stage comes after this one.
+        ``last`` says that no gradient of a parameter of this stage comes after this one. ``send`` is called within it,
+        when the gradients of its input can be sent.
         """
         own = self.stages[stage]
         outputs, _ = own.fwd_cache[micro_batch]
         loss = self._schedule._maybe_get_loss(own, micro_batch)
+        sending = None if send is None else InputGradients(own, micro_batch, send)
         own.backward_one_chunk(micro_batch, loss=loss, full_backward=whole, last_backward=last)
+        if sending is not None:
+            sending.done()
         if own.is_last:
             _let_go_of_graph(own.output_chunks, outputs, loss)
         if stage - 1 in self.stages:
