@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import headway
@@ -20,23 +22,79 @@ class Step:
     """One way to train: in one process (``pipelined`` is None) or on a rank; both are called alike."""
 
     def __init__(
-        self, model: nn.Sequential, optimizer: torch.optim.Optimizer, options: dict[str, Any] | None
+        self,
+        model: nn.Sequential,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        options: dict[str, Any] | None,
+        mesh: DeviceMesh | None = None,
+        pipelines: int = 1,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self._made_of = (make_optimizer, options, mesh, pipelines)
+        self.model, self.optimizer = model, make_optimizer(model)
+        self.pipelines, self.pipeline = pipelines, 0 if mesh is None else mesh.get_local_rank("data")
         self.pipelined: Any = None
         if options is not None:
             planned = headway.strategy("pipeline", **{"micro_batches": MICRO_BATCHES, **options})
-            self.pipelined = headway.parallelize(model, optimizer, planned, loss_fn=nn.functional.mse_loss)
+            given: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+            self.pipelined = headway.parallelize(
+                model, self.optimizer, planned, loss_fn=nn.functional.mse_loss, **given
+            )
+
+    def again(self, model: nn.Sequential, **options: Any) -> Step:
+        """Another model trained in the same way, but for ``options``."""
+        make_optimizer, given, mesh, pipelines = self._made_of
+        return Step(model, make_optimizer, None if given is None else {**given, **options}, mesh, pipelines)
+
+    def batches(self, steps: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Those of all pipelines."""
+        return batches(steps, self.pipelines * MICRO_BATCHES * ROWS)
 
     def train(self, data: torch.Tensor, target: torch.Tensor) -> float:
         """Forward and backward; the loss."""
         like = next(self.model.parameters())
         data, target = data.to(like.dtype), target.to(like.dtype)
         if self.pipelined is not None:
-            return float(self.pipelined.train_step(data, target))
+            return float(self.pipelined.train_step(self.own(data), self.own(target)))
         loss = nn.functional.mse_loss(self.model(data), target)
         loss.backward()
         return float(loss.detach())
+
+    def train_in_parts(self, data: torch.Tensor, target: torch.Tensor) -> float:
+        """The same where modules see micro-batches, and buffers are those of the first pipeline."""
+        if self.pipelined is not None:
+            return self.train(data, target)
+        parts = self.pipelines * MICRO_BATCHES
+        kept, losses = [], []
+        for number, (some, wanted) in enumerate(zip(data.chunk(parts), target.chunk(parts), strict=True)):
+            if number == MICRO_BATCHES:
+                kept = [each.clone() for each in self.model.buffers()]
+            loss = nn.functional.mse_loss(self.model(some), wanted)
+            (loss / parts).backward()
+            losses.append(float(loss.detach()))
+        for buffer, value in zip(self.model.buffers(), kept, strict=False):
+            buffer.copy_(value)
+        return sum(losses) / parts
+
+    def own(self, batch: torch.Tensor) -> torch.Tensor:
+        """The part of this rank's pipeline."""
+        return batch.chunk(self.pipelines)[self.pipeline]
+
+    def evaluate(self, data: torch.Tensor) -> float:
+        """The sum of the output."""
+        if self.pipelined is None:
+            self.model.eval()
+            with torch.no_grad():
+                found = self.model(data).sum()
+            self.model.train()
+            return float(found)
+        output = self.pipelined.evaluate(self.own(data))
+        total = torch.zeros((), dtype=torch.float64) if output is None else output.sum().double()
+        dist.all_reduce(total)
+        return float(total)
+
+    def clip_values(self, most: float) -> None:
+        """Clip every element of gradients."""
+        nn.utils.clip_grad_value_((self.pipelined or self.model).parameters(), most)
 
     def clip(self, most: float) -> float:
         """Clip gradients; their norm."""
@@ -48,6 +106,11 @@ class Step:
         """The whole model's."""
         found = self.pipelined.full_state_dict() if self.pipelined is not None else self.model.state_dict()
         return {name: value.flatten().tolist() for name, value in found.items()}
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """A copy of the whole model's."""
+        found = self.pipelined.full_state_dict() if self.pipelined is not None else self.model.state_dict()
+        return {name: value.clone() for name, value in found.items()}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state."""
@@ -83,7 +146,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def plainly(step: Step) -> list[float]:
     """Three steps."""
     losses = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         losses.append(step.train(data, target))
         step.optimizer.step()
@@ -92,7 +155,7 @@ def plainly(step: Step) -> list[float]:
 
 def clipped(step: Step) -> list[float]:
     said = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         said.append(step.train(data, target))
         said.append(step.clip(0.05))
@@ -103,7 +166,7 @@ def clipped(step: Step) -> list[float]:
 def accumulated(step: Step) -> list[float]:
     """Two batches' gradients an update."""
     losses = []
-    for number, (data, target) in enumerate(batches(4)):
+    for number, (data, target) in enumerate(step.batches(4)):
         losses.append(step.train(data, target))
         if number % 2:
             step.optimizer.step()
@@ -115,7 +178,7 @@ def scheduled(step: Step) -> list[float]:
     """A learning rate that falls."""
     falls = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, gamma=0.5)
     losses = []
-    for data, target in batches():
+    for data, target in step.batches():
         step.optimizer.zero_grad()
         losses.append(step.train(data, target))
         step.optimizer.step()
@@ -124,25 +187,68 @@ def scheduled(step: Step) -> list[float]:
 
 
 def evaluated(step: Step) -> list[float]:
-    """An evaluation between steps changes nothing."""
-    losses = []
-    for data, target in batches():
+    """An evaluation between steps, with a batch of another size too; it changes nothing."""
+    said = []
+    for number, (data, target) in enumerate(step.batches()):
         step.optimizer.zero_grad()
-        losses.append(step.train(data, target))
+        said.append(step.train(data, target))
         step.optimizer.step()
-        if step.pipelined is not None:
-            step.pipelined.evaluate(data)
-    return losses
+        said.append(step.evaluate(data))
+        if number == 1:
+            said.append(step.evaluate(torch.cat([data, -data, 2 * data])))
+    return said
 
 
 def resumed(step: Step) -> list[float]:
     """The state of a model goes into it again."""
     losses = plainly(step)
-    state = step.pipelined.full_state_dict() if step.pipelined is not None else step.model.state_dict()
-    kept = {name: value.clone() for name, value in state.items()}
+    kept = step.whole_state()
     plainly(step)
     step.load(kept)
     return losses + plainly(step)
+
+
+def from_a_checkpoint(step: Step) -> list[float]:
+    """Another model goes on in another order, from the state of the model and the optimizer."""
+    losses = plainly(step)
+    kept, state = step.whole_state(), step.optimizer.state_dict()
+    other = step.again(layers(seed=3), order="gpipe")
+    other.load(kept)
+    other.optimizer.load_state_dict(state)
+    losses += plainly(other)
+    step.load(other.whole_state())
+    return losses
+
+
+def clipped_by_value(step: Step) -> list[float]:
+    losses = []
+    for data, target in step.batches():
+        step.optimizer.zero_grad()
+        losses.append(step.train(data, target))
+        step.clip_values(0.01)
+        step.optimizer.step()
+    return losses
+
+
+def set_to_zero(step: Step) -> list[float]:
+    """Gradients stay, as zeros."""
+    losses = []
+    for data, target in step.batches():
+        step.optimizer.zero_grad(set_to_none=False)
+        losses.append(step.train(data, target))
+        step.optimizer.step()
+    return losses
+
+
+def in_parts(step: Step) -> list[float]:
+    """Modules whose buffers are of what they see."""
+    said = []
+    for data, target in step.batches():
+        step.optimizer.zero_grad()
+        said.append(step.train_in_parts(data, target))
+        step.optimizer.step()
+        said.append(step.evaluate(data))
+    return said
 
 
 def in_bfloat16(step: Step) -> list[float]:
@@ -177,6 +283,48 @@ def tied_thrice() -> nn.Sequential:
 def frozen() -> nn.Sequential:
     model = layers(8)
     model[2].requires_grad_(False)
+    return model
+
+
+def frozen_to_begin_with() -> nn.Sequential:
+    """Nothing of the first stage is trained."""
+    model = layers(8)
+    for number in range(4):
+        model[number].requires_grad_(False)
+    return model
+
+
+def frozen_in_the_middle() -> nn.Sequential:
+    """Nothing of the second stage is trained."""
+    model = layers(8)
+    model[2].requires_grad_(False)
+    return model
+
+
+def normed_by_batch() -> nn.Sequential:
+    model = layers()
+    model.insert(1, nn.BatchNorm1d(WIDTH).double())
+    model.insert(5, nn.BatchNorm1d(WIDTH).double())
+    return model
+
+
+class Scaled(nn.Module):
+    """Has a buffer that it uses, and one that it counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and x.device.type == "cpu":
+            self.seen += len(x)
+        return x * self.scale
+
+
+def with_buffers() -> nn.Sequential:
+    model = layers()
+    model.insert(3, Scaled())
     return model
 
 
@@ -245,15 +393,27 @@ WAYS: dict[str, Way] = {
     "evaluations": (layers, sgd, evaluated, {}),
     "resumed": (layers, sgd, resumed, {}),
     "mixed precision": (single_floats, sgd, in_bfloat16, {}),
+    "from a checkpoint": (layers, adamw, from_a_checkpoint, {}),
+    "clipping by value": (layers, sgd, clipped_by_value, {}),
+    "gradients set to zero": (layers, momentum, set_to_zero, {}),
+    "frozen first stage": (frozen_to_begin_with, sgd, plainly, {"split_points": ("4", "6")}),
+    "frozen middle stage": (frozen_in_the_middle, sgd, plainly, {"split_points": ("2", "4")}),
+    "batch norms": (normed_by_batch, sgd, in_parts, {}),
+    "buffers": (with_buffers, sgd, in_parts, {}),
+    "fewer micro-batches than stages": (layers, sgd, plainly, {"micro_batches": 2}),
     "single floats": (single_floats, adamw, plainly, {}),
 }
 
 
-def trained(name: str, options: dict[str, Any] | None) -> dict[str, Any]:
+SIDE_BY_SIDE = [name for name in WAYS if name != "zero-bubble"]
+
+
+def trained(
+    name: str, options: dict[str, Any] | None, mesh: DeviceMesh | None = None, pipelines: int = 1
+) -> dict[str, Any]:
     """Losses, and the state at the end."""
     make, make_optimizer, way, given = WAYS[name]
-    model = make()
-    step = Step(model, make_optimizer(model), None if options is None else given)
+    step = Step(make(), make_optimizer, None if options is None else given, mesh, pipelines)
     return {"said": way(step), "state": step.state()}
 
 
@@ -263,6 +423,13 @@ def in_every_way(rank: int, world_size: int) -> dict[str, Any]:
     return {name: trained(name, {}) for name in WAYS}
 
 
+def side_by_side(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """What comes of all ways that replicas permit, in pipelines side by side."""
+    del rank, world_size
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return {name: trained(name, {}, mesh, sizes["data"]) for name in SIDE_BY_SIDE}
+
+
 def with_dropout(rank: int, world_size: int) -> dict[str, State]:
     """The state after training with dropout, in two orders, one of them twice; every rank has a seed of its own."""
     del world_size
@@ -270,7 +437,7 @@ def with_dropout(rank: int, world_size: int) -> dict[str, State]:
     for name, order in (("1F1B", "1f1b"), ("again", "1f1b"), ("GPipe", "gpipe")):
         model = nn.Sequential(*(nn.Sequential(each, nn.Dropout(0.5)) for each in layers()))
         torch.manual_seed(100 + rank)
-        step = Step(model, sgd(model), {"order": order})
+        step = Step(model, sgd, {"order": order})
         plainly(step)
         found[name] = step.state()
     return found

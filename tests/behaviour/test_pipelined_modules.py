@@ -23,13 +23,26 @@ def found() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", cases.WAYS)
 def test_it_trains_as_one_process_does(found: list[dict[str, Any]], name: str) -> None:
     """The loss on every rank, and the whole model's state."""
-    alone = cases.trained(name, None)
+    assert_trained(found, name, cases.trained(name, None))
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline": 3, "data": 2}, {"data": 2, "pipeline": 3}], ids=list)
+def test_pipelines_side_by_side_train_as_one_process_does_on_their_batches(sizes: dict[str, int]) -> None:
+    """In every way; either dimension of the mesh first."""
+    found = workers.run(6, f"{CASES}:side_by_side", sizes, timeout_s=200)
+    for name in cases.SIDE_BY_SIDE:
+        assert_trained(found, name, cases.trained(name, None, pipelines=2))
+
+
+def assert_trained(found: list[dict[str, Any]], name: str, alone: dict[str, Any]) -> None:
+    """Said and stored alike on all ranks, and as ``alone``."""
     near = ROUNDED.get(name, 1e-12)
-    for own in found:
-        torch.testing.assert_close(own[name]["said"], alone["said"], rtol=near, atol=near)
+    for rank, own in enumerate(found):
+        where = f"{name}, rank {rank}"
+        assert own[name]["said"] == pytest.approx(alone["said"], rel=near, abs=near), where
         assert own[name]["state"].keys() == alone["state"].keys()
         for key, value in alone["state"].items():
-            torch.testing.assert_close(own[name]["state"][key], value, rtol=near, atol=near)
+            assert own[name]["state"][key] == pytest.approx(value, rel=near, abs=near), f"{where}, {key}"
         assert own[name] == found[0][name], "the same on all ranks, tied weights to the last bit"
 
 

@@ -82,9 +82,16 @@ def test_it_is_optimized_and_runs_in_the_planned_order(recorded: Path) -> None:
             torch.testing.assert_close(value, stock[name])
             torch.testing.assert_close(value, replica[name], rtol=0, atol=0)
     again = load_trace(recorded / "again")
-    in_force = Replayer(again).recorded_strategy
+    replayer = Replayer(again)
+    in_force = replayer.recorded_strategy
     assert isinstance(in_force, MeshStrategy)
     assert in_force.pipeline == PipelineStrategy.model_validate(order)
+    assert 0.5 < replayer.base.step_ms / replayer.recorded_step_ms < 2
+    last = [row for row in again.events[1].of_kind(Kind.BACKWARD_PASS) if row.micro_batch == 3]
+    sent = [row for row in again.events[1].of_kind(Kind.SEND) if row.micro_batch == 3]
+    assert len(last) == len(sent) == len(again.steps)
+    for backward, message in zip(last, sent, strict=True):
+        assert backward.start_ns < message.enqueue_ns < backward.end_ns
 
 
 def test_halved_backwards_are_refused_before_anything_is_trained(recorded: Path) -> None:

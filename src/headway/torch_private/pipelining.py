@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from headway.torch_private.input_gradients import InputGradients
+from headway.torch_private.shape_inference import leave_no_trace
 
 _PLANNED = "_headway_planned"
 COMPUTE_LOSS = "_maybe_compute_loss"
@@ -100,6 +101,11 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
     return undo_all
 
 
+def left_to_torch(schedule: Any) -> None:
+    """Have ``when_first_stepped`` not await the first step of ``schedule``."""
+    vars(schedule).pop("_step_microbatches", None)
+
+
 class PipelineSteps:
     """One of torch's schedule objects on this rank, whose steps somebody else may carry out.
 
@@ -117,6 +123,8 @@ class PipelineSteps:
         self._signature = inspect.signature(self._torch_step)
         single = hasattr(schedule, "_initialize_stage")
         self._initialise = schedule._initialize_stage if single else schedule._initialize_stages
+        for stage in own:
+            leave_no_trace(stage)
         # Earlier torch has no use for targets.
         self._initialise_takes = len(inspect.signature(self._initialise).parameters)
 

@@ -93,6 +93,8 @@ class _Injection(ScheduleInjection[MeshStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: MeshStrategy) -> None:
         """Replicas stay as the script wraps them, which must be as planned."""
         for stage, module in steps.modules.items():
+            if not any(each.requires_grad for each in module.parameters()):
+                continue  # DDP does not wrap it
             found = DDP.recognise(module)
             if found is None or strategy.data != DistributedDataParallelStrategy(**found.options):
                 raise PlanError(

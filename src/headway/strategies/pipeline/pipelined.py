@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch.optim import Optimizer
 
 from headway.errors import UserError
 from headway.strategies.pipeline.cutting import Cut, cut
+from headway.strategies.pipeline.evaluating import Evaluation
+from headway.strategies.pipeline.placement import Placement
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.torch_private.pipelining import PipelineSteps
+from headway.strategies.pipeline.replicas import Replicas, Replicate
+from headway.torch_private.pipelining import PipelineSteps, tensors_in
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -25,14 +29,25 @@ class PipelinedModel(nn.Module):
 
     ``stage`` has the children of the rank's stage under their own names. Parameters and buffers begin as on rank 0.
     ``optimizer`` goes on updating what is left here. Let go of the model that it was made of: that has all stages.
+
+    On a mesh of pipelines side by side each trains on a batch of its own, and ``replicate`` wraps the stage so that its
+    replicas average gradients. ``placement`` says where this rank is; by default in one pipeline of all ranks.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Loss
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: PipelineStrategy,
+        loss_fn: Loss,
+        *,
+        placement: Placement | None = None,
+        replicate: Replicate | None = None,
     ) -> None:
         super().__init__()
         assert strategy.micro_batches is not None
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._place = placement or Placement.of_all_ranks()
+        self._rank, self._ranks = self._place.stage, self._place.stages  # of this pipeline
         state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
         self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
         self._device = next((each.device for each in state.values()), torch.device("cpu"))
@@ -44,12 +59,19 @@ class PipelinedModel(nn.Module):
         for name in self._cut.stages[self._rank]:
             self.stage.add_module(name, model.get_submodule(name))
         self.stage.training = model.training
-        self._loss_fn, self._evaluates = loss_fn, False
         self._shared = self._shared_parameters()
         _keep(optimizer, self.stage)
-        stage = PipelineStage(self.stage, self._rank, self._ranks, self._device)
-        self._schedule = ScheduleGPipe(stage, strategy.micro_batches, loss_fn=self._loss)
+        self._replicas = Replicas(self.stage, self._place, replicate, self._device)
+        self._schedule = ScheduleGPipe(
+            self._made_stage(self._replicas.wrapped), strategy.micro_batches, loss_fn=loss_fn
+        )
+        self._evaluation = Evaluation(
+            partial(self._made_stage, self.stage), strategy.micro_batches, self._place.group, self._device
+        )
         self.steps = PipelineSteps(self._schedule)
+
+    def _made_stage(self, module: nn.Module) -> PipelineStage:
+        return PipelineStage(module, self._rank, self._ranks, self._device, group=self._place.group)
 
     def forward(self, *_: Any) -> torch.Tensor:
         """Raise UserError: a rank has one stage."""
@@ -62,9 +84,12 @@ class PipelinedModel(nn.Module):
     def train_step(self, batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
 
-        Only rank 0 uses ``batch``, of shape (samples, …), and only the last rank ``target``. Gradients are added to
-        those that are there, as ``backward`` does. Raises UserError where the batch cannot be split evenly.
+        Only the first rank of a pipeline uses ``batch``, of shape (samples, …), and only the last one ``target``; the
+        loss is the mean over all pipelines. Gradients are added to those that are there, as ``backward`` does. Raises
+        UserError where the batch cannot be split evenly, and where pipelines are given batches of other sizes.
         """
+        samples = tensors_in(batch)[0].shape[0] if self._rank == 0 else 0
+        self._replicas.begin_step(samples)
         losses: list[torch.Tensor] = []
         # torch would divide gradients of earlier batches by the number of micro-batches once more.
         earlier = [(each, each.grad) for each in self.stage.parameters() if each.grad is not None]
@@ -81,33 +106,23 @@ class PipelinedModel(nn.Module):
             assert gradient is not None
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         loss = torch.stack([each.detach() for each in losses]).mean() if losses else torch.zeros(())
-        loss = loss.to(self._device, torch.float64)
-        dist.broadcast(loss, self._ranks - 1)
-        return loss
+        return self._replicas.mean_of(loss.to(self._device, torch.float64), samples)
 
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor | None:
-        """The model's output for ``batch``, on the last rank; None on the others. No gradients are computed."""
+        """The model's output for ``batch``, on the last rank of each pipeline; None on the others.
+
+        No gradients are computed.
+        """
+        self._replicas.share_buffers()
         modes = [(each, each.training) for each in self.stage.modules()]
         self.stage.eval()
-        self._evaluates = True
         try:
             with torch.no_grad():
-                if self._rank == 0:
-                    self._schedule.eval(batch)
-                    return None
-                if self._rank < self._ranks - 1:
-                    self._schedule.eval()
-                    return None
-                output: torch.Tensor = self._schedule.eval(target=batch, losses=[])
+                output: torch.Tensor | None = self._evaluation.of((batch,))
                 return output
         finally:
-            self._evaluates = False
             for each, training in modes:
                 each.training = training
-
-    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # torch asks for a loss of evaluations too, for which nobody has given a target.
-        return output.new_zeros(()) if self._evaluates else self._loss_fn(output, target)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
@@ -118,7 +133,7 @@ class PipelinedModel(nn.Module):
             if id(each) not in counted_elsewhere:
                 assert each.grad is not None
                 square += each.grad.double().norm() ** 2
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self._place.group)
         norm = square.sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1:
@@ -135,10 +150,10 @@ class PipelinedModel(nn.Module):
             stage = self._cut.stage_of(name)
             value = (
                 own[name].detach().clone()
-                if stage == self._rank
+                if stage == self._rank and self._place.pipeline == 0
                 else torch.empty_like(like, device=self._device)
             )
-            dist.broadcast(value, stage)
+            dist.broadcast(value, self._place.ranks[0][stage])
             found[name] = value
         return found
 
@@ -161,8 +176,9 @@ class PipelinedModel(nn.Module):
             stages = sorted({self._cut.stage_of(name) for name in names})
             if len(stages) == 1:
                 continue
-            group = dist.new_group(stages)  # on every rank
+            groups = [dist.new_group([own[each] for each in stages]) for own in self._place.ranks]
             if self._rank in stages:
+                group = groups[self._place.pipeline]
                 found.append((next(own[name] for name in names if name in own), (stages[0], group)))
         return found
 
