@@ -34,7 +34,11 @@ class Step:
         self.pipelines, self.pipeline = pipelines, 0 if mesh is None else mesh.get_local_rank("data")
         self.pipelined: Any = None
         if options is not None:
+            options, data = dict(options), options.get("data")
+            options.pop("data", None)
             planned = headway.strategy("pipeline", **{"micro_batches": MICRO_BATCHES, **options})
+            if data is not None:
+                planned = headway.strategy("mesh", pipeline=planned, data=headway.strategy(**data))
             given: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
             self.pipelined = headway.parallelize(
                 model, self.optimizer, planned, loss_fn=nn.functional.mse_loss, **given
@@ -413,7 +417,7 @@ def trained(
 ) -> dict[str, Any]:
     """Losses, and the state at the end."""
     make, make_optimizer, way, given = WAYS[name]
-    step = Step(make(), make_optimizer, None if options is None else given, mesh, pipelines)
+    step = Step(make(), make_optimizer, None if options is None else {**given, **options}, mesh, pipelines)
     return {"said": way(step), "state": step.state()}
 
 
@@ -423,11 +427,13 @@ def in_every_way(rank: int, world_size: int) -> dict[str, Any]:
     return {name: trained(name, {}) for name in WAYS}
 
 
-def side_by_side(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """What comes of all ways that replicas permit, in pipelines side by side."""
+def side_by_side(
+    rank: int, world_size: int, sizes: dict[str, int], data: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
+    """What comes of ways ``names``, in pipelines side by side whose replicas do as ``data`` says."""
     del rank, world_size
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return {name: trained(name, {}, mesh, sizes["data"]) for name in SIDE_BY_SIDE}
+    return {name: trained(name, {"data": data} if data else {}, mesh, sizes["data"]) for name in names}
 
 
 def with_dropout(rank: int, world_size: int) -> dict[str, State]:

@@ -26,11 +26,23 @@ def test_it_trains_as_one_process_does(found: list[dict[str, Any]], name: str) -
     assert_trained(found, name, cases.trained(name, None))
 
 
-@pytest.mark.parametrize("sizes", [{"pipeline": 3, "data": 2}, {"data": 2, "pipeline": 3}], ids=list)
-def test_pipelines_side_by_side_train_as_one_process_does_on_their_batches(sizes: dict[str, int]) -> None:
-    """In every way; either dimension of the mesh first."""
-    found = workers.run(6, f"{CASES}:side_by_side", sizes, timeout_s=200)
-    for name in cases.SIDE_BY_SIDE:
+SIDE_BY_SIDE = {
+    "ddp": ({"pipeline": 3, "data": 2}, {}, cases.SIDE_BY_SIDE),
+    "ddp, data first": ({"data": 2, "pipeline": 3}, {"name": "ddp", "bucket_cap_mb": 0}, cases.SIDE_BY_SIDE[::4]),
+    "parameters gathered": (
+        {"data": 2, "pipeline": 3}, {"name": "decoupled", "gather": "parameters"}, cases.SIDE_BY_SIDE,
+    ),
+    "gradients gathered": (
+        {"pipeline": 3, "data": 2}, {"name": "decoupled", "gather": "gradients"}, cases.SIDE_BY_SIDE[::2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", SIDE_BY_SIDE)
+def test_pipelines_side_by_side_train_as_one_process_does_on_their_batches(of: str) -> None:
+    sizes, data, names = SIDE_BY_SIDE[of]
+    found = workers.run(6, f"{CASES}:side_by_side", sizes, data, names, timeout_s=200)
+    for name in names:
         assert_trained(found, name, cases.trained(name, None, pipelines=2))
 
 

@@ -61,9 +61,13 @@ class PipelinedModel(nn.Module):
         self.stage.training = model.training
         self._shared = self._shared_parameters()
         _keep(optimizer, self.stage)
+        self._loss_fn, self._micro_batches = loss_fn, strategy.micro_batches
         self._replicas = Replicas(self.stage, self._place, replicate, self._device)
         self._schedule = ScheduleGPipe(
-            self._made_stage(self._replicas.wrapped), strategy.micro_batches, loss_fn=loss_fn
+            self._made_stage(self._replicas.wrapped),
+            strategy.micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
         )
         self._evaluation = Evaluation(
             partial(self._made_stage, self.stage), strategy.micro_batches, self._place.group, self._device
@@ -91,10 +95,6 @@ class PipelinedModel(nn.Module):
         samples = tensors_in(batch)[0].shape[0] if self._rank == 0 else 0
         self._replicas.begin_step(samples)
         losses: list[torch.Tensor] = []
-        # torch would divide gradients of earlier batches by the number of micro-batches once more.
-        earlier = [(each, each.grad) for each in self.stage.parameters() if each.grad is not None]
-        for parameter, _ in earlier:
-            parameter.grad = None
         if self._rank == 0:
             self._schedule.step(batch)
         elif self._rank == self._ranks - 1:
@@ -102,10 +102,7 @@ class PipelinedModel(nn.Module):
         else:
             self._schedule.step()
         self._sum_shared()
-        for parameter, gradient in earlier:
-            assert gradient is not None
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        loss = torch.stack([each.detach() for each in losses]).mean() if losses else torch.zeros(())
+        loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros(())
         return self._replicas.mean_of(loss.to(self._device, torch.float64), samples)
 
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor | None:
@@ -123,6 +120,11 @@ class PipelinedModel(nn.Module):
         finally:
             for each, training in modes:
                 each.training = training
+
+    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # torch would divide all gradients behind the last backward: those of earlier batches once more, and those that
+        # replicas have not yet added up before they have.
+        return self._loss_fn(output, target) / self._micro_batches
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
