@@ -181,11 +181,12 @@ def strategy(name: str, **options: Any) -> Strategy:
 
     "ddp" overlaps one all-reduce per bucket with backward. "decoupled" hides half of the communication under the next
     forward, which pays off if communication is longer than backward, and costs some work on each rank's cores.
-    "parameter_server" moves as many bytes in fewer, larger bursts. Other packages may add strategies.
+    "parameter_server" moves as many bytes in fewer, larger bursts. "mesh" has two of them, ``pipeline=`` the order of
+    pipelines side by side and ``data=`` what averages gradients among them. Other packages may add strategies.
 
     Raises UserError for an unknown name or option.
     """
-    if name not in registry.names():
+    if name not in (*registry.names(), *registry.COMPOSED):
         raise UserError("there is no such strategy", got=repr(name), expected=" or ".join(registry.names()))
     return files.validate(options, registry.policy_named(name), UserError, f"strategy {name}")
 

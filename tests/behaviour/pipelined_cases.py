@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import headway
@@ -22,19 +24,37 @@ class Step:
     example: Any = None
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any] | None
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        options: dict[str, Any] | None,
+        mesh: DeviceMesh | None = None,
+        pipelines: int = 1,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self._made_of = (make_optimizer, options, mesh, pipelines)
+        self.model, self.optimizer = model, make_optimizer(model)
+        self.pipelines, self.pipeline = pipelines, 0 if mesh is None else mesh.get_local_rank("data")
         self.pipelined: Any = None
         if options is not None:
+            options, data = dict(options), options.get("data")
+            options.pop("data", None)
             planned = headway.strategy("pipeline", **{"micro_batches": MICRO_BATCHES, **options})
+            if data is not None:
+                planned = headway.strategy("mesh", pipeline=planned, data=headway.strategy(**data))
+            given: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
             self.pipelined = headway.parallelize(
-                model, optimizer, planned, loss_fn=self.loss, example_batch=self.example
+                model, self.optimizer, planned, loss_fn=self.loss, example_batch=self.example, **given
             )
 
+    def again(self, model: nn.Module, **options: Any) -> Step:
+        """Another model trained in the same way, but for ``options``."""
+        make_optimizer, given, mesh, pipelines = self._made_of
+        more: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "pipelines": pipelines}
+        return type(self)(model, make_optimizer, None if given is None else {**given, **options}, **more)
+
     def batches(self, steps: int = 3) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Inputs and targets."""
-        return batches(steps)
+        """Inputs and targets of all pipelines."""
+        return batches(steps, self.pipelines * MICRO_BATCHES * ROWS)
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """What is trained for."""
@@ -45,10 +65,47 @@ class Step:
         like = next(self.model.parameters())
         data, target = data.to(like.dtype), target.to(like.dtype)
         if self.pipelined is not None:
-            return float(self.pipelined.train_step(data, target))
+            return float(self.pipelined.train_step(self.own(data), self.own(target)))
         loss = self.loss(self.model(data), target)
         loss.backward()
         return float(loss.detach())
+
+    def train_in_parts(self, data: torch.Tensor, target: torch.Tensor) -> float:
+        """The same where modules see micro-batches, and buffers are those of the first pipeline."""
+        if self.pipelined is not None:
+            return self.train(data, target)
+        parts = self.pipelines * MICRO_BATCHES
+        kept, losses = [], []
+        for number, (some, wanted) in enumerate(zip(data.chunk(parts), target.chunk(parts), strict=True)):
+            if number == MICRO_BATCHES:
+                kept = [each.clone() for each in self.model.buffers()]
+            loss = nn.functional.mse_loss(self.model(some), wanted)
+            (loss / parts).backward()
+            losses.append(float(loss.detach()))
+        for buffer, value in zip(self.model.buffers(), kept, strict=False):
+            buffer.copy_(value)
+        return sum(losses) / parts
+
+    def own(self, batch: torch.Tensor) -> torch.Tensor:
+        """The part of this rank's pipeline."""
+        return batch.chunk(self.pipelines)[self.pipeline]
+
+    def evaluate(self, data: torch.Tensor) -> float:
+        """The sum of the output."""
+        if self.pipelined is None:
+            self.model.eval()
+            with torch.no_grad():
+                found = self.model(data).sum()
+            self.model.train()
+            return float(found)
+        output = self.pipelined.evaluate(self.own(data))
+        total = torch.zeros((), dtype=torch.float64) if output is None else output.sum().double()
+        dist.all_reduce(total)
+        return float(total)
+
+    def clip_values(self, most: float) -> None:
+        """Clip every element of gradients."""
+        nn.utils.clip_grad_value_((self.pipelined or self.model).parameters(), most)
 
     def clip(self, most: float) -> float:
         """Clip gradients; their norm."""
@@ -60,6 +117,11 @@ class Step:
         """The whole model's."""
         found = self.pipelined.full_state_dict() if self.pipelined is not None else self.model.state_dict()
         return {name: value.flatten().tolist() for name, value in found.items()}
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """A copy of the whole model's."""
+        found = self.pipelined.full_state_dict() if self.pipelined is not None else self.model.state_dict()
+        return {name: value.clone() for name, value in found.items()}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state."""
@@ -136,25 +198,68 @@ def scheduled(step: Step) -> list[float]:
 
 
 def evaluated(step: Step) -> list[float]:
-    """An evaluation between steps changes nothing."""
-    losses = []
-    for data, target in step.batches():
+    """An evaluation between steps, with a batch of another size too; it changes nothing."""
+    said = []
+    for number, (data, target) in enumerate(step.batches()):
         step.optimizer.zero_grad()
-        losses.append(step.train(data, target))
+        said.append(step.train(data, target))
         step.optimizer.step()
-        if step.pipelined is not None:
-            step.pipelined.evaluate(data)
-    return losses
+        said.append(step.evaluate(data))
+        if number == 1:
+            said.append(step.evaluate(torch.cat([data, -data, 2 * data])))
+    return said
 
 
 def resumed(step: Step) -> list[float]:
     """The state of a model goes into it again."""
     losses = plainly(step)
-    state = step.pipelined.full_state_dict() if step.pipelined is not None else step.model.state_dict()
-    kept = {name: value.clone() for name, value in state.items()}
+    kept = step.whole_state()
     plainly(step)
     step.load(kept)
     return losses + plainly(step)
+
+
+def from_a_checkpoint(step: Step) -> list[float]:
+    """Another model goes on in another order, from the state of the model and the optimizer."""
+    losses = plainly(step)
+    kept, state = step.whole_state(), step.optimizer.state_dict()
+    other = step.again(layers(seed=3), order="gpipe")
+    other.load(kept)
+    other.optimizer.load_state_dict(state)
+    losses += plainly(other)
+    step.load(other.whole_state())
+    return losses
+
+
+def clipped_by_value(step: Step) -> list[float]:
+    losses = []
+    for data, target in step.batches():
+        step.optimizer.zero_grad()
+        losses.append(step.train(data, target))
+        step.clip_values(0.01)
+        step.optimizer.step()
+    return losses
+
+
+def set_to_zero(step: Step) -> list[float]:
+    """Gradients stay, as zeros."""
+    losses = []
+    for data, target in step.batches():
+        step.optimizer.zero_grad(set_to_none=False)
+        losses.append(step.train(data, target))
+        step.optimizer.step()
+    return losses
+
+
+def in_parts(step: Step) -> list[float]:
+    """Modules whose buffers are of what they see."""
+    said = []
+    for data, target in step.batches():
+        step.optimizer.zero_grad()
+        said.append(step.train_in_parts(data, target))
+        step.optimizer.step()
+        said.append(step.evaluate(data))
+    return said
 
 
 def in_bfloat16(step: Step) -> list[float]:
@@ -189,6 +294,48 @@ def tied_thrice() -> nn.Sequential:
 def frozen() -> nn.Sequential:
     model = layers(8)
     model[2].requires_grad_(False)
+    return model
+
+
+def frozen_to_begin_with() -> nn.Sequential:
+    """Nothing of the first stage is trained."""
+    model = layers(8)
+    for number in range(4):
+        model[number].requires_grad_(False)
+    return model
+
+
+def frozen_in_the_middle() -> nn.Sequential:
+    """Nothing of the second stage is trained."""
+    model = layers(8)
+    model[2].requires_grad_(False)
+    return model
+
+
+def normed_by_batch() -> nn.Sequential:
+    model = layers()
+    model.insert(1, nn.BatchNorm1d(WIDTH).double())
+    model.insert(5, nn.BatchNorm1d(WIDTH).double())
+    return model
+
+
+class Scaled(nn.Module):
+    """Has a buffer that it uses, and one that it counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and x.device.type == "cpu":
+            self.seen += len(x)
+        return x * self.scale
+
+
+def with_buffers() -> nn.Sequential:
+    model = layers()
+    model.insert(3, Scaled())
     return model
 
 
@@ -257,17 +404,33 @@ WAYS: dict[str, Way] = {
     "evaluations": (layers, sgd, evaluated, {}),
     "resumed": (layers, sgd, resumed, {}),
     "mixed precision": (single_floats, sgd, in_bfloat16, {}),
+    "from a checkpoint": (layers, adamw, from_a_checkpoint, {}),
+    "clipping by value": (layers, sgd, clipped_by_value, {}),
+    "gradients set to zero": (layers, momentum, set_to_zero, {}),
+    "frozen first stage": (frozen_to_begin_with, sgd, plainly, {"split_points": ("4", "6")}),
+    "frozen middle stage": (frozen_in_the_middle, sgd, plainly, {"split_points": ("2", "4")}),
+    "batch norms": (normed_by_batch, sgd, in_parts, {}),
+    "buffers": (with_buffers, sgd, in_parts, {}),
+    "fewer micro-batches than stages": (layers, sgd, plainly, {"micro_batches": 2}),
     "single floats": (single_floats, adamw, plainly, {}),
 }
 
 
+SIDE_BY_SIDE = [name for name in WAYS if name != "zero-bubble"]
+
+
 def trained(
-    name: str, options: dict[str, Any] | None, ways: dict[str, Way] = WAYS, kind: type[Step] = Step
+    name: str,
+    options: dict[str, Any] | None,
+    mesh: DeviceMesh | None = None,
+    pipelines: int = 1,
+    ways: dict[str, Way] = WAYS,
+    kind: type[Step] = Step,
 ) -> dict[str, Any]:
     """Losses, and the state at the end."""
     make, make_optimizer, way, given = ways[name]
-    model = make()
-    step = kind(model, make_optimizer(model), None if options is None else given)
+    more: dict[str, Any] = {} if mesh is None and pipelines == 1 else {"mesh": mesh, "pipelines": pipelines}
+    step = kind(make(), make_optimizer, None if options is None else {**given, **options}, **more)
     return {"said": way(step), "state": step.state()}
 
 
@@ -277,6 +440,15 @@ def in_every_way(rank: int, world_size: int) -> dict[str, Any]:
     return {name: trained(name, {}) for name in WAYS}
 
 
+def side_by_side(
+    rank: int, world_size: int, sizes: dict[str, int], data: dict[str, Any], names: list[str]
+) -> dict[str, Any]:
+    """What comes of ways ``names``, in pipelines side by side whose replicas do as ``data`` says."""
+    del rank, world_size
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return {name: trained(name, {"data": data} if data else {}, mesh, sizes["data"]) for name in names}
+
+
 def with_dropout(rank: int, world_size: int) -> dict[str, State]:
     """The state after training with dropout, in two orders, one of them twice; every rank has a seed of its own."""
     del world_size
@@ -284,7 +456,7 @@ def with_dropout(rank: int, world_size: int) -> dict[str, State]:
     for name, order in (("1F1B", "1f1b"), ("again", "1f1b"), ("GPipe", "gpipe")):
         model = nn.Sequential(*(nn.Sequential(each, nn.Dropout(0.5)) for each in layers()))
         torch.manual_seed(100 + rank)
-        step = Step(model, sgd(model), {"order": order})
+        step = Step(model, sgd, {"order": order})
         plainly(step)
         found[name] = step.state()
     return found

@@ -23,13 +23,38 @@ def found() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", cases.WAYS)
 def test_it_trains_as_one_process_does(found: list[dict[str, Any]], name: str) -> None:
     """The loss on every rank, and the whole model's state."""
-    alone = cases.trained(name, None)
+    assert_trained(found, name, cases.trained(name, None))
+
+
+SIDE_BY_SIDE = {
+    "ddp": ({"pipeline": 3, "data": 2}, {}, cases.SIDE_BY_SIDE),
+    "ddp, data first": ({"data": 2, "pipeline": 3}, {"name": "ddp", "bucket_cap_mb": 0}, cases.SIDE_BY_SIDE[::4]),
+    "parameters gathered": (
+        {"data": 2, "pipeline": 3}, {"name": "decoupled", "gather": "parameters"}, cases.SIDE_BY_SIDE,
+    ),
+    "gradients gathered": (
+        {"pipeline": 3, "data": 2}, {"name": "decoupled", "gather": "gradients"}, cases.SIDE_BY_SIDE[::2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", SIDE_BY_SIDE)
+def test_pipelines_side_by_side_train_as_one_process_does_on_their_batches(of: str) -> None:
+    sizes, data, names = SIDE_BY_SIDE[of]
+    found = workers.run(6, f"{CASES}:side_by_side", sizes, data, names, timeout_s=200)
+    for name in names:
+        assert_trained(found, name, cases.trained(name, None, pipelines=2))
+
+
+def assert_trained(found: list[dict[str, Any]], name: str, alone: dict[str, Any]) -> None:
+    """Said and stored alike on all ranks, and as ``alone``."""
     near = ROUNDED.get(name, 1e-12)
-    for own in found:
-        torch.testing.assert_close(own[name]["said"], alone["said"], rtol=near, atol=near)
+    for rank, own in enumerate(found):
+        where = f"{name}, rank {rank}"
+        assert own[name]["said"] == pytest.approx(alone["said"], rel=near, abs=near), where
         assert own[name]["state"].keys() == alone["state"].keys()
         for key, value in alone["state"].items():
-            torch.testing.assert_close(own[name]["state"][key], value, rtol=near, atol=near)
+            assert own[name]["state"][key] == pytest.approx(value, rel=near, abs=near), f"{where}, {key}"
         assert own[name] == found[0][name], "the same on all ranks, tied weights to the last bit"
 
 

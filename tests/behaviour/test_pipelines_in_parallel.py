@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests import workers
+from tests.behaviour import parallel_pipeline_cases as cases
 from tests.commands import headway, last_line, torchrun
 
 from headway.replayer.replayer import Replayer
@@ -27,6 +29,19 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = headway("record", "-o", folder / "trace", "--steps", "3:7", "--", *script)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_a_stage_hands_its_last_gradient_on_before_its_replicas_have_added_up_theirs() -> None:
+    """They wait until it has arrived: a stage that waited for them before would wait for ever."""
+    found = workers.run(
+        4, "tests.behaviour.parallel_pipeline_cases:held_back", timeout_s=100, group_timeout_s=60
+    )
+    expected = cases.alone()
+    for rank, orders in enumerate(found):
+        for order, steps in orders.items():
+            for number, gradients in enumerate(steps):
+                wanted = expected[number][rank % cases.STAGES]
+                assert gradients == pytest.approx(wanted, rel=1e-4, abs=1e-6), f"{order}, rank {rank}"
 
 
 def test_it_is_replayed_as_it_was(recorded: Path) -> None:
@@ -67,9 +82,16 @@ def test_it_is_optimized_and_runs_in_the_planned_order(recorded: Path) -> None:
             torch.testing.assert_close(value, stock[name])
             torch.testing.assert_close(value, replica[name], rtol=0, atol=0)
     again = load_trace(recorded / "again")
-    in_force = Replayer(again).recorded_strategy
+    replayer = Replayer(again)
+    in_force = replayer.recorded_strategy
     assert isinstance(in_force, MeshStrategy)
     assert in_force.pipeline == PipelineStrategy.model_validate(order)
+    assert 0.5 < replayer.base.step_ms / replayer.recorded_step_ms < 2
+    last = [row for row in again.events[1].of_kind(Kind.BACKWARD_PASS) if row.micro_batch == 3]
+    sent = [row for row in again.events[1].of_kind(Kind.SEND) if row.micro_batch == 3]
+    assert len(last) == len(sent) == len(again.steps)
+    for backward, message in zip(last, sent, strict=True):
+        assert backward.start_ns < message.enqueue_ns < backward.end_ns
 
 
 def test_halved_backwards_are_refused_before_anything_is_trained(recorded: Path) -> None:

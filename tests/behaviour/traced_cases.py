@@ -21,12 +21,12 @@ BATCH = MICRO_BATCHES * ROWS
 class Step(plain.Step):
     """One process trains micro-batch by micro-batch: batch norm sees them."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, options: dict[str, Any] | None) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: Any, options: dict[str, Any] | None) -> None:
         self.kind: Callable[[int, int], Any] = images if isinstance(model, ResNet) else tokens
         if (options is not None and options.pop("masked", False)) or getattr(model, "masked", False):
             self.kind = masked
         self.example = self._like(model, self.kind(BATCH, 0))
-        super().__init__(model, optimizer, options)
+        super().__init__(model, make_optimizer, options)
 
     @staticmethod
     def _like(model: nn.Module, batch: Any) -> Any:
@@ -164,7 +164,7 @@ ON_TWO: dict[str, plain.Way] = {
 def trained(name: str, options: dict[str, Any] | None, ways: dict[str, plain.Way] = WAYS) -> dict[str, Any]:
     """Losses, and the state at the end."""
     with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in name):
-        return plain.trained(name, options, ways, Step)
+        return plain.trained(name, options, ways=ways, kind=Step)
 
 
 def in_every_way(rank: int, world_size: int) -> dict[str, Any]:
@@ -189,12 +189,12 @@ def with_dropout(rank: int, world_size: int) -> dict[str, Any]:
     ):
         model = gpt(dropout=0.3)()
         torch.manual_seed(100 + rank)
-        step = Step(model, sgd(model), {"order": order, "split_points": AT})
+        step = Step(model, sgd, {"order": order, "split_points": AT})
         plain.plainly(step)
         found[name] = step.state()
     whole = gpt(dropout=0.3)()
     whole.load_state_dict(step.pipelined.full_state_dict())
-    alone = Step(whole, sgd(whole), None)
+    alone = Step(whole, sgd, None)
     data = tokens(BATCH, 9)
     found["evaluated"] = [step.evaluate(data), step.evaluate(data), alone.evaluate(data)]
     return found

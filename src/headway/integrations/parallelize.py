@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import UnsupportedError, UserError
 from headway.plan import Plan
 from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 
@@ -23,6 +26,7 @@ def parallelize(
     *,
     loss_fn: Callable[..., Any] | None = None,
     example_batch: Any = None,
+    mesh: DeviceMesh | None = None,
     **ddp_options: Any,
 ) -> nn.Module:
     """Wrap ``model`` for training as ``plan`` says; ``optimizer`` is the one that updates it.
@@ -39,6 +43,9 @@ def parallelize(
     ``optimizer`` then updates this rank's stage. Modules other than ``torch.nn.Sequential`` need ``example_batch`` for
     that, a batch as ``train_step`` will be given them: only shapes and types of its tensors count. So the stage is
     known at once: an optimizer's state can be loaded, and what cannot be cut is refused here rather than in a step.
+    On a ``mesh`` with the dimensions "pipeline" and "data" there are pipelines side by side, each with a batch of its
+    own, and what the plan has for "data" averages the gradients of a stage's replicas: stock DDP where it has nothing.
+    Without ``mesh`` that of the plan holds.
 
     Raises PlanError if the plan is for another model or number of workers, UnsupportedError if the model or an option
     would train wrongly, UserError if there is no process group or the optimizer updates another model.
@@ -56,18 +63,19 @@ def parallelize(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
     strategy = WITHOUT_A_PLAN
-    if isinstance(
-        planned := plan if isinstance(plan, Strategy) else plan and plan.strategy, PipelineStrategy
-    ):
+    planned = plan if isinstance(plan, Strategy) else plan and plan.strategy
+    if isinstance(planned, PipelineStrategy | MeshStrategy):
         _check_updates(optimizer, model)
         if ddp_options:
             raise UnsupportedError("a pipeline takes no options of DDP", got=", ".join(sorted(ddp_options)))
-        return _pipelined(model, optimizer, plan, planned, loss_fn, example_batch)
+        return _pipelined(model, optimizer, plan, planned, loss_fn, example_batch, mesh)
     if loss_fn is not None or example_batch is not None:
         raise UserError(
             "loss_fn and example_batch are for pipelines alone",
             fix="Leave them out, and compute the loss as before.",
         )
+    if mesh is not None:
+        raise UserError("mesh is for pipelines alone", fix="Leave it out, or give process_group.")
     if isinstance(plan, Strategy):
         strategy = plan
     elif plan is not None:
@@ -83,20 +91,28 @@ def _pipelined(
     model: nn.Module,
     optimizer: Optimizer,
     plan: Plan | Strategy | None,
-    strategy: PipelineStrategy,
+    strategy: PipelineStrategy | MeshStrategy,
     loss_fn: Callable[..., Any] | None,
     example: Any,
+    mesh: DeviceMesh | None,
 ) -> nn.Module:
     import torch.distributed as dist
 
     from headway.strategies.data_parallel.module_spec import model_spec
+    from headway.strategies.pipeline.placement import placed
     from headway.strategies.pipeline.plugin import pipelined
 
-    found = pipelined(model, optimizer, strategy, loss_fn, example)
+    order = strategy.pipeline if isinstance(strategy, MeshStrategy) else strategy
+    data = strategy.data if isinstance(strategy, MeshStrategy) else DistributedDataParallelStrategy()
+    device = next((each.device.type for each in model.parameters()), "cpu")
+    placement = placed(strategy, mesh, plan.mesh if isinstance(plan, Plan) else None, device)
+
+    def replicate(stage: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        return plugin_of(data).wrap(stage, data, process_group=group, broadcast_buffers=False)
+
+    found = pipelined(model, optimizer, order, loss_fn, example, placement=placement, replicate=replicate)
     if isinstance(plan, Plan):
-        plan.check_stage(
-            model_spec(found.stage), dist.get_rank(), dist.get_world_size(), dist.get_world_size()
-        )
+        plan.check_stage(model_spec(found.stage), placement.stage, placement.stages, dist.get_world_size())
     return found
 
 

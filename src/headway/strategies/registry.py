@@ -60,13 +60,17 @@ def plugin_named(name: str) -> StrategyPlugin[Any]:
 
 
 def policy_named(name: str) -> type[Strategy]:
-    """The class of the decisions of the strategy of this name, which must be one of ``names``."""
-    return plugins()[name].policy
+    """The class of the decisions of the strategy of this name, which must be one of ``names`` or ``COMPOSED``."""
+    return _plugin(name).policy
 
 
 def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:
     """What a decision belongs to."""
-    if strategy.name in COMPOSED:
-        composed: StrategyPlugin[Any] = import_module(COMPOSED[strategy.name]).PLUGIN
+    return _plugin(strategy.name)
+
+
+def _plugin(name: str) -> StrategyPlugin[Any]:
+    if name in COMPOSED:
+        composed: StrategyPlugin[Any] = import_module(COMPOSED[name]).PLUGIN
         return composed
-    return plugins()[strategy.name]
+    return plugins()[name]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 _stores = cast(Any, dist)  # its stores are public, and missing from its annotations
@@ -91,9 +93,10 @@ def new_gloo_group(
 
     dist.Backend.register_backend(_OWN_BACKEND, make, extended_api=True, devices=["cpu"])
     try:
-        group = dist.new_group(
-            ranks, timeout, backend=_OWN_BACKEND, use_local_synchronization=local, group_desc=description
-        )
+        with _named_by_its_ranks() if local else nullcontext():
+            group = dist.new_group(
+                ranks, timeout, backend=_OWN_BACKEND, use_local_synchronization=local, group_desc=description
+            )
     finally:
         del dist.Backend._plugins[_OWN_BACKEND.upper()]
         dist.Backend.backend_list.remove(_OWN_BACKEND)
@@ -102,6 +105,29 @@ def new_gloo_group(
 
 
 _OWN_BACKEND = "headway_gloo"
+_made_by: Counter[tuple[int, ...]] = Counter()
+
+
+@contextmanager
+def _named_by_its_ranks() -> Iterator[None]:
+    """Name a group that only its own ranks make by how many they have made before.
+
+    torch counts the groups that a process has at the moment: ranks that have given back others do not meet, and a name
+    that is used again finds what the store has kept of the first group.
+    """
+
+    def named(ranks: Sequence[int], *_args: Any, **_kwargs: Any) -> str:
+        made = tuple(ranks)
+        _made_by[made] += 1
+        return f"headway/{'_'.join(map(str, made))}/{_made_by[made]}"
+
+    module: Any = distributed_c10d
+    stock = module._process_group_name
+    module._process_group_name = named
+    try:
+        yield
+    finally:
+        module._process_group_name = stock
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

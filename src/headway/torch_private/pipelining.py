@@ -6,13 +6,16 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
+
+from headway.torch_private.input_gradients import InputGradients
+from headway.torch_private.shape_inference import leave_no_trace
 
 _PLANNED = "_headway_planned"
 _SPLIT = "_split_inputs"  # what a step does first
@@ -107,6 +110,11 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
     return undo_all
 
 
+def left_to_torch(schedule: Any) -> None:
+    """Have ``when_first_stepped`` not await the first step of ``schedule``."""
+    vars(schedule).pop("_step_microbatches", None)
+
+
 class PipelineSteps:
     """One of torch's schedule objects on this rank, whose steps somebody else may carry out.
 
@@ -125,9 +133,10 @@ class PipelineSteps:
         self._signature = inspect.signature(self._torch_step)
         single = hasattr(schedule, "_initialize_stage")
         self._initialise = schedule._initialize_stage if single else schedule._initialize_stages
+        for stage in own:
+            leave_no_trace(stage)
         # Earlier torch has no use for targets.
         self._initialise_takes = len(inspect.signature(self._initialise).parameters)
-        self._has_begun = False
 
     @property
     def will_be_taken_over(self) -> bool:
@@ -138,6 +147,13 @@ class PipelineSteps:
     def modules(self) -> dict[int, torch.nn.Module]:
         """The stages' modules."""
         return {index: stage.submod for index, stage in self.stages.items()}
+
+    @property
+    def replicated(self) -> frozenset[int]:
+        """The stages whose last backward ends when replicas have added up gradients."""
+        return frozenset(
+            index for index, module in self.modules.items() if isinstance(module, DistributedDataParallel)
+        )
 
     @property
     def micro_batches(self) -> int:
@@ -217,10 +233,7 @@ class PipelineSteps:
             for module in self.modules.values():
                 if isinstance(module, DistributedDataParallel):
                     stack.enter_context(module.no_sync())
-                if not self._has_begun:
-                    stack.enter_context(_as_before(module, self.device))
             self._initialise(*(args[0], kwargs[0], *more)[: self._initialise_takes])
-        self._has_begun = True
         return args, kwargs
 
     def end(self, given: dict[str, Any]) -> None:
@@ -251,15 +264,27 @@ class PipelineSteps:
         if stage + 1 in self.stages:
             self.stages[stage + 1].set_local_fwd_input(output, micro_batch)
 
-    def backward(self, stage: int, micro_batch: int, *, whole: bool, last: bool) -> None:
+    def backward(
+        self,
+        stage: int,
+        micro_batch: int,
+        *,
+        whole: bool,
+        last: bool,
+        send: Callable[[], None] | None = None,
+    ) -> None:
         """Compute a stage's backward, or the gradients of its input alone; hand these to a stage before that is here.
 
-        ``last`` says that no gradient of a parameter of this stage comes after this one.
+        ``last`` says that no gradient of a parameter of this stage comes after this one. ``send`` is called within it,
+        when the gradients of its input can be sent.
         """
         own = self.stages[stage]
         outputs, _ = own.fwd_cache[micro_batch]
         loss = self._schedule._maybe_get_loss(own, micro_batch)
+        sending = None if send is None else InputGradients(own, micro_batch, send)
         own.backward_one_chunk(micro_batch, loss=loss, full_backward=whole, last_backward=last)
+        if sending is not None:
+            sending.done()
         if own.is_last:
             _let_go_of_graph(own.output_chunks, outputs, loss)
         if stage - 1 in self.stages:
@@ -298,23 +323,6 @@ class PipelineSteps:
         own = self.stages[stage]
         found: list[Any] = (own.get_bwd_send_ops if gradients else own.get_fwd_send_ops)(micro_batch)
         return found
-
-
-@contextlib.contextmanager
-def _as_before(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave buffers and random numbers as they were: torch works shapes out with a forward of memory as it lies."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=_forked(device)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-
-
-def _forked(device: torch.device) -> str:
-    return device.type if device.type != "cpu" else "cuda"  # whose generator is kept besides that of CPUs
 
 
 def _loss_of(schedule: Any, more: Sequence[Any], output: Any, target: Any) -> Any:

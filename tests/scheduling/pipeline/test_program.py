@@ -8,9 +8,17 @@ from dataclasses import replace
 import pytest
 from tests.scheduling.pipeline.test_orders import MOST_STAGES, all_of
 
-from headway.scheduling.pipeline.messages import Message
+from headway.scheduling.pipeline.messages import Message, message_of
 from headway.scheduling.pipeline.orders import gpipe, grouped, one_forward_one_backward
-from headway.scheduling.pipeline.program import Await, Instruction, Post, Release, Send, program_of
+from headway.scheduling.pipeline.program import (
+    Await,
+    ComputeAndSend,
+    Instruction,
+    Post,
+    Release,
+    Send,
+    program_of,
+)
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 
 Programs = tuple[tuple[Instruction, ...], ...]
@@ -94,6 +102,28 @@ def test_what_is_sent_first_is_posted_first_even_where_it_is_needed_last() -> No
 def test_a_schedule_without_memory_for_a_message_is_none() -> None:
     with pytest.raises(ValueError, match="at least one receive buffer, not 0"):
         replace(gpipe(2, 2), receive_buffers=0)
+
+
+@pytest.mark.parametrize("stages", range(1, MOST_STAGES + 1))
+def test_last_gradients_are_sent_within_the_backward_that_replicas_end(stages: int) -> None:
+    """Only those of replicated stages, and nothing else changes."""
+    for schedule in all_of(stages):
+        for rank, actions in enumerate(schedule.ranks):
+            plain = program_of(schedule, rank)
+            mine = {each.stage for each in actions}
+            assert program_of(schedule, rank, {stages + 9}) == plain
+            found = program_of(schedule, rank, mine)
+            apart: list[Instruction] = []
+            within = []
+            for each in found:
+                if isinstance(each, ComputeAndSend):
+                    within.append(each.action)
+                    apart += [each.action, Send(each.message)]
+                else:
+                    apart.append(each)
+            assert tuple(apart) == plain
+            lasts = {each.stage: each for each in actions if each.kind is Pass.BACKWARD}
+            assert set(within) == {last for last in lasts.values() if message_of(schedule, last)}
 
 
 def left_over(found: Programs, schedule: PipelineSchedule, *, blocking: bool) -> list[Instruction]:

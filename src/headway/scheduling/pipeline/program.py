@@ -7,11 +7,11 @@ travels while other micro-batches are computed, and a send is never waited for b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from headway.scheduling.pipeline.messages import Message, message_for, message_of
-from headway.scheduling.pipeline.schedule import Action, PipelineSchedule
+from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 
 
 class Post(NamedTuple):
@@ -32,26 +32,48 @@ class Send(NamedTuple):
     message: Message
 
 
+class ComputeAndSend(NamedTuple):
+    """A rank computes ``action``, and begins to send ``message`` within it, once that is computed.
+
+    It ends with what replicas of the stage do about the gradients of its parameters, which ``message`` does not need.
+    """
+
+    action: Action
+    message: Message
+
+
 class Release(NamedTuple):
     """The memory of ``message`` may go: what has just arrived was sent after its receiver had needed it."""
 
     message: Message
 
 
-Instruction = Action | Post | Await | Send | Release
+Instruction = Action | ComputeAndSend | Post | Await | Send | Release
 
 
-def program_of(schedule: PipelineSchedule, rank: int) -> tuple[Instruction, ...]:
-    """What ``rank`` does in a step.
+def program_of(
+    schedule: PipelineSchedule, rank: int, replicated: Collection[int] = ()
+) -> tuple[Instruction, ...]:
+    """What ``rank`` does in a step, where stages that are ``replicated`` add up gradients in their last backward.
 
     It has at most ``schedule.receive_buffers`` messages of each sender posted that have not been needed yet, or as many
     as it takes to get at one that is needed. Of each sender they are posted in the order in which they are sent: that
     alone tells them apart on a network without tags. Sends that nothing comes back for end with the step.
     """
-    return tuple(_program(schedule, rank))
+    return tuple(_program(schedule, rank, last_backwards(schedule, rank, replicated)))
 
 
-def _program(schedule: PipelineSchedule, rank: int) -> Iterator[Instruction]:
+def last_backwards(schedule: PipelineSchedule, rank: int, stages: Collection[int]) -> frozenset[Action]:
+    """The last whole backward of each of ``stages`` that ``rank`` has."""
+    found = {
+        action.stage: action
+        for action in schedule.ranks[rank]
+        if action.kind is Pass.BACKWARD and action.stage in stages
+    }
+    return frozenset(found.values())
+
+
+def _program(schedule: PipelineSchedule, rank: int, reducing: frozenset[Action]) -> Iterator[Instruction]:
     receives = {
         sender: _Receives(schedule, sender, rank) for sender in range(len(schedule.ranks)) if sender != rank
     }
@@ -68,9 +90,14 @@ def _program(schedule: PipelineSchedule, rank: int) -> Iterator[Instruction]:
             mine = sent[needed.sender]
             while mine and mine[0][0] <= places[needed.of]:
                 yield Release(mine.popleft()[1])
-        yield action
-        if made := message_of(schedule, action):
-            yield Send(made)
+        made = message_of(schedule, action)
+        if made and action in reducing:
+            yield ComputeAndSend(action, made)
+        else:
+            yield action
+        if made:
+            if action not in reducing:
+                yield Send(made)
             sent[made.receiver].append((places[made.needed_by(schedule)], made))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from headway.graph.blocks import COMPUTED
@@ -18,14 +19,19 @@ def lay_out_readying(
     cursor: RankCursor,
     times: StageTimes,
     action: Action,
+    send: Callable[[], object] | None = None,
 ) -> None:
     """Lay out the last backward of a stage, ``action``, with what ``gradients`` does about what it readies.
 
-    Torch's stage hands its gradients on when backward has returned: DDP then has waited for what it launched.
+    ``send`` has the stage hand the gradient of its input on: it is there when all is computed, and does not wait for
+    what was launched.
     """
     graph.compute(cursor, Part.BACKWARD, 0)  # it waits for its message, before anything is launched
     items = times.readying(action)
     for item in items:
+        if item.kind == Point.BACKWARD_END and send is not None:
+            send()
+            send = None
         if item.kind in COMPUTED:
             graph.compute(cursor, item.kind, item.duration_ns)
         else:
@@ -33,6 +39,8 @@ def lay_out_readying(
     rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items)
     if rest_ns > 0:
         graph.compute(cursor, Part.BACKWARD, rest_ns)
+    if send is not None:
+        send()
 
 
 def react(gradients: InRecordedOrder, cursor: RankCursor, item: Item) -> None:

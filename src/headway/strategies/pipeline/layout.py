@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Part, Timeline
 from headway.scheduling.pipeline.messages import Message
-from headway.scheduling.pipeline.program import Await, Post, Send, program_of
+from headway.scheduling.pipeline.program import Await, ComputeAndSend, Post, Send, last_backwards, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline.gradients import lay_out_readying
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes
@@ -45,12 +46,11 @@ class PipelineLayout:
         self._gradients = gradients
         self._input_share = input_share
         self.messages: dict[int, Message] = {}  # by the numbers of their transfers
-        self._programs = [program_of(schedule, rank) for rank in range(len(schedule.ranks))]
-        self._lasts = {
-            {each.stage: each for each in actions if each.kind is Pass.BACKWARD}[stage]
-            for actions in schedule.ranks
-            for stage in {each.stage for each in actions} & gradients.keys()
-        }
+        ranks = range(len(schedule.ranks))
+        self._programs = [program_of(schedule, rank, gradients.keys()) for rank in ranks]
+        self._lasts = frozenset[Action]().union(
+            *(last_backwards(schedule, rank, gradients.keys()) for rank in ranks)
+        )
         self._places = {
             rank: (own, at)
             for own in pipelines or [range(len(schedule.ranks))]
@@ -67,6 +67,12 @@ class PipelineLayout:
             match instruction:
                 case Action() as action if action in self._lasts:
                     lay_out_readying(self._graph, self._gradients[action.stage], cursor, times, action)
+                    awaited.clear()
+                case ComputeAndSend(action, message):
+                    lay_out_readying(
+                        self._graph, self._gradients[action.stage], cursor, times, action,
+                        send=partial(self._ask, cursor, message),
+                    )  # fmt: skip
                     awaited.clear()
                 case Action() as action:
                     part = Part.FORWARD if action.kind is Pass.FORWARD else Part.BACKWARD

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from pydantic import field_validator
-
 from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.mesh import groups_along
@@ -13,6 +11,7 @@ from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.pipeline.schedule import Pass
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 
 
@@ -27,22 +26,21 @@ class MeshStrategy(Strategy):
 
     pipeline: PipelineStrategy
     """The order of every pipeline."""
-    data: DistributedDataParallelStrategy
-    """What the replicas of a stage do about its gradients, under its last backward."""
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _reduces_in_the_last_backward(cls, value: object) -> object:
-        if isinstance(value, Strategy) and not isinstance(value, DistributedDataParallelStrategy):
-            raise ValueError(f"the replicas of a stage need ddp, not {value.name}")
-        return value
+    data: DistributedDataParallelStrategy | DecoupledStrategy
+    """What the replicas of a stage do about its gradients, from its last backward on."""
 
     def decide(self, job: Job) -> ReplicatedSchedule:
         """The order of every rank, and the buckets of every stage.
 
         Raises PlanError where ``job`` has no mesh of those two dimensions, where its model is not cut into as many
-        stages, and for an order that halves backwards, in which DDP would not see the gradients of weights.
+        stages, for an order that halves backwards, in which DDP would not see the gradients of weights, and for the
+        decoupled all-reduce, whose second half would have to be laid out among the forwards of the next step.
         """
+        if isinstance(self.data, DecoupledStrategy):
+            raise PlanError(
+                "pipelines with the decoupled all-reduce within stages can be trained, not replayed",
+                got=self.data.describe(), expected="ddp along data",
+            )  # fmt: skip
         mesh = dict(job.mesh)
         if set(mesh) != {DATA, PIPELINE}:
             raise PlanError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,13 @@ from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.pipeline.schedule import RecordedPipelineSchedule
 from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.plugin import PLUGIN as PIPELINES
 from headway.strategies.plugin import StrategyPlugin
+from headway.strategies.registry import plugin_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,15 +95,24 @@ class _Injection(ScheduleInjection[MeshStrategy]):
     def take_over(self, steps: PipelineSteps, strategy: MeshStrategy) -> None:
         """Replicas stay as the script wraps them, which must be as planned."""
         for stage, module in steps.modules.items():
-            found = DDP.recognise(module)
-            if found is None or strategy.data != DistributedDataParallelStrategy(**found.options):
+            if not any(each.requires_grad for each in module.parameters()):
+                continue  # DDP does not wrap it
+            found = plugin_of(strategy.data).recognise(module)
+            if found is None or not _is_in_force(strategy, found.options):
                 raise PlanError(
                     f"stage {stage} is not trained by its replicas as planned",
-                    got="no DistributedDataParallel" if found is None else f"{dict(found.options)}",
+                    got=f"no {strategy.data.name}" if found is None else f"{dict(found.options)}",
                     expected=strategy.data.describe(),
                     fix="Wrap stages as the recorded script did, or plan again from a recording of this script.",
                 )
         PIPELINES.schedule_injection.take_over(steps, strategy.pipeline)
+
+
+def _is_in_force(strategy: MeshStrategy, options: Mapping[str, Any]) -> bool:
+    """Of the decoupled all-reduce only that it is: its buckets are spelled out for the stage."""
+    if isinstance(strategy.data, DecoupledStrategy):
+        return True
+    return strategy.data == DistributedDataParallelStrategy(**options)
 
 
 PLUGIN = _Plugin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch.optim import Optimizer
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.pipeline.agreement import differing, together
 from headway.strategies.pipeline.cutting import Cut, cut
+from headway.strategies.pipeline.evaluating import Evaluation
+from headway.strategies.pipeline.placement import Placement
 from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.replicas import Replicas, Replicate
 from headway.strategies.pipeline.traced import TracedCut, traced_cut
-from headway.torch_private.pipelining import PipelineSteps
+from headway.torch_private.pipelining import PipelineSteps, tensors_in
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -27,6 +31,9 @@ class PipelinedModel(nn.Module):
     ``stage`` has the modules of the rank's stage under their own names. Parameters and buffers begin as on rank 0.
     ``optimizer`` goes on updating what is left here. Let go of the model that it was made of: that has all stages.
     Modules other than ``torch.nn.Sequential`` are cut with an ``example`` of a batch (``traced.traced_cut``).
+
+    On a mesh of pipelines side by side each trains on a batch of its own, and ``replicate`` wraps the stage so that its
+    replicas average gradients. ``placement`` says where this rank is; by default in one pipeline of all ranks.
     """
 
     def __init__(
@@ -36,10 +43,14 @@ class PipelinedModel(nn.Module):
         strategy: PipelineStrategy,
         loss_fn: Loss,
         example: Any = None,
+        *,
+        placement: Placement | None = None,
+        replicate: Replicate | None = None,
     ) -> None:
         super().__init__()
         assert strategy.micro_batches is not None
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._place = placement or Placement.of_all_ranks()
+        self._rank, self._ranks = self._place.stage, self._place.stages  # of this pipeline
         state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
         self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
         self._device = next((each.device for each in state.values()), torch.device("cpu"))
@@ -50,14 +61,24 @@ class PipelinedModel(nn.Module):
         for each in state.values():
             dist.broadcast(each, 0)
         self.stage = self._cut.module(model, self._rank)
-        self._loss_fn, self._evaluates = loss_fn, False
+        self._loss_fn = loss_fn
         self._shared = self._shared_parameters()
         _keep(optimizer, self.stage)
-        stage = PipelineStage(
-            self.stage, self._rank, self._ranks, self._device, **self._cut.arguments(self._rank)
+        self._replicas = Replicas(self.stage, self._place, replicate, self._device)
+        self._schedule = ScheduleGPipe(
+            self._made_stage(self._replicas.wrapped),
+            strategy.micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
         )
-        self._schedule = ScheduleGPipe(stage, strategy.micro_batches, loss_fn=self._loss)
+        self._evaluation = Evaluation(
+            partial(self._made_stage, self.stage), strategy.micro_batches, self._place.group, self._device
+        )
         self.steps = PipelineSteps(self._schedule)
+
+    def _made_stage(self, module: nn.Module) -> PipelineStage:
+        told = self._cut.arguments(self._rank)
+        return PipelineStage(module, self._rank, self._ranks, self._device, group=self._place.group, **told)
 
     def forward(self, *_: Any) -> torch.Tensor:
         """Raise UserError: a rank has one stage."""
@@ -70,17 +91,16 @@ class PipelinedModel(nn.Module):
     def train_step(self, batch: Any, target: torch.Tensor) -> torch.Tensor:
         """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
 
-        Only rank 0 uses ``batch``, of shape (samples, …), and only the last rank ``target``. A model of several inputs
-        is given them as a tuple, or by their names as a dict. Gradients are added to those that are there, as
-        ``backward`` does. Raises UserError where the batch cannot be split evenly.
+        Only the first rank of a pipeline uses ``batch``, of shape (samples, …), and only the last one ``target``. A
+        model of several inputs is given them as a tuple, or by their names as a dict. The loss is the mean over all
+        pipelines. Gradients are added to those that are there, as ``backward`` does. Raises UserError where the batch
+        cannot be split evenly, and where pipelines are given batches of other sizes.
         """
         inputs = self._inputs(batch, in_agreement=not self._have_begun)
         self._have_begun = True
+        samples = tensors_in(inputs)[0].shape[0] if self._rank == 0 else 0
+        self._replicas.begin_step(samples)
         losses: list[torch.Tensor] = []
-        # torch would divide gradients of earlier batches by the number of micro-batches once more.
-        earlier = [(each, each.grad) for each in self.stage.parameters() if each.grad is not None]
-        for parameter, _ in earlier:
-            parameter.grad = None
         if self._rank == 0:
             self._schedule.step(*inputs)
         elif self._rank == self._ranks - 1:
@@ -88,40 +108,28 @@ class PipelinedModel(nn.Module):
         else:
             self._schedule.step()
         self._sum_shared()
-        for parameter, gradient in earlier:
-            assert gradient is not None
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        loss = torch.stack([each.detach() for each in losses]).mean() if losses else torch.zeros(())
-        loss = loss.to(self._device, torch.float64)
-        dist.broadcast(loss, self._ranks - 1)
-        return loss
+        loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros(())
+        return self._replicas.mean_of(loss.to(self._device, torch.float64), samples)
 
     def evaluate(self, batch: Any) -> Any:
-        """The model's output for ``batch``, on the last rank; None on the others. No gradients are computed.
+        """The model's output for ``batch``, on the last rank of each pipeline; None on the others.
 
-        Raises UnsupportedError where a traced model hands on other tensors in evaluation than in training.
+        No gradients are computed. Raises UnsupportedError where a traced model hands on other tensors in evaluation
+        than in training.
         """
         if self._cut.not_evaluated:
             raise UnsupportedError(
                 "this model cannot be evaluated as a pipeline", got=self._cut.not_evaluated
             )
         inputs = self._inputs(batch, in_agreement=True)
+        self._replicas.share_buffers()
         modes = [(each, each.training) for each in self.stage.modules()]
         self.stage.eval()
-        self._evaluates = True
         try:
             with torch.no_grad():
-                if self._rank == 0:
-                    self._schedule.eval(*inputs)
-                    return None
-                if self._rank < self._ranks - 1:
-                    self._schedule.eval()
-                    return None
-                unused = torch.zeros(self._micro_batches, device=self._device)
-                output = self._schedule.eval(target=unused, losses=[])
-                return self._cut.output(output, training=self.stage.training)
+                output = self._evaluation.of(inputs)
+                return self._cut.output(output, training=False) if self._rank == self._ranks - 1 else None
         finally:
-            self._evaluates = False
             for each, training in modes:
                 each.training = training
 
@@ -152,10 +160,10 @@ class PipelinedModel(nn.Module):
         return together("ranks do not train on the batch", of_batch, lambda _: "", self._device)
 
     def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
-        # torch asks for a loss of evaluations too, for which nobody has given a target.
-        if self._evaluates:
-            return torch.zeros((), device=self._device)
-        return self._loss_fn(self._cut.output(output, training=self.stage.training), target)
+        # torch would divide all gradients behind the last backward: those of earlier batches once more, and those that
+        # replicas have not yet added up before they have.
+        found = self._loss_fn(self._cut.output(output, training=self.stage.training), target)
+        return found / self._micro_batches
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""
@@ -166,7 +174,7 @@ class PipelinedModel(nn.Module):
             if id(each) not in counted_elsewhere:
                 assert each.grad is not None
                 square += each.grad.double().norm() ** 2
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self._place.group)
         norm = square.sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1:
@@ -183,10 +191,10 @@ class PipelinedModel(nn.Module):
             stage = self._cut.stages_of(name)[0]
             value = (
                 own[name].detach().clone()
-                if stage == self._rank
+                if stage == self._rank and self._place.pipeline == 0
                 else torch.empty_like(like, device=self._device)
             )
-            dist.broadcast(value, stage)
+            dist.broadcast(value, self._place.ranks[0][stage])
             found[name] = value
         return found
 
@@ -209,8 +217,9 @@ class PipelinedModel(nn.Module):
             stages = sorted({stage for name in names for stage in self._cut.stages_of(name)})
             if len(stages) == 1:
                 continue
-            group = dist.new_group(stages)  # on every rank
+            groups = [dist.new_group([own[each] for each in stages]) for own in self._place.ranks]
             if self._rank in stages:
+                group = groups[self._place.pipeline]
                 found.append((next(own[name] for name in names if name in own), (stages[0], group)))
         return found
 

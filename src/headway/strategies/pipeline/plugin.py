@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from headway.graph.step_layout import StepLayout
     from headway.strategies.base import Strategy
     from headway.strategies.pipeline.pipelined import PipelinedModel
+    from headway.strategies.pipeline.placement import Placement
+    from headway.strategies.pipeline.replicas import Replicate
     from headway.torch_private.pipelining import PipelineSteps
 
 
@@ -118,11 +120,19 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
 
 
 def pipelined(
-    model: nn.Module, optimizer: Optimizer, strategy: PipelineStrategy, loss_fn: Any, example: Any = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: PipelineStrategy,
+    loss_fn: Any,
+    example: Any = None,
+    *,
+    placement: Placement | None = None,
+    replicate: Replicate | None = None,
 ) -> PipelinedModel:
     """This rank's stage of ``model``, trained under ``strategy`` from its first step on.
 
-    Raises UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
+    On a mesh, ``placement`` says where this rank is, and ``replicate`` wraps the stage among its replicas. Raises
+    UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
     """
     from headway.strategies.pipeline.pipelined import PipelinedModel
 
@@ -136,7 +146,9 @@ def pipelined(
         raise PlanError(
             "nothing says how many micro-batches a batch is split into", fix="Give micro_batches."
         )
-    found = PipelinedModel(model, optimizer, strategy, loss_fn, example)
+    found = PipelinedModel(
+        model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
+    )
     if not found.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
         _Injection().take_over(found.steps, strategy)
     return found

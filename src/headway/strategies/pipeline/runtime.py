@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from headway.errors import PlanError, UserError, one_line
 from headway.scheduling.pipeline.messages import Message
-from headway.scheduling.pipeline.program import Await, Post, Release, Send, program_of
+from headway.scheduling.pipeline.program import Await, ComputeAndSend, Post, Release, Send, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
 from headway.strategies.pipeline import boundaries, lost
 from headway.strategies.pipeline.tuning.watch import StepWatch
@@ -44,7 +44,7 @@ class PipelineRuntime:
     def follow(self, schedule: PipelineSchedule) -> None:
         """Carry out steps in the order of ``schedule`` from now on; every rank says so before the same step."""
         _check(self._steps, schedule)
-        self._program = program_of(schedule, self._steps.rank)
+        self._program = program_of(schedule, self._steps.rank, self._steps.replicated)
         self._steps.halves_backwards = any(
             action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own
         )
@@ -91,17 +91,16 @@ class PipelineRuntime:
                     with self._named(message):
                         _wait(works) if watch is None else watch.wait(message)
                 case Send(message):
-                    of = message.of
-                    if watch is not None:
-                        watch.sending(message)
-                    sends = self._steps.sends(of.stage, of.micro_batch, gradients=message.is_gradient)
-                    with self._named(message):
-                        sent[message] = dist.batch_isend_irecv(sends) if sends else ()
+                    self._send(message, sent)
                 case Release(message):
                     with self._named(message):
                         _wait(sent.pop(message))
                 case Action() as action:
                     compute = partial(self._compute, action, args, kwargs, given, left)
+                    compute() if watch is None else watch.computed(action, compute)
+                case ComputeAndSend(action, message):
+                    send = partial(self._send, message, sent)
+                    compute = partial(self._compute, action, args, kwargs, given, left, send)
                     compute() if watch is None else watch.computed(action, compute)
         for message, works in sent.items():
             with self._named(message):
@@ -140,6 +139,7 @@ class PipelineRuntime:
         kwargs: Sequence[Any],
         given: dict[str, Any],
         left: Counter[int],
+        send: Callable[[], None] | None = None,
     ) -> None:
         kind, stage, micro_batch = action
         if kind is Pass.FORWARD:
@@ -151,7 +151,7 @@ class PipelineRuntime:
             self._steps.backward_of_weights(stage, micro_batch, last=not left[stage])
             return
         whole = kind is Pass.BACKWARD
-        self._steps.backward(stage, micro_batch, whole=whole, last=whole and not left[stage])
+        self._steps.backward(stage, micro_batch, whole=whole, last=whole and not left[stage], send=send)
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
     def _named(self, message: Message) -> AbstractContextManager[None]:
@@ -172,6 +172,14 @@ class PipelineRuntime:
         receives = self._steps.receives(stage, micro_batch, gradients=gradients)
         with self._named(message):
             return dist.batch_isend_irecv(receives) if receives else ()
+
+    def _send(self, message: Message, sent: dict[Message, Sequence[dist.Work]]) -> None:
+        if self._watch is not None:
+            self._watch.sending(message)
+        of = message.of
+        sends = self._steps.sends(of.stage, of.micro_batch, gradients=message.is_gradient)
+        with self._named(message):
+            sent[message] = dist.batch_isend_irecv(sends) if sends else ()
 
     def _all_buffers(self) -> Iterator[tuple[tuple[int, bool], ReceiveBuffers]]:
         """What messages are received into, by stage and whether they are gradients, of every micro-batch."""

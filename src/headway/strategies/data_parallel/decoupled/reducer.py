@@ -78,6 +78,14 @@ class GradientReducer:
         """A synchronised forward returns ``output``: its backward is to be reduced."""
         self._expected.forward(output)
 
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """As of DDP's reducer, for torch's pipelines: the next backward, from ``outputs``, is the last of a stage.
+
+        The forwards were not synchronised, and what earlier backwards accumulated is reduced with it.
+        """
+        self._condition.check_usable()
+        self.expect(outputs)
+
     @staticmethod
     def _before_gradient(
         itself: Callable[[], GradientReducer | None],

@@ -28,6 +28,7 @@ from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.peers import Peers
 from headway.strategies.data_parallel.decoupled.policy import DEFAULT_CAP_BYTES, DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
+from headway.strategies.data_parallel.decoupled.reducer import GradientReducer
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
@@ -159,6 +160,13 @@ class DecoupledDataParallel(RefusingDataParallel):
     def engine(self) -> Engine | None:
         """What runs this model; None in copies made by deepcopy or pickle."""
         return self.__dict__.get("_engine")
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """What torch's pipelines ask for before the last backward of a stage."""
+        if self.engine is None:
+            raise UnsupportedError("a copy of a decoupled model has no reducer")
+        return self.engine.reducer
 
     def flush(self) -> None:
         """Finish everything in flight: averages are in ``.grad`` and due updates in parameters on return.
