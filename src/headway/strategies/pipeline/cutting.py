@@ -68,11 +68,31 @@ def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:
             got=type(model).__name__,
             fix="Give parallelize example_batch, a batch as train_step will be given them.",
         )
-    names = [name for name, _ in model.named_children()]
+    names = [name for name, _ in _children(model)]
     begins = _at_points(names, stages, split_points) if split_points else _balanced(model, stages)
     ends = [*begins[1:], len(names)]
     parts = tuple(tuple(names[begin:end]) for begin, end in zip(begins, ends, strict=True))
-    return Cut(parts, _tied(model))
+    found = Cut(parts, _tied(model))
+    _check_buffers(model, found)
+    return found
+
+
+def _children(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """All of them in order: ``named_children`` leaves out a module that comes again."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, each) for name, each in modules if name and "." not in name]
+
+
+def _check_buffers(model: nn.Module, found: Cut) -> None:
+    """Raise UnsupportedError where stages on several ranks would each change a buffer of their own."""
+    stages: dict[int, set[int]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        stages.setdefault(id(buffer), set()).update(found.stages_of(name))
+        if len(stages[id(buffer)]) > 1:
+            raise UnsupportedError(
+                "several stages share a buffer", got=name, expected="buffers that one stage has",
+                fix="Construct a module for each place in the Sequential, or choose split_points behind the last of them.",
+            )  # fmt: skip
 
 
 def _at_points(names: Sequence[str], stages: int, points: Sequence[str]) -> list[int]:
@@ -95,7 +115,7 @@ def _at_points(names: Sequence[str], stages: int, points: Sequence[str]) -> list
 def _balanced(model: nn.Sequential, stages: int) -> list[int]:
     """Time is taken to be in proportion to parameters: nothing else is known of a module that was not recorded."""
     layers = []
-    for name, child in model.named_children():
+    for name, child in _children(model):
         size_bytes = sum(each.numel() * each.element_size() for each in child.parameters())
         layers.append(SplitLayer(name, size_bytes + 1.0, 2.0 * size_bytes + 1.0, size_bytes, cut_bytes=0))
     found = split(layers, stages, 8 * stages, lambda _stage, _bytes: 0.0)
