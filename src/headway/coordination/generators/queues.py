@@ -71,9 +71,16 @@ class QueuedGroups(Attendance[O]):
             assert not self._has_none(worker), "a rule draws a group for whoever asks"
 
     def _left(self, worker: Worker) -> None:
+        """Groups for which somebody waits go on without a worker that has left; the others nobody knows of."""
         del self.asks[worker]
-        without = (tuple(each for each in group if each != worker) for group in self.queue)
-        self.queue = [group for group in without if group]
+        awaited = {self._first_of(each) for each in self.waiting}
+        left: list[Group] = []
+        for number, group in enumerate(self.queue):
+            if worker not in group:
+                left.append(group)
+            elif number in awaited:
+                left.append(tuple(each for each in group if each != worker))
+        self.queue = left
 
     def _drawn_now(self, now_ns: int) -> Iterator[Sequence[Worker]]:
         claimed: set[Worker] = set()
@@ -83,6 +90,10 @@ class QueuedGroups(Attendance[O]):
                 yield group
             else:
                 claimed.update(group)
+
+    def _first_of(self, worker: Worker) -> int:
+        """Where in the queue the first group is that a worker is in."""
+        return next(number for number, group in enumerate(self.queue) if worker in group)
 
     def _has_none(self, worker: Worker) -> bool:
         return all(worker not in group for group in self.queue)
