@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from tests.coordination.generators.watched import Watched, watched
 
 from headway.coordination.generators.chance import Chance
+from headway.coordination.generators.mixing import Mixing
 
+NO_MIXING = 1000  # a window that no history fills
 MOST_AGE_NS = 2_000_000  # of who waits: longer makes no difference
 
 
@@ -58,7 +60,10 @@ def copied(world: Watched) -> Watched:
     after.generator = copy.copy(world.generator)
     for each in (after, after.generator):
         for name, value in vars(each).items():
-            if isinstance(value, (set, dict, list, deque)):
+            if isinstance(value, Mixing):
+                setattr(each, name, copy.copy(value))
+                getattr(each, name).recent = dict(value.recent)
+            elif isinstance(value, (set, dict, list, deque)):
                 setattr(each, name, copy.copy(value))
     return after
 
@@ -90,7 +95,10 @@ def key_of(world: Watched) -> Any:
     asks = state.get("asks", {})
     threshold = world.generator.options.model_dump().get("slowdown_threshold", 0)  # type: ignore[attr-defined]
     behind = [max(asks.values()) - asked for asked in asks.values()] if threshold else []
-    return (*map(tuple, (waiting, running, behind)), *(state.get(name) for name in ("present", "queue", "recent")))
+    recent = sorted(state.get("recent", {}).items())
+    if world.generator.options.model_dump().get("mixing_window") == NO_MIXING:  # type: ignore[attr-defined]
+        recent = []
+    return (*map(tuple, (waiting, running, behind, recent)), state["present"], state.get("queue"))
 
 
 def explore(

@@ -89,6 +89,9 @@ class Attendance(GroupGenerator, Generic[O]):
     def _left(self, worker: Worker) -> None:
         """A worker is not there any more."""
 
+    def _granted(self, members: tuple[Worker, ...]) -> None:
+        """A group begins, or a worker goes on alone."""
+
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
         """Count a worker in. Raises ValueError if it is there already."""
         if worker in self.present:
@@ -183,5 +186,6 @@ class Attendance(GroupGenerator, Generic[O]):
             if len(members) > 1:
                 self.running[number] = RunningGroup(number=number, members=members)
                 self._runs_in |= dict.fromkeys(members, number)
+            self._granted(members)
             grants.append(Grant(number, members))
         return grants

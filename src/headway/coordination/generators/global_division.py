@@ -20,7 +20,7 @@ class GlobalDivision(QueuedGroups[DrawingOptions]):
 
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
         size = self.options.group_size
-        others = self._without_slow(worker, self.present, self.options.slowdown_threshold)
+        others = self._without_slow(worker, self.present)
         without = [each for each in others if self._has_none(each)]
         if not without:
             return [(worker, *self.chance.sample(others, size - 1))]

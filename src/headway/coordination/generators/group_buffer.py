@@ -16,5 +16,5 @@ class GroupBuffer(QueuedGroups[DrawingOptions]):
     name: ClassVar[str] = "group-buffer"
 
     def _draw(self, worker: Worker) -> Iterator[Sequence[Worker]]:
-        others = self._without_slow(worker, self.present, self.options.slowdown_threshold)
+        others = self._without_slow(worker, self.present)
         yield (worker, *self.chance.sample(others, self.options.group_size - 1))

@@ -21,7 +21,7 @@ class InterIntra(QueuedGroups[DrawingOptions]):
     name: ClassVar[str] = "inter-intra"
 
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
-        others = self._without_slow(worker, self.present, self.options.slowdown_threshold)
+        others = self._without_slow(worker, self.present)
         hosts = self._by_host([worker, *others])
         without = self._by_host([worker, *filter(self._has_none, others)])
         if len(hosts) == 1:

@@ -15,14 +15,21 @@ class GeneratorOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PairOptions(GeneratorOptions):
+class MixingOptions(GeneratorOptions):
+    """Options of generators that see to it that all workers mix."""
+
+    mixing_window: int = Field(default=4, ge=1, le=1000)
+    """How many of its last groups have to connect each worker with all others, directly or by way of others."""
+
+
+class PairOptions(MixingOptions):
     """Options of pairs."""
 
     neighbours: Literal["bipartite", "any"] = "bipartite"
     """Whom a worker averages with: bipartite draws one of the other half (even and odd numbers), any draws anyone."""
 
 
-class SizeOptions(GeneratorOptions):
+class SizeOptions(MixingOptions):
     """Options of random groups."""
 
     group_size: int = Field(default=4, ge=2, le=1024)
@@ -50,9 +57,6 @@ class FirstComeOptions(SizeOptions):
 
     most_ms: Milliseconds = 1000.0
     """The longest deadline, where it follows; also the one before anything is known."""
-
-    window: int = Field(default=0, ge=0, le=100_000)
-    """Over how many grants every worker has to mix with every other; by default 4 for each worker."""
 
     @model_validator(mode="after")
     def _in_order(self) -> FirstComeOptions:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import model_validator
 
 from headway.coordination.generator import Grant, Worker
-from headway.coordination.generators.attendance import Attendance, Count, O, State
+from headway.coordination.generators.attendance import Attendance, Count, State
+from headway.coordination.generators.mixing import Group, Mixing
+from headway.coordination.generators.options import DrawingOptions, MixingOptions
 
-Group = tuple[Worker, ...]
+O = TypeVar("O", bound=MixingOptions)  # noqa: E741
 
 
 class QueuedState(State):
@@ -20,6 +22,7 @@ class QueuedState(State):
 
     queue: tuple[tuple[Count, ...], ...]
     asks: dict[Worker, Count]
+    recent: dict[Count, tuple[tuple[Count, ...], ...]]
 
     @model_validator(mode="after")
     def _somebody_comes(self) -> Self:
@@ -43,6 +46,10 @@ class QueuedGroups(Attendance[O]):
     its members wait and no group before it in the queue shares a member. The first in the queue therefore waits for
     nothing but its members' iterations, so there is no deadlock; and as only a worker with nothing queued draws,
     there are never more than a few groups a worker.
+
+    Rules can leave workers isolated for good: two groups of equal speed that a division always finds one after the
+    other stay what they are. Where a worker's last groups do not connect it with all others (``mixing``), it draws,
+    instead of by the rule, one that they do not connect it with.
     """
 
     state_class: ClassVar[type[State]] = QueuedState
@@ -51,6 +58,7 @@ class QueuedGroups(Attendance[O]):
         super().__init__(*args)
         self.queue: list[Group] = []
         self.asks: dict[Worker, int] = {}
+        self._mixing = Mixing(self.options.mixing_window)
 
     @abstractmethod
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
@@ -66,13 +74,25 @@ class QueuedGroups(Attendance[O]):
     def _asked(self, worker: Worker, now_ns: int) -> None:
         self.asks[worker] += 1
         if self._has_none(worker):
-            drawn = [tuple(sorted(set(group))) for group in self._draw(worker)]
-            self.queue += filter(None, drawn)
+            drawn = self._bridge(worker) or self._draw(worker)
+            self.queue += filter(None, (tuple(sorted(set(group))) for group in drawn))
             assert not self._has_none(worker), "a rule draws a group for whoever asks"
+
+    def _bridge(self, worker: Worker) -> list[Group]:
+        """A pair with one that no group connects ``worker`` with; none where there is none, or only slow ones."""
+        if not self._mixing.is_known(worker):
+            return []
+        parts = self._mixing.parts(self.present, self.queue)
+        outside = self._without_slow(worker, parts.outside(worker))
+        return [(worker, self.chance.one(outside))] if outside else []
+
+    def _granted(self, members: tuple[Worker, ...]) -> None:
+        self._mixing.granted(members)
 
     def _left(self, worker: Worker) -> None:
         """Groups for which somebody waits go on without a worker that has left; the others nobody knows of."""
         del self.asks[worker]
+        self._mixing.left(worker)
         awaited = {self._first_of(each) for each in self.waiting}
         left: list[Group] = []
         for number, group in enumerate(self.queue):
@@ -98,24 +118,29 @@ class QueuedGroups(Attendance[O]):
     def _has_none(self, worker: Worker) -> bool:
         return all(worker not in group for group in self.queue)
 
-    def _without_slow(self, worker: Worker, others: Iterable[Worker], threshold: int) -> list[Worker]:
-        """``others`` in order, without ``worker`` itself and those that are ``threshold`` requests behind it.
+    def _without_slow(self, worker: Worker, others: Iterable[Worker]) -> list[Worker]:
+        """``others`` in order, without ``worker`` itself and those that have asked much less often than it.
 
-        The slowdown filter: 0 leaves nobody out.
+        That is the slowdown filter, an option of some rules.
         """
-        counts, own = self.asks, self.asks[worker]
+        threshold = self.options.slowdown_threshold if isinstance(self.options, DrawingOptions) else 0
+        least = self.asks[worker] - threshold
         return [
-            each
-            for each in sorted(others)
-            if each != worker and (not threshold or own - counts[each] < threshold)
+            each for each in sorted(others) if each != worker and (not threshold or self.asks[each] > least)
         ]
 
     def _known(self) -> dict[str, Any]:
-        return {**super()._known(), "queue": tuple(self.queue), "asks": dict(sorted(self.asks.items()))}
+        return {
+            **super()._known(),
+            "queue": tuple(self.queue),
+            "asks": dict(sorted(self.asks.items())),
+            "recent": dict(self._mixing.recent),
+        }
 
     def _take(self, state: Any) -> None:
         super()._take(state)
         self.queue, self.asks = list(state.queue), dict(state.asks)
+        self._mixing.recent = dict(state.recent)
 
 
 def divided(members: Sequence[Worker], size: int) -> list[Sequence[Worker]]:
