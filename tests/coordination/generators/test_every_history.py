@@ -46,10 +46,10 @@ def test_three_workers_that_come_and_go_and_four_that_stay(name: str, options: M
     for workers, coming in ((3, range(3)), (4, ())):
         states, all_of_them = explore(name, options, workers, coming, 3000, nobody_waits_for_ever)
         assert all_of_them
-        assert states > 30
+        assert states > 20
 
 
 @pytest.mark.parametrize(("name", "options"), MANY)
 def test_the_first_states_where_there_are_many(name: str, options: Mapping[str, Any]) -> None:
     states, _ = explore(name, options, 3, range(3), 1500, nobody_waits_for_ever)
-    assert states > 300
+    assert states > 200

@@ -157,7 +157,7 @@ def trained_from(world: Watched, offset_ns: Mapping[int, int], step_ns: Mapping[
     return granted
 
 
-@pytest.mark.parametrize("name", ["group-buffer", "global-division", "inter-intra"])
+@pytest.mark.parametrize("name", ["group-buffer", "global-division"])
 def test_who_falls_behind_is_left_out_until_it_asks(name: str) -> None:
     hosts = 4
     for threshold, patient in ((3, False), (0, True)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_REDUCE
+from headway.collectives.selection import Selection
 from headway.coordination.generator import Grant, GroupGenerator
 from headway.coordination.generators.factory import generator_of
 from headway.errors import UnsupportedError
@@ -127,6 +128,10 @@ class CoSimulation:
             mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
             operations=len(played.end_ns),
         )
+
+    def selection(self, members: Sequence[int]) -> Selection:
+        """How a group all-reduces: as the library does."""
+        return self.graph.selection_of(ALL_REDUCE, self._size_bytes, members)
 
     # The decider.
 
@@ -263,7 +268,7 @@ class CoSimulation:
         self._delay(cursor, 2 * self._message_ns)  # to ask, and to be granted
         number = self.graph.launch(
             cursor, ALL_REDUCE, grant.number, self._size_bytes, bucket=-1, members=grant.members,
-            selection=self.graph.selection_of(ALL_REDUCE, self._size_bytes, grant.members),
+            selection=self.selection(grant.members),
         )  # fmt: skip
         self.graph.wait(cursor, "group", number)
         self._delay(cursor, 2 * self._message_ns)  # to vote, and to learn what was decided
