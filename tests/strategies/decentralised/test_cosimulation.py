@@ -22,8 +22,8 @@ from headway.scheduling.groups import CoordinatedGroups, pairs_in_turn
 from headway.simulation.engine import play
 from headway.strategies.decentralised.cosimulation import CoSimulation
 from headway.strategies.decentralised.mixing import Consensus
-from headway.strategies.decentralised.outcome import Outcome
 from headway.strategies.decentralised.scenario import Iterations, Scenario
+from headway.strategies.horizon import Outcome
 
 SIZE_BYTES = 1_000_000
 GENERATORS: list[tuple[str, dict[str, Any]]] = [
@@ -93,7 +93,8 @@ def drawn_iterations(draw: st.DrawFn) -> Iterations:
         for _ in range(ranks)
     ]
     until_ns = draw(st.integers(10, 60)) * 10**6
-    deaths, joins = [], []
+    deaths: list[tuple[int, int]] = []
+    joins: list[tuple[int, int]] = []
     for rank in range(ranks):
         times = sorted(draw(st.sets(st.integers(1, until_ns), max_size=2)))
         first_joins = draw(st.booleans()) and rank > 0
@@ -192,7 +193,7 @@ def test_scenarios_that_cannot_be() -> None:
         ("rank 1 dies or joins twice", {"until_ns": 5, "deaths": [(2, 1), (3, 1)]}),
     ):
         with pytest.raises(ValueError, match=said):
-            Scenario(**wrong)  # type: ignore[arg-type]
+            Scenario(**wrong)
 
 
 @settings(deadline=None, max_examples=30)

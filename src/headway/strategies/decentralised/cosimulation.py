@@ -16,9 +16,9 @@ from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.deciding import NO_RANK, Decision, Decisions
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
 from headway.strategies.decentralised.mixing import Consensus
-from headway.strategies.decentralised.outcome import GroupRun, Outcome
 from headway.strategies.decentralised.scenario import Iterations, Scenario
 from headway.strategies.decentralised.scheduled import ScheduledGroups
+from headway.strategies.horizon import GroupRun, Outcome
 
 ASKS, IS_DONE, WAKES, HAPPENS = "asks", "group is done", "wakes", "happens"
 
@@ -116,6 +116,7 @@ class CoSimulation:
         for rank, own in enumerate(self._ranks):
             if own.stands is not None:
                 self._stood(rank, scenario.until_ns)
+        selections = {collective.selection for collective in self.graph.collectives}
         return Outcome(
             from_ns=scenario.from_ns,
             until_ns=scenario.until_ns,
@@ -127,6 +128,7 @@ class CoSimulation:
             spread=self.consensus.spread(self._there),
             mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
             operations=len(played.end_ns),
+            cost_error=max((each.cost(self.graph.cluster).fit_error for each in selections), default=0.0),
         )
 
     def selection(self, members: Sequence[int]) -> Selection:

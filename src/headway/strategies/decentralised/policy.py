@@ -88,10 +88,10 @@ class PartialAllReduceStrategy(Strategy):
         return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
 
     def decide(self, job: Job) -> GroupSchedule | CoordinatedGroups:
-        """Fix the groups, or say who forms them. Raises PlanError for fewer than two ranks, or other hosts."""
-        if job.world_size < 2:
-            raise PlanError("partial all-reduce is of several ranks", got=f"{job.world_size} rank")
+        """Fix the groups, or say who forms them. Raises PlanError for hosts of another number of ranks."""
         if self.is_static:
+            if job.world_size == 1:
+                return GroupSchedule(1, ((),))
             return hosts_in_turn(self._ranks_of_hosts(job), self.group_size or 4)
         options = tuple(sorted(self.generator_options.items()))
         return CoordinatedGroups(job.world_size, self.groups, options, self.staleness, self.seed)

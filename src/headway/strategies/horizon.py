@@ -1,4 +1,4 @@
-"""What a simulation of decentralised training found: throughput, waiting, groups, and how well models mix."""
+"""What ranks do in a time that do not finish their steps together: throughput, waiting, groups, how models mix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Outcome:
 
     ``finished_ns[rank]`` says when each iteration of a rank was done, ``standing_ns[rank]`` how long it stood still
     for groups after ``from_ns``, of which ``forming_ns[rank]`` until its group began. ``distance`` and ``spread`` are
-    those of ``mixing.Consensus`` at the end, of the ranks that are there then, and ``mean_spread`` over the groups.
+    those of ``decentralised.mixing.Consensus`` at the end, of the ranks that are there then, ``mean_spread`` is the
+    mean of the latter. ``cost_error`` is by what share measured collectives deviate from the costs that were used.
     """
 
     from_ns: int
@@ -43,6 +44,7 @@ class Outcome:
     spread: float
     mean_spread: float
     operations: int
+    cost_error: float = 0.0
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
@@ -89,6 +91,16 @@ class Outcome:
         """By how many iterations the members of a group differ: in the mean, and at most."""
         apart = [max(each.iterations) - min(each.iterations) for each in self.counted]
         return (sum(apart) / len(apart), max(apart)) if apart else (0.0, 0)
+
+    def describe(self) -> str:
+        """Say in words what a mean iteration leaves out."""
+        mean_apart, most_apart = self.iterations_apart
+        sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.items()) or "none"
+        return (
+            f"ranks do not finish iterations together: the mean over {self.duration_s:.2g} simulated s; "
+            f"groups: {sizes}; their members differ by {mean_apart:.1f} iterations (at most {most_apart}), "
+            f"models by the updates of {self.mean_spread:.2f} iterations; it trains otherwise than all-reduce does"
+        )
 
     def to_document(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
