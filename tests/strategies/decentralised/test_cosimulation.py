@@ -108,7 +108,7 @@ def drawn_iterations(draw: st.DrawFn) -> Iterations:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(("name", "options"), GENERATORS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(iterations=drawn_iterations())
 def test_a_plain_event_loop_takes_the_same_times(
     name: str, options: dict[str, Any], staleness: int, iterations: Iterations
@@ -119,6 +119,17 @@ def test_a_plain_event_loop_takes_the_same_times(
     assert [
         (run.number, run.members, run.begin_ns, run.end_ns, run.averaged) for run in found.groups
     ] == expected.groups
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_who_comes_back_while_its_former_group_runs_waits_for_its_end(staleness: int) -> None:
+    scenario = Scenario(20 * 10**6, deaths=[(200_000, 0)], joins=[(210_000, 0)])
+    iterations = Iterations([[[("forward", 100_000)]]] * 2, scenario)
+    assert average_ns(2) > 300_000, "it has asked again before the group ends"
+    found = simulated("all", {}, iterations, staleness)
+    expected = looped("all", {}, iterations, staleness)
+    assert found.finished_ns == expected.finished
+    assert [run.averaged for run in found.groups[:3]] == [False, True, True]
 
 
 def test_pairs_average_in_the_time_that_their_messages_take() -> None:
