@@ -8,6 +8,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
+from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
 
 
@@ -66,6 +67,9 @@ def replay(
         replayer = Replayer(loaded, cluster)
         if plan is not None:
             replayer.check(plan)
+    if plan is not None and answered_over_a_horizon(replayer, plan, what_if, as_json):
+        return
+    with output.progress("replaying"):
         base = replayer.base
         asked = plan is not None or what_if != WhatIf()
         strategy, passes, mesh = (plan.strategy, plan.passes, plan.mesh) if plan else (None, (), None)

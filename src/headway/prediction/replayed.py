@@ -12,9 +12,13 @@ from headway.cluster import Cluster
 from headway.graph.timeline import Part
 from headway.prediction.pipelines import PredictedPipeline, play_pipeline
 from headway.prediction.workload import Workload
+from headway.replayer.memory import peak_bytes
 from headway.replayer.simulate import simulate
+from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import unfitted
 from headway.strategies.base import Strategy
+from headway.strategies.horizon import Outcome
+from headway.strategies.registry import plugin_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
     Raises UserError if the graph would be too large or times are out of range, and where it cannot be the pipelines
     that ``strategy`` says.
     """
+    with times_in_range():
+        outcome = plugin_of(strategy).over_a_horizon(workload.job(cluster), strategy)
+    if outcome is not None:
+        return _of_horizon(workload, cluster, name, strategy, outcome)
     notes: tuple[str, ...] = ()
     tied_bytes = 0
     if isinstance(strategy, PredictedPipeline):
@@ -66,8 +74,8 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
             parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks
     exposed_ns = step_ns - sum(parts_ns.values())
     tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
-    peak_bytes = played.peak_bytes
-    assert peak_bytes is not None
+    held_bytes = played.peak_bytes
+    assert held_bytes is not None
     return Prediction(
         workers=cluster.world_size,
         strategy=name,
@@ -85,7 +93,34 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
             "exposed_communication": exposed_ns / 1e6,
             "optimizer": parts_ns[Part.OPTIMIZER] / 1e6,
         },
-        peak_bytes=peak_bytes,
+        peak_bytes=held_bytes,
         operations=played.operations,
         notes=notes,
+    )
+
+
+def _of_horizon(
+    workload: Workload, cluster: Cluster, name: str, strategy: Strategy, outcome: Outcome
+) -> Prediction:
+    """The mean iteration of a rank where ranks do not finish steps together."""
+    job = workload.job(cluster)
+    step_ms, standing_ms = outcome.step_ms, outcome.standing_ms
+    return Prediction(
+        workers=cluster.world_size,
+        strategy=name,
+        step_ms=step_ms,
+        uncertainty_ms=math.hypot(
+            workload.times_error * workload.computation_ns / 1e6, outcome.cost_error * standing_ms
+        ),
+        samples_per_s=workload.samples * outcome.total_per_s,
+        efficiency=workload.computation_ns / 1e6 / step_ms,
+        exposed_ms=standing_ms,
+        breakdown_ms={
+            "computation": (workload.computation_ns - workload.optimizer_ns) / 1e6,
+            "exposed_communication": standing_ms,
+            "optimizer": workload.optimizer_ns / 1e6,
+        },
+        peak_bytes=peak_bytes(job, strategy, strategy.decide(job)),
+        operations=outcome.operations,
+        notes=(outcome.describe(),),
     )

@@ -46,6 +46,7 @@ from headway.scheduling.schedule import Schedule
 from headway.simulation.operations import OperationGraph
 from headway.strategies import registry
 from headway.strategies.base import Strategy
+from headway.strategies.horizon import Outcome
 from headway.strategies.registry import plugin_of
 from headway.trace.events import Kind
 from headway.trace.format import Trace
@@ -211,6 +212,24 @@ class Replayer:
             if (slower := self._slower.get(job)) is not None:
                 self.may_be_slower(changed, _changed(slower, what_if, passes))
             return self._simulator.simulate(changed, played, fold=fold)
+
+    def replay_horizon(
+        self,
+        strategy: Strategy,
+        what_if: WhatIf = WhatIf(),  # noqa: B008
+        *,
+        passes: Sequence[Pass] = (),
+    ) -> Outcome | None:
+        """What ranks do in a time under ``strategy`` where they do not finish steps together; None where they do.
+
+        Raises as ``replay`` does.
+        """
+        with times_in_range():
+            played = self._strategy_run(strategy)
+            job = what_if.rewrite(self._faithful_job)
+            for each in passes:
+                job = each.rewrite(job)
+            return plugin_of(played).over_a_horizon(job, played)
 
     def lay_out(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, zip_longest
 
 Group = tuple[int, ...]
 
@@ -58,6 +60,31 @@ class GroupSchedule:
         return None
 
 
+@dataclass(frozen=True)
+class CoordinatedGroups:
+    """Groups that a generator forms while a job trains, as ranks come: only who forms them is decided before.
+
+    ``generator`` and ``options`` are those of ``coordination.generators``; ``staleness`` is how many iterations a rank
+    computes while its last group averages.
+    """
+
+    world_size: int
+    generator: str
+    options: tuple[tuple[str, int | float | str], ...] = ()
+    staleness: int = 0
+    seed: int = 0
+
+    @property
+    def parts(self) -> str:
+        """What it cuts training into, in words."""
+        return f"groups of ranks as they come ({self.generator})"
+
+    @property
+    def collectives(self) -> int:
+        """How many groups average in an iteration: not known before."""
+        return 1
+
+
 def pairs_in_turn(world_size: int) -> GroupSchedule:
     """Every rank with every other in turn, in as few rounds as there can be (the circle method of tournaments).
 
@@ -74,3 +101,54 @@ def pairs_in_turn(world_size: int) -> GroupSchedule:
         rounds.append(tuple(sorted(pairs)))
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return GroupSchedule(world_size, tuple(rounds))
+
+
+def hosts_in_turn(hosts: Sequence[Sequence[int]], group_size: int) -> GroupSchedule:
+    """The schedule of ranks that are equally fast, without a coordinator: within hosts and across hosts in turn.
+
+    ``hosts`` are the ranks of each host, ``group_size`` how many hosts average together at most. In every second round
+    each host averages as a whole. In the others one rank of each host averages with those of other hosts,
+    and the rest of the host among themselves, so that a host's link carries one model a round; the groups of hosts
+    change until every host has met every other, directly or by way of others. The idea is that of Prague's static
+    schedule (Luo et al., ASPLOS 2020); the rounds are this project's. Ranks mix within twice the repetition. Where
+    hosts have one rank each there are no rounds within hosts. Raises ValueError for fewer than two ranks, for a rank on
+    two hosts, and for groups of fewer than two.
+    """
+    if group_size < 2 or sum(map(len, hosts)) < 2:
+        raise ValueError("a group has two ranks")
+    hosts = [sorted(ranks) for ranks in hosts if ranks]
+    world_size = 1 + max(rank for ranks in hosts for rank in ranks)
+    within = tuple(tuple(ranks) for ranks in hosts if len(ranks) > 1)
+    rounds = []
+    meetings = _meetings(range(len(hosts)), group_size)
+    for turn, groups in enumerate(meetings or [()]):
+        if within:
+            rounds.append(within)
+        heads = [ranks[turn % len(ranks)] for ranks in hosts]
+        across = [tuple(sorted(heads[host] for host in group)) for group in groups]
+        rest = [tuple(rank for rank in ranks if rank != heads[host]) for host, ranks in enumerate(hosts)]
+        if across:
+            rounds.append(tuple(sorted(across + [ranks for ranks in rest if len(ranks) > 1])))
+    return GroupSchedule(world_size, tuple(rounds))
+
+
+def _meetings(hosts: Sequence[int], most: int) -> list[tuple[Group, ...]]:
+    """Rounds of groups of at most ``most`` of ``hosts``, after which nearly all have heard of all others.
+
+    Blocks of hosts meet among themselves, then the first of every block with the first of the others, and so on. Where
+    blocks are unequal, the last of the larger ones meet without the smaller ones, and hear of them in the next
+    repetition.
+    """
+    if len(hosts) < 2:
+        return []
+    if len(hosts) <= most:
+        return [(tuple(hosts),)]
+    ends = [len(hosts) * number // most for number in range(most + 1)]
+    blocks = [hosts[begin:end] for begin, end in pairwise(ends)]
+    inside = [_meetings(block, most) for block in blocks]
+    rounds = [
+        tuple(group for own in inside if number < len(own) for group in own[number])
+        for number in range(max(map(len, inside)))
+    ]
+    last = [tuple(each for each in column if each is not None) for column in zip_longest(*blocks)]
+    return [*rounds, tuple(group for group in last if len(group) > 1)]

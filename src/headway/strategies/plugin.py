@@ -19,6 +19,7 @@ from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
+from headway.strategies.horizon import Outcome
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +83,14 @@ class StrategyPlugin(ABC, Generic[S]):
     def peak_bytes(self, job: Job, schedule: Any, stage: int) -> int | None:
         """The most that a rank of ``job.stages[stage]`` holds at once; None, as here, where ``footprint`` tells."""
         del job, schedule, stage
+        return None
+
+    def over_a_horizon(self, job: Job, strategy: S) -> Outcome | None:
+        """What ranks do in a time under ``strategy``, where they do not finish their steps together.
+
+        None, as by default, where they do: such steps are laid out by ``reactions``.
+        """
+        del job, strategy
         return None
 
     def messages(self, schedule: Any, world_size: int, library: str) -> int:

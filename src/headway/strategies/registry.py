@@ -21,6 +21,7 @@ SHIPPED = (
     "headway.strategies.data_parallel.decoupled.plugin",
     "headway.strategies.data_parallel.parameter_server.plugin",
     "headway.strategies.pipeline.plugin",
+    "headway.strategies.decentralised.plugin",
 )
 
 COMPOSED = {"mesh": "headway.strategies.pipeline.mesh_plugin"}

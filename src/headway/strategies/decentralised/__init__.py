@@ -1,0 +1,1 @@
+"""Decentralised training: ranks average their models in groups, not their gradients over all."""

@@ -1,0 +1,26 @@
+"""What partial all-reduce holds: a copy that is averaged, so that a group that fails leaves the model as it was."""
+
+from __future__ import annotations
+
+from headway.model import ModelSpec
+from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.footprint import Footprint
+
+
+def averaged_bytes(model: ModelSpec, strategy: PartialAllReduceStrategy | None) -> int:
+    """What the members of a group average: parameters, and the optimizer's state where that is averaged too."""
+    moments = strategy is not None and strategy.moments == "averaged"
+    return model.size_bytes + (model.optimizer_state_bytes or 0) * moments
+
+
+def footprint(model: ModelSpec, staleness: int) -> Footprint:
+    """What one rank holds; with staleness also the parameters that its group began with.
+
+    Of averaged moments a copy is held too, which is not counted: a schedule does not tell.
+    """
+    return Footprint(
+        buffers_bytes=model.size_bytes * (1 + staleness),
+        state_bytes=model.optimizer_state_bytes or 0,
+        gradients_apart=True,
+        updated_share=1.0,
+    )

@@ -1,0 +1,122 @@
+"""Policy of partial all-reduce (Prague: Luo et al., ASPLOS 2020): who forms groups, how large, and how they overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headway.coordination.generators.factory import names, options_of
+from headway.coordination.generators.options import Milliseconds
+from headway.errors import PlanError
+from headway.job import Job
+from headway.scheduling.groups import CoordinatedGroups, GroupSchedule, hosts_in_turn
+from headway.strategies.base import Strategy
+
+STATIC = "static"
+OPTIONS = ("group_size", "neighbours", "deadline_ms", "patience", "slowdown_threshold", "mixing_window")
+
+
+class PartialAllReduceStrategy(Strategy):
+    """Every rank trains a model of its own, and averages it with those of a group of ranks after each iteration.
+
+    It does not train as all-reduce does: ranks hold different models in between, and unless groups are static, which
+    ones average depends on when they come.
+    """
+
+    name: ClassVar[str] = "partial-all-reduce"
+
+    groups: str = "first-come"
+    """Who forms groups: static (a schedule, no coordinator), or a generator: first-come, global-division,
+    inter-intra, group-buffer, random, pairs, all."""
+
+    group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
+    """How many ranks average together; by default 4. Of static and inter-intra groups: how many hosts."""
+
+    staleness: Literal[0, 1] = 0
+    """1: a rank computes its next iteration while its group averages, and takes the average over after it."""
+
+    moments: Literal["local", "averaged"] = "local"
+    """Whether the optimizer's state is averaged too, or stays each rank's own."""
+
+    neighbours: Literal["bipartite", "any"] | None = None
+    """Of pairs: whether a rank averages with the other half of ranks (even and odd), or with any."""
+
+    deadline_ms: Milliseconds | None = None
+    """Of first-come groups: how long a rank waits for others; by default it follows the times between arrivals."""
+
+    patience: Annotated[float, Field(ge=0.1, le=100, allow_inf_nan=False)] | None = None
+    """Of first-come groups: how many times as long as a group takes to fill the deadline is, if it follows."""
+
+    slowdown_threshold: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    """Of divided and buffered groups: how many iterations behind a rank is left out of groups that others draw."""
+
+    mixing_window: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """How many of its last groups have to connect each rank with all others, directly or by way of others."""
+
+    hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Of static groups: how many ranks each host has, in their order. Without it all of a live job are on one."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """What chance starts from."""
+
+    @model_validator(mode="after")
+    def _has_such_options(self) -> Self:
+        given = self.generator_options
+        if self.groups != STATIC:
+            if self.groups not in names():
+                raise ValueError(f"groups: expected {STATIC}, {', '.join(names())}, got {self.groups!r}")
+            try:
+                options_of(self.groups, given)
+            except PlanError as error:
+                raise ValueError(str(error)) from None
+            if self.hosts:
+                raise ValueError("hosts are of static groups only")
+        elif not set(given) <= {"group_size"}:
+            raise ValueError(f"static groups have no {', '.join(sorted(set(given) - {'group_size'}))}")
+        return self
+
+    @property
+    def is_static(self) -> bool:
+        """Whether groups are fixed before training."""
+        return self.groups == STATIC
+
+    @property
+    def generator_options(self) -> dict[str, Any]:
+        """What was said to the generator, by the names of its options."""
+        return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
+
+    def decide(self, job: Job) -> GroupSchedule | CoordinatedGroups:
+        """Fix the groups, or say who forms them. Raises PlanError for hosts of another number of ranks."""
+        if self.is_static:
+            if job.world_size == 1:
+                return GroupSchedule(1, ((),))
+            return hosts_in_turn(self._ranks_of_hosts(job), self.group_size or 4)
+        options = tuple(sorted(self.generator_options.items()))
+        return CoordinatedGroups(job.world_size, self.groups, options, self.staleness, self.seed)
+
+    def spelled_out(self, job: Job) -> Self:
+        """The same with the hosts of static groups written out."""
+        if not self.is_static:
+            return self
+        return self.model_copy(update={"hosts": tuple(map(len, self._ranks_of_hosts(job)))})
+
+    def _ranks_of_hosts(self, job: Job) -> Sequence[Sequence[int]]:
+        sizes = self.hosts
+        if not sizes:
+            sizes = (job.world_size,) if job.cluster is None else tuple(h.workers for h in job.cluster.hosts)
+        if sum(sizes) != job.world_size:
+            raise PlanError(
+                "the hosts of static groups have another number of ranks",
+                got=f"{sum(sizes)} ranks", expected=f"{job.world_size}",
+            )  # fmt: skip
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def describe(self) -> str:
+        """Say the strategy and its options in a few words."""
+        said = [f"partial all-reduce, {self.groups} groups"]
+        said += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
+        said += ["one iteration stale"] * self.staleness + ["moments averaged"] * (self.moments == "averaged")
+        return ", ".join(said)

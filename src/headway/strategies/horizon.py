@@ -1,0 +1,123 @@
+"""What ranks do in a time that do not finish their steps together: throughput, waiting, groups, how models mix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """A group that averaged, or failed as a member died (``averaged`` False).
+
+    ``iterations`` are how many its members had finished when it began, in their order.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    iterations: tuple[int, ...]
+    begin_ns: int
+    end_ns: int
+    averaged: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All times are nanoseconds; what lies before ``from_ns`` is a warm-up.
+
+    ``finished_ns[rank]`` says when each iteration of a rank was done, ``standing_ns[rank]`` how long it stood still
+    for groups after ``from_ns``, of which ``forming_ns[rank]`` until its group began. ``distance`` and ``spread`` are
+    those of ``decentralised.mixing.Consensus`` at the end, of the ranks that are there then, ``mean_spread`` is the
+    mean of the latter. ``cost_error`` is by what share measured collectives deviate from the costs that were used.
+    """
+
+    from_ns: int
+    until_ns: int
+    finished_ns: Sequence[Sequence[int]]
+    groups: Sequence[GroupRun]
+    standing_ns: Sequence[int]
+    forming_ns: Sequence[int]
+    distance: float
+    spread: float
+    mean_spread: float
+    operations: int
+    cost_error: float = 0.0
+
+    @cached_property
+    def iterations(self) -> tuple[int, ...]:
+        """How many iterations each rank finished after the warm-up."""
+        return tuple(sum(self.from_ns < each <= self.until_ns for each in own) for own in self.finished_ns)
+
+    @property
+    def duration_s(self) -> float:
+        """How long that was."""
+        return (self.until_ns - self.from_ns) / 1e9
+
+    @property
+    def iterations_per_s(self) -> tuple[float, ...]:
+        """Of each rank."""
+        return tuple(count / self.duration_s for count in self.iterations)
+
+    @property
+    def total_per_s(self) -> float:
+        """Of all ranks together."""
+        return sum(self.iterations) / self.duration_s
+
+    @property
+    def step_ms(self) -> float:
+        """How long an iteration of a rank takes in the mean of all that were finished."""
+        return len(self.finished_ns) / self.total_per_s * 1e3 if sum(self.iterations) else float("inf")
+
+    @property
+    def standing_ms(self) -> float:
+        """How long a rank stands still for groups in an iteration, in the mean."""
+        return sum(self.standing_ns) / max(1, sum(self.iterations)) / 1e6
+
+    @cached_property
+    def counted(self) -> Sequence[GroupRun]:
+        """The groups of several that ended after the warm-up."""
+        return [each for each in self.groups if each.end_ns > self.from_ns]
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """How many groups had how many members."""
+        return dict(sorted(Counter(len(each.members) for each in self.counted).items()))
+
+    @property
+    def iterations_apart(self) -> tuple[float, int]:
+        """By how many iterations the members of a group differ: in the mean, and at most."""
+        apart = [max(each.iterations) - min(each.iterations) for each in self.counted]
+        return (sum(apart) / len(apart), max(apart)) if apart else (0.0, 0)
+
+    def describe(self) -> str:
+        """Say in words what a mean iteration leaves out."""
+        mean_apart, most_apart = self.iterations_apart
+        sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.items()) or "none"
+        return (
+            f"ranks do not finish iterations together: the mean over {self.duration_s:.2g} simulated s; "
+            f"groups: {sizes}; their members differ by {mean_apart:.1f} iterations (at most {most_apart}), "
+            f"models by the updates of {self.mean_spread:.2f} iterations; it trains otherwise than all-reduce does"
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        mean_apart, most_apart = self.iterations_apart
+        return {
+            "simulated_s": self.duration_s,
+            "iterations_per_s": self.total_per_s,
+            "rank_iterations_per_s": {str(r): rate for r, rate in enumerate(self.iterations_per_s)},
+            "step_ms": self.step_ms,
+            "standing_ms": self.standing_ms,
+            "forming_ms": sum(self.forming_ns) / max(1, sum(self.iterations)) / 1e6,
+            "groups": len(self.counted),
+            "groups_failed": sum(not each.averaged for each in self.counted),
+            "group_sizes": {str(size): count for size, count in self.sizes.items()},
+            "iterations_apart_mean": mean_apart,
+            "iterations_apart_most": most_apart,
+            "consensus_distance": self.distance,
+            "spread": self.mean_spread,
+            "operations": self.operations,
+        }
