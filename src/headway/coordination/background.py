@@ -1,0 +1,24 @@
+"""The thread on which this process talks to coordinators: one event loop for all of them.
+
+grpc.aio serves one event loop of a process well; with several, it logs errors that are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_owner = 0
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """The event loop, which runs on a daemon thread; a forked process gets one of its own."""
+    global _loop, _owner
+    with _lock:
+        if _loop is None or _owner != os.getpid():
+            _loop, _owner = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(target=_loop.run_forever, name="headway-coordination", daemon=True).start()
+        return _loop
