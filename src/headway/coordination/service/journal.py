@@ -20,10 +20,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway import files
-from headway.coordination.generator import GroupGenerator
 from headway.coordination.membership import GroupStart
 from headway.coordination.service.events import AnyEvent, Event
-from headway.coordination.service.ledger import Ledger, Said
+from headway.coordination.service.ledger import Ledger, MakeGenerator, Said
 from headway.coordination.service.snapshot import Snapshot
 from headway.errors import UserError
 
@@ -57,17 +56,17 @@ class Journal:
         self._size_bytes = self._compact_at_bytes = 0
         self._lock = self._locked()
 
-    def open(self, generator: GroupGenerator, job: str) -> Ledger:
+    def open(self, make_generator: MakeGenerator, job: str) -> Ledger:
         """The ledger that the journal is of; that of the new job named ``job`` where there is no journal yet.
 
         Raises JournalError where it is damaged, or of another generator.
         """
         if not self.path.exists():
-            ledger = Ledger(generator, job)
+            ledger = Ledger(make_generator, job)
             self.compact(ledger)
             return ledger
         lines, size_bytes = self._lines()
-        ledger = self._replayed(lines, generator)
+        ledger = self._replayed(lines, make_generator)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self._file, size_bytes)
         self._size_bytes = size_bytes
@@ -160,7 +159,7 @@ class Journal:
             raise self._damaged(0)
         return found, size_bytes
 
-    def _replayed(self, lines: Sequence[bytes], generator: GroupGenerator) -> Ledger:
+    def _replayed(self, lines: Sequence[bytes], make_generator: MakeGenerator) -> Ledger:
         try:
             header = _Header.model_validate_json(lines[0])
         except ValidationError:
@@ -174,7 +173,7 @@ class Journal:
             )
         number = 0
         try:
-            ledger = Ledger.restored(generator, header.snapshot)
+            ledger = Ledger.restored(make_generator, header.snapshot)
             for line in lines[1:]:
                 number += 1
                 document = json.loads(line)

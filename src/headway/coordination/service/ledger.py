@@ -7,7 +7,7 @@ crash, and gets the same answers. It has no clock and no chance.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,11 +54,16 @@ class _Group:
         return tuple(member.worker for member in self.start.members)
 
 
+MakeGenerator = Callable[[Mapping[Worker, str]], GroupGenerator]
+"""Makes a new generator, always of the same class and options, which may look up the host of each worker there."""
+
+
 class Ledger:
     """What the coordinator of the job named ``job`` knows."""
 
-    def __init__(self, generator: GroupGenerator, job: str) -> None:
-        self._generator = generator
+    def __init__(self, make_generator: MakeGenerator, job: str) -> None:
+        self._hosts: dict[Worker, str] = {}
+        self._generator = make_generator(self._hosts)
         self.job = job
         self.boot = ""
         self.now_ns = 0
@@ -153,12 +158,14 @@ class Ledger:
         self._incarnations[worker] = incarnation
         member = Member(worker, incarnation, event.address, event.host)
         self._live[worker] = _Live(member, event.session)
+        self._hosts[worker] = event.host
         self._admit_where_free(worker)
 
     def _leave(self, worker: Worker) -> None:
         live = self._live.pop(worker)
         if live.admitted:
             self._begin(self._generator.leave(worker, self.now_ns))
+        del self._hosts[worker]
         number = self._busy.get(worker)
         if number is None:
             return
@@ -246,17 +253,18 @@ class Ledger:
         )  # fmt: skip
 
     @classmethod
-    def restored(cls, generator: GroupGenerator, snapshot: Snapshot) -> Ledger:
+    def restored(cls, make_generator: MakeGenerator, snapshot: Snapshot) -> Ledger:
         """The one whose snapshot it is, around a new generator of the same class and options.
 
         Raises ValueError where the generator knows nothing of such a state.
         """
-        ledger = cls(generator, snapshot.job)
-        generator.restore(snapshot.generator)
+        ledger = cls(make_generator, snapshot.job)
         ledger.boot, ledger.now_ns = snapshot.boot, snapshot.now_ns
         for one in snapshot.workers:
             live = _Live(one.member.value(), one.session, one.admitted, one.waits, one.asks)
             ledger._live[live.member.worker] = live
+            ledger._hosts[live.member.worker] = live.member.host
+        ledger._generator.restore(snapshot.generator)
         ledger._incarnations = dict(snapshot.incarnations)
         for record in snapshot.groups:
             group = _Group(record.start.value(), set(record.reduced))

@@ -9,9 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headway.coordination import messages, transport
-from headway.coordination.generator import GroupGenerator
 from headway.coordination.service.journal import Journal
-from headway.coordination.service.ledger import Ledger
+from headway.coordination.service.ledger import Ledger, MakeGenerator
 from headway.coordination.service.observer import Observer
 from headway.coordination.service.options import SPARE_CONNECTIONS, ServiceOptions
 from headway.coordination.service.service import JournalFailedError, Service
@@ -28,17 +27,17 @@ _log = logging.getLogger("headway")
 
 
 class Server:
-    """A coordinator that listens. ``generator`` is a new one; ``description`` says which, and with which options."""
+    """A coordinator that listens. ``make_generator`` makes that which ``description`` names, with its options."""
 
     def __init__(
         self,
-        generator: GroupGenerator,
+        make_generator: MakeGenerator,
         description: str,
         options: ServiceOptions,
         observer: Observer | None = None,
     ) -> None:
         transport.require_grpc()
-        self._generator, self._description = generator, description
+        self._make_generator, self._description = make_generator, description
         self._options = options
         self._observer = observer or Observer()
         self._journal: Journal | None = None
@@ -84,9 +83,9 @@ class Server:
     def _ledger(self) -> Ledger:
         job = secrets.token_hex(4)
         if self._options.journal is None:
-            return Ledger(self._generator, job)
+            return Ledger(self._make_generator, job)
         self._journal = Journal(self._options.journal, self._description)
-        return self._journal.open(self._generator, job)
+        return self._journal.open(self._make_generator, job)
 
     def _listening(self, host: str, port: int) -> grpc.aio.Server:
         import grpc.aio
@@ -183,7 +182,7 @@ class ServerThread:
 
     def __init__(
         self,
-        generator: GroupGenerator,
+        make_generator: MakeGenerator,
         description: str,
         options: ServiceOptions,
         listen: str = "127.0.0.1:0",
@@ -191,7 +190,7 @@ class ServerThread:
         from headway.coordination import background
 
         self._loop = background.loop()
-        self._server = Server(generator, description, options)
+        self._server = Server(make_generator, description, options)
         self._run(self._server.start(listen))
         self.address = self._server.address
 
