@@ -27,6 +27,8 @@ Options = list[tuple[str, Any]]
 def require_grpc() -> None:
     """Raises UserError where gRPC is not installed."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it would report each connection that fails to stderr
+    # Its own support of forks starts threads in each forked process, such as a data loader's, and they crash there.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         import grpc.aio  # noqa: F401
     except ImportError:

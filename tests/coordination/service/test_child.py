@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import limits
 
 from headway.coordination.client import CoordinatorClient
 from headway.coordination.membership import Member
 from headway.coordination.service.child import CoordinatorProcess, from_environment
 from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.errors import LaunchError
-from tests import limits
 
 pytestmark = pytest.mark.processes
 
