@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -142,16 +143,16 @@ def _check_what_they_heard(workers: list[Worker], address: str) -> None:
         for said in worker.said:
             if "reduced" in said:
                 by_key.setdefault(said["key"], []).append(said)
-    numbers = [said[0]["number"] for said in by_key.values()]
+    numbers = [group[0]["number"] for group in by_key.values()]
     assert len(set(numbers)) == len(numbers), "a number was granted twice"
     watcher = CoordinatorClient(address)
     watcher.join(Member(9, 0, "9:1", "9"), limits.stretched(LIMIT_S))
     outcomes = []
-    for said in by_key.values():
-        assert len({json.dumps(each["members"]) for each in said}) == 1
-        outcome = watcher.outcome(said[0]["number"], limits.stretched(LIMIT_S))
+    for group in by_key.values():
+        assert len({json.dumps(each["members"]) for each in group}) == 1
+        outcome = watcher.outcome(group[0]["number"], limits.stretched(LIMIT_S))
         outcomes.append(outcome)
-        for each in said:
+        for each in group:
             assert each["heard"] in (None, outcome)
             assert each["committed"] is (each["heard"] is True)
             assert not (outcome and not each["reduced"])
@@ -220,3 +221,27 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, started: list[Coo
     assert "Traceback" not in done.stderr
     coordinator.process.send_signal(signal.SIGINT)
     assert coordinator.process.wait(limits.stretched(LIMIT_S)) == 0
+
+
+def test_a_full_disk_ends_it_and_workers_train_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headway", "coordinate", "--json", "--generator", "all"]
+    command += ["--listen", "127.0.0.1:0", "--journal", str(tmp_path / "journal")]
+    limited = ["sh", "-c", f"ulimit -f 16; exec {shlex.join(command)}"]  # blocks of 512 bytes, or of 1024
+    with subprocess.Popen(
+        limited,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    ) as process:
+        assert process.stdout is not None
+        client = CoordinatorClient(json.loads(process.stdout.readline())["address"])
+        client.join(Member(0, 0, "0:1", "0"), limits.stretched(LIMIT_S))
+        while client.is_reachable:
+            client.ask(0)
+            client.granted(limits.stretched(LIMIT_S))
+        said = process.communicate(timeout=limits.stretched(LIMIT_S))[1].decode()
+    client.leave()
+    assert process.returncode == 2
+    assert "journal cannot be written; got File too large" in said
+    assert "Traceback" not in said
+    Journal(tmp_path / "journal", str(GeneratorChoice("all"))).open(GeneratorChoice("all").make, "another")

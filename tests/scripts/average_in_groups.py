@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+from typing import Any
 
 from headway.coordination.client import CoordinatorClient
 from headway.coordination.membership import Member
@@ -19,7 +20,12 @@ def main(address: str, worker: int, share_reduced: float) -> None:
     client = CoordinatorClient(address)
     client.join(Member(worker, 0, f"{worker}:1", f"{worker}"), WAIT_S)
     over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
     drawn = random.Random(worker)
     iteration = 0
     while not over.is_set():
@@ -29,13 +35,14 @@ def main(address: str, worker: int, share_reduced: float) -> None:
         if start is None:
             time.sleep(ALONE_S)
             continue
-        said = {"number": start.number, "key": start.key, "rejoined": client.rejoined}
+        said: dict[str, Any] = {"number": start.number, "key": start.key, "rejoined": client.rejoined}
         said["members"] = [[member.worker, member.incarnation] for member in start.members]
         if len(start.members) == 1:
             time.sleep(ALONE_S)
         else:
-            said["reduced"] = drawn.random() < share_reduced
-            said["committed"] = client.vote(start.number, said["reduced"], WAIT_S)
+            reduced = drawn.random() < share_reduced
+            said["reduced"] = reduced
+            said["committed"] = client.vote(start.number, reduced, WAIT_S)
             said["heard"] = client.outcome(start.number, 0)
         print(json.dumps(said), flush=True)
     client.leave()

@@ -19,7 +19,9 @@ def write(path: Path, workers: int) -> Ledger:
     """The journal of a job whose workers have joined, and the ledger that it is of."""
     kept = Journal(path, str(ALL))
     ledger = kept.open(ALL.make, "job")
-    for event in (events.Booted(now_ns=0, boot="00000000"), *(joined(worker) for worker in range(workers))):
+    happens: list[events.AnyEvent] = [events.Booted(now_ns=0, boot="00000000")]
+    happens += [joined(worker) for worker in range(workers)]
+    for event in happens:
         kept.append(event, ledger.apply(event))
     kept.close()
     return ledger

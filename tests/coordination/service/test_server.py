@@ -14,6 +14,7 @@ import pytest
 from tests import limits
 from tests.coordination.generators import All
 
+from headway.coordination.certificates import identity
 from headway.coordination.client import CoordinatorClient
 from headway.coordination.membership import Member
 from headway.coordination.messages import MAX_TO_COORDINATOR_BYTES
@@ -21,7 +22,7 @@ from headway.coordination.secret_file import read_secret, write_secret
 from headway.coordination.service.options import ServiceOptions
 from headway.coordination.service.prometheus import MAX_REPORTED_NAMES, MetricsPort, PrometheusObserver
 from headway.coordination.service.server import ServerThread
-from headway.coordination.transport import parse_address
+from headway.coordination.transport import SERVER_NAME, parse_address
 from headway.errors import CommunicationError, UserError
 
 LONG_S = 30.0
@@ -54,11 +55,16 @@ def join(address: str, secret: bytes | None, limit_s: float, worker: int = 0) ->
     return client
 
 
-def said(address: str, messages: Sequence[bytes], method: str = "Connect") -> tuple[str, str]:
+def said(
+    address: str, messages: Sequence[bytes], method: str = "Connect", credentials: Any = None
+) -> tuple[str, str]:
     """Status and words that a connection ends with on which these messages are sent, and nothing else."""
     import grpc
 
-    with grpc.insecure_channel(address) as channel:
+    name = [("grpc.ssl_target_name_override", SERVER_NAME)]
+    with (
+        grpc.secure_channel(address, credentials, name) if credentials else grpc.insecure_channel(address)
+    ) as channel:
         call = channel.stream_stream(f"/headway.Coordinator/{method}")(
             iter(messages), timeout=limits.stretched(LONG_S)
         )
@@ -80,6 +86,21 @@ def test_who_knows_the_secret_joins(secured: str) -> None:
 def test_others_do_not(secured: str, secret: bytes | None) -> None:
     with pytest.raises(CommunicationError, match="cannot join"):
         join(secured, secret, 1.0)
+
+
+def test_the_server_too_demands_a_proof(secured: str) -> None:
+    import grpc
+
+    own, other = identity(SECRET, server=False), identity(OTHER, server=False)
+    wrong_side = identity(SECRET, server=True)
+    hello = [json.dumps(HELLO).encode()]
+    for key, certificate in (
+        (None, None), (other.key, other.certificate), (wrong_side.key, wrong_side.certificate),
+    ):  # fmt: skip
+        credentials = grpc.ssl_channel_credentials(own.authority, key, certificate)
+        assert said(secured, hello, credentials=credentials)[0] == "UNAVAILABLE"
+    credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    assert said(secured, hello, credentials=credentials)[0] == "OK"
 
 
 def test_workers_do_not_take_another_for_their_coordinator(address: str) -> None:

@@ -63,7 +63,12 @@ class Journal:
         """
         if not self.path.exists():
             ledger = Ledger(make_generator, job)
-            self.compact(ledger)
+            try:
+                self.compact(ledger)
+            except OSError as failure:
+                raise JournalError(
+                    f"the journal {self.path} cannot be written", got=failure.strerror
+                ) from None
             return ledger
         lines, size_bytes = self._lines()
         ledger = self._replayed(lines, make_generator)

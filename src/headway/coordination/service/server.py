@@ -13,7 +13,7 @@ from headway.coordination.service.journal import Journal
 from headway.coordination.service.ledger import Ledger, MakeGenerator
 from headway.coordination.service.observer import Observer
 from headway.coordination.service.options import SPARE_CONNECTIONS, ServiceOptions
-from headway.coordination.service.service import JournalFailedError, Service
+from headway.coordination.service.service import Service, ServiceFailedError
 from headway.coordination.service.stream import RefusedError, Stream
 from headway.errors import CommunicationError, UserError
 
@@ -58,7 +58,8 @@ class Server:
                 self._observer,
             )
             self._server = self._listening(host, port)
-            self._service.begin()
+            with suppress(ServiceFailedError):  # ``failure`` says so
+                self._service.begin()
             await self._server.start()
         except BaseException:
             await self.stop()
@@ -141,12 +142,12 @@ class Server:
         except messages.MalformedError as failure:
             _log.warning("malformed message from %s: %s", context.peer(), failure)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed message: {failure}")
-        except JournalFailedError:
+        except ServiceFailedError:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot go on")
         finally:
             for task in tasks:
                 task.cancel()
-            with suppress(JournalFailedError):
+            with suppress(ServiceFailedError):
                 self._service.lost(stream)
 
     async def _greet(self, context: Context, stream: Stream) -> None:

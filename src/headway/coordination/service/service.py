@@ -23,8 +23,8 @@ from headway.coordination.service.stream import RefusedError, Stream
 _log = logging.getLogger("headway")
 
 
-class JournalFailedError(Exception):
-    """The journal cannot be written: nothing more may be promised."""
+class ServiceFailedError(Exception):
+    """The journal cannot be written, or a generator has failed: nothing more may be promised."""
 
 
 class _JobClock:
@@ -222,14 +222,14 @@ class Service:
 
     def _apply(self, event: events.AnyEvent) -> None:
         if self.failed.done():
-            raise JournalFailedError
-        said = self._ledger.apply(event)
-        if self._journal:
-            try:
+            raise ServiceFailedError
+        try:
+            said = self._ledger.apply(event)
+            if self._journal:
                 self._journal.append(event, said)
-            except OSError as failure:
-                self._fail(failure)
-                raise JournalFailedError from failure
+        except Exception as failure:
+            self._fail(failure)
+            raise ServiceFailedError from failure
         for one in said:
             self._tell(one)
         self._plan_waking()
@@ -277,10 +277,8 @@ class Service:
                 self._apply(events.Woke(now_ns=now_ns))
             else:
                 self._plan_waking()
-        except JournalFailedError:
-            pass
-        except Exception as failure:  # a generator's own fault must not leave workers waiting
-            self._fail(failure)
+        except ServiceFailedError:
+            pass  # ``failed`` is set
 
     async def _look(self) -> None:
         while True:
