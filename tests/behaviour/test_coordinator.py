@@ -226,12 +226,14 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, started: list[Coo
 def test_a_full_disk_ends_it_and_workers_train_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headway", "coordinate", "--json", "--generator", "all"]
     command += ["--listen", "127.0.0.1:0", "--journal", str(tmp_path / "journal")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # what is written has to be whole
     limited = ["sh", "-c", f"ulimit -f 16; exec {shlex.join(command)}"]  # blocks of 512 bytes, or of 1024
     with subprocess.Popen(
         limited,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        env=environment,
     ) as process:
         assert process.stdout is not None
         client = CoordinatorClient(json.loads(process.stdout.readline())["address"])
