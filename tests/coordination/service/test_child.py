@@ -64,15 +64,18 @@ def test_what_does_not_start_says_why() -> None:
         CoordinatorProcess(GeneratorChoice("all"), host="192.0.2.1")
 
 
-def test_it_ends_with_its_parent() -> None:
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
-        "import os, signal\n"
+        "import os, pathlib, signal, sys\n"
         "from headway.coordination.service.child import CoordinatorProcess\n"
         "from headway.coordination.service.generator_choice import GeneratorChoice\n"
-        "print(CoordinatorProcess(GeneratorChoice('all')).pid, flush=True)\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "print(CoordinatorProcess(GeneratorChoice('all'), folder=folder).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, timeout=120, check=False
+    )
     pid = int(done.stdout)
 
     def gone() -> bool:
