@@ -25,6 +25,7 @@ COMMANDS = {
     "optimize": "search for the best plan and write it to a file",
     "run": "run an unmodified training command under a plan",
     "decisions": "say what a run that follows its network decided, and why",
+    "coordinate": "coordinate a job whose workers average in groups",
     "probe": "measure latency and rate of a job's links",
     "lab": "run a command on an emulated cluster on this machine",
 }

@@ -91,7 +91,7 @@ def _check_buffers(model: nn.Module, found: Cut) -> None:
         if len(stages[id(buffer)]) > 1:
             raise UnsupportedError(
                 "several stages share a buffer", got=name, expected="buffers that one stage has",
-                fix="Construct a module for each place in the Sequential, or begin the next stage behind the last of them.",
+                fix="Construct a module for each place in the Sequential, or cut behind the last.",
             )  # fmt: skip
 
 

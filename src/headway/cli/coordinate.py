@@ -1,0 +1,96 @@
+"""``headway coordinate``: the coordinator of a job whose workers average in groups."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from headway import files
+
+DEFAULT_LISTEN = "127.0.0.1:29650"
+
+
+@click.command()
+@click.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, show_default=True,
+              help="Where workers reach it; port 0 takes a free one.")  # fmt: skip
+@click.option("--secret-file", type=click.Path(path_type=Path, dir_okay=False),
+              help="What workers have to know; needed on any address but loopback.")  # fmt: skip
+@click.option("--new-secret", type=click.Path(path_type=Path, dir_okay=False),
+              help="Write a new secret into this file, and end.")  # fmt: skip
+@click.option("--journal", type=click.Path(path_type=Path, dir_okay=False),
+              help="Keep in this file what has to outlive a crash, and go on from it.")  # fmt: skip
+@click.option("--lease", metavar="TIME", default="10s", show_default=True,
+              help="Workers that are silent for so long are taken for dead.")  # fmt: skip
+@click.option("--generator", metavar="NAME[:OPTION=VALUE,…]", default="first-come", show_default=True,
+              help="Which workers average together.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True,
+              help="Of what the generator draws.")  # fmt: skip
+@click.option(
+    "--metrics", metavar="[HOST:]PORT", help="Serve metrics for Prometheus there; on loopback by default."
+)
+@click.option("--json", "as_json", is_flag=True, help="Say the address as one line of JSON.")
+@click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
+def coordinate(
+    listen: str,
+    secret_file: Path | None,
+    new_secret: Path | None,
+    journal: Path | None,
+    lease: str,
+    generator: str,
+    seed: int,
+    metrics: str | None,
+    as_json: bool,
+    with_parent: bool,
+) -> None:
+    """Coordinate a job whose workers average in groups, until SIGTERM or SIGINT.
+
+    headway coordinate --listen 10.0.0.1:29650 --secret-file secret --journal job.journal
+
+    The first line on stdout says the address. After a crash, start it again with the same options: workers train
+    on alone meanwhile, and come back by themselves.
+    """
+    from headway.coordination.secret_file import read_secret, write_secret
+    from headway.coordination.service.generator_choice import GeneratorChoice
+    from headway.coordination.service.observer import Observer
+    from headway.coordination.service.options import ServiceOptions
+    from headway.coordination.service.prometheus import MetricsPort, PrometheusObserver
+    from headway.coordination.service.running import serve
+    from headway.units import parse_duration_s
+
+    if new_secret:
+        write_secret(new_secret)
+        click.echo(f"secret written to {new_secret}")
+        return
+    choice = GeneratorChoice.parse(generator, seed)
+    options = ServiceOptions(
+        lease_s=parse_duration_s(lease, "lease"),
+        journal=journal,
+        secret=read_secret(secret_file) if secret_file else None,
+    )
+    observer, port = Observer(), None
+    if metrics:
+        observer = PrometheusObserver()
+        port = MetricsPort(observer, *_metrics_address(metrics))
+
+    def ready(address: str) -> None:
+        if as_json:
+            said = files.document("coordinator", address=address, metrics_port=port.port if port else None)
+            text = json.dumps(said)
+        else:
+            text = f"coordinator at {address}" + (f", metrics on port {port.port}" if port else "")
+        print(text, flush=True, file=sys.stdout)
+
+    try:
+        serve(listen, choice, options, observer, ready, until_input_ends=with_parent)
+    finally:
+        if port:
+            port.close()
+
+
+def _metrics_address(text: str) -> tuple[str, int]:
+    from headway.coordination.transport import parse_address
+
+    return parse_address(text if ":" in text else f"127.0.0.1:{text}", "the address of metrics")

@@ -1,0 +1,1 @@
+"""The coordinator of a job: which workers average together, and whether they did."""

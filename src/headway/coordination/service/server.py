@@ -1,0 +1,207 @@
+"""The server of a coordinator: gRPC, one bidirectional stream a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from headway.coordination import messages, transport
+from headway.coordination.service.journal import Journal
+from headway.coordination.service.ledger import Ledger, MakeGenerator
+from headway.coordination.service.observer import Observer
+from headway.coordination.service.options import SPARE_CONNECTIONS, ServiceOptions
+from headway.coordination.service.service import Service, ServiceFailedError
+from headway.coordination.service.stream import RefusedError, Stream
+from headway.errors import CommunicationError, UserError
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+Context = Any
+"""A ``grpc.aio.ServicerContext``: gRPC has no types."""
+STOP_S = 1.0
+_log = logging.getLogger("headway")
+
+
+class Server:
+    """A coordinator that listens. ``make_generator`` makes that which ``description`` names, with its options."""
+
+    def __init__(
+        self,
+        make_generator: MakeGenerator,
+        description: str,
+        options: ServiceOptions,
+        observer: Observer | None = None,
+    ) -> None:
+        transport.require_grpc()
+        self._make_generator, self._description = make_generator, description
+        self._options = options
+        self._observer = observer or Observer()
+        self._journal: Journal | None = None
+        self._service: Service | None = None
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self, listen: str) -> None:
+        """Listen on HOST:PORT; port 0 takes a free one. Raises UserError where that cannot be done."""
+        host, port = transport.parse_address(listen, "the address to listen on")
+        transport.check_secret(host, self._options.secret)
+        try:
+            self._service = Service(
+                self._ledger(),
+                self._journal,
+                self._options.lease_s,
+                self._options.max_workers,
+                self._observer,
+            )
+            self._server = self._listening(host, port)
+            with suppress(ServiceFailedError):  # ``failure`` says so
+                self._service.begin()
+            await self._server.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def failure(self) -> Exception:
+        """Waits until the coordinator cannot go on; returns why."""
+        assert self._service is not None
+        return await asyncio.shield(self._service.failed)
+
+    async def stop(self) -> None:
+        """Close every connection and the journal."""
+        if self._service:
+            self._service.end()
+        if self._server:
+            await self._server.stop(STOP_S)
+        if self._journal:
+            journal, self._journal = self._journal, None
+            with suppress(OSError):
+                journal.close()
+
+    def _ledger(self) -> Ledger:
+        job = secrets.token_hex(4)
+        if self._options.journal is None:
+            return Ledger(self._make_generator, job)
+        self._journal = Journal(self._options.journal, self._description)
+        return self._journal.open(self._make_generator, job)
+
+    def _listening(self, host: str, port: int) -> grpc.aio.Server:
+        import grpc.aio
+
+        options = self._options
+        connections = options.max_workers + SPARE_CONNECTIONS
+        server = grpc.aio.server(
+            options=transport.server_options(options.handshake_s, options.idle_s, connections),
+            maximum_concurrent_rpcs=connections,
+        )
+        method = grpc.stream_stream_rpc_method_handler(self._connect)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(transport.SERVICE, {transport.METHOD: method}),)
+        )
+        target = transport.format_address(host, port)
+        try:
+            if options.secret is None:
+                bound = server.add_insecure_port(target)
+            else:
+                from headway.coordination.certificates import server_credentials
+
+                bound = server.add_secure_port(target, server_credentials(options.secret))
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise UserError(
+                f"cannot listen on {target}", expected="an address of this machine with a free port",
+                fix="Choose another port, or 0 for a free one.",
+            )  # fmt: skip
+        self.address = transport.format_address(host, bound)
+        return server
+
+    async def _connect(self, _requests: Any, context: Context) -> None:
+        """Serve one worker until its connection ends."""
+        import grpc
+
+        assert self._service is not None
+        stream = Stream()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self._greet(context, stream)
+            tasks = [
+                asyncio.create_task(self._read(context, stream)),
+                asyncio.create_task(_write(context, stream)),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except RefusedError as refused:
+            status, words = refused.refusal
+            _log.info("connection from %s ends: %s", context.peer(), words)
+            await context.abort(grpc.StatusCode[status], words)
+        except messages.MalformedError as failure:
+            _log.warning("malformed message from %s: %s", context.peer(), failure)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed message: {failure}")
+        except ServiceFailedError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot go on")
+        finally:
+            for task in tasks:
+                task.cancel()
+            with suppress(ServiceFailedError):
+                self._service.lost(stream)
+
+    async def _greet(self, context: Context, stream: Stream) -> None:
+        import grpc.aio
+
+        assert self._service is not None
+        try:
+            first = await asyncio.wait_for(context.read(), self._options.handshake_s)
+        except TimeoutError:
+            raise RefusedError("DEADLINE_EXCEEDED", "nobody said hello") from None
+        if first is grpc.aio.EOF:
+            raise RefusedError("INVALID_ARGUMENT", "nobody said hello")
+        hello = messages.for_coordinator(first)
+        if not isinstance(hello, messages.Hello):
+            raise RefusedError("INVALID_ARGUMENT", "the first message has to be hello")
+        self._service.welcome(hello, stream)
+
+    async def _read(self, context: Context, stream: Stream) -> None:
+        import grpc.aio
+
+        assert self._service is not None
+        while (data := await context.read()) is not grpc.aio.EOF:
+            self._service.heard(stream, messages.for_coordinator(data))
+
+
+async def _write(context: Context, stream: Stream) -> None:
+    while True:
+        await context.write(messages.encode(await stream.next()))
+
+
+class ServerThread:
+    """A coordinator in this process, on the thread of ``background``."""
+
+    def __init__(
+        self,
+        make_generator: MakeGenerator,
+        description: str,
+        options: ServiceOptions,
+        listen: str = "127.0.0.1:0",
+    ) -> None:
+        from headway.coordination import background
+
+        self._loop = background.loop()
+        self._server = Server(make_generator, description, options)
+        self._run(self._server.start(listen))
+        self.address = self._server.address
+
+    def close(self) -> None:
+        """End it."""
+        self._run(self._server.stop())
+
+    def _run(self, work: Any, timeout_s: float = 30.0) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            future.result(timeout_s)
+        except TimeoutError:
+            raise CommunicationError("the coordinator did not answer in time") from None

@@ -1,0 +1,302 @@
+"""The coordinator: hears workers, tells the ledger, and tells workers what follows; leases, waking, and the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headway.coordination import messages
+from headway.coordination.generator import Worker
+from headway.coordination.membership import GroupStart, Member
+from headway.coordination.service import events
+from headway.coordination.service.journal import Journal
+from headway.coordination.service.leases import Leases
+from headway.coordination.service.ledger import Decision, Ledger, Said
+from headway.coordination.service.observer import Observer
+from headway.coordination.service.outbox import Outbox
+from headway.coordination.service.stream import RefusedError, Stream
+
+_log = logging.getLogger("headway")
+
+
+class ServiceFailedError(Exception):
+    """The journal cannot be written, or a generator has failed: nothing more may be promised."""
+
+
+class _JobClock:
+    """The job's clock goes on where the journal has seen it last."""
+
+    def __init__(self, begins_ns: int) -> None:
+        self._offset_ns = begins_ns - time.monotonic_ns()
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() + self._offset_ns
+
+
+@dataclass(slots=True)
+class _Times:
+    """When things began, for whoever watches."""
+
+    asked: dict[Worker, float] = field(default_factory=dict)
+    started: dict[int, float] = field(default_factory=dict)
+
+
+class Service:
+    """Serves one job on one event loop. ``failed`` is set where it cannot go on."""
+
+    def __init__(
+        self, ledger: Ledger, journal: Journal | None, lease_s: float, max_workers: int, observer: Observer
+    ) -> None:
+        self._ledger, self._journal, self._observer = ledger, journal, observer
+        self._leases = Leases(lease_s)
+        self._max_workers = max_workers
+        self._clock = _JobClock(ledger.now_ns)
+        self._streams: dict[Worker, Stream] = {}
+        self._times = _Times()
+        self._outbox = Outbox(self._sync, observer.synced)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._waking: asyncio.TimerHandle | None = None
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def begin(self) -> None:
+        """Begin to serve: workers that the journal knows have a lease to come back in."""
+        now = time.monotonic()
+        for member in self._ledger.members:
+            self._leases.renew(member.worker, now)
+        self._apply(events.Booted(now_ns=self._clock.now_ns(), boot=secrets.token_hex(4)))
+        for member in self._ledger.members:  # whoever waited has no connection any more
+            self._withdraw(member.worker)
+        for work in (self._outbox.run(), self._look()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
+
+    def end(self) -> None:
+        """End, whatever is held back unsaid; the journal has it."""
+        if self._waking:
+            self._waking.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams.values():
+            stream.close("UNAVAILABLE", "the coordinator ends")
+
+    def welcome(self, hello: messages.Hello, stream: Stream) -> None:
+        """A worker has said who it is. Raises RefusedError where it cannot be a member."""
+        if hello.protocol != messages.PROTOCOL:
+            raise RefusedError(
+                "FAILED_PRECONDITION",
+                f"worker and coordinator are of different versions of Headway: protocol {hello.protocol}, "
+                f"expected {messages.PROTOCOL}",
+            )
+        worker = hello.member.worker
+        resumed = self._is_same(hello)
+        if resumed:
+            if before := self._streams.pop(worker, None):
+                before.close("ABORTED", "the worker has another connection")
+            self._withdraw(worker)
+        else:
+            self._join(hello)
+        self._streams[worker] = stream
+        stream.worker = worker
+        self._leases.renew(worker, time.monotonic())
+        own = self._ledger.member(worker)
+        assert own is not None
+        running = self._ledger.running_with(own)
+        self._outbox.say(
+            stream,
+            messages.Welcome(
+                incarnation=own.incarnation,
+                resumed=resumed,
+                lease_s=self._leases.lease_s,
+                members=[messages.MemberModel.of(each) for each in self._ledger.members if each != own],
+                running=messages.Start.of(running) if running else None,
+            ),
+        )
+        self._observer.joined(worker, resumed=resumed)
+        self._observer.members(len(self._ledger.members))
+
+    def heard(self, stream: Stream, message: messages.AnyToCoordinator) -> None:
+        """A member has said something. Raises RefusedError where it may not say that."""
+        begun = time.monotonic()
+        worker = stream.worker
+        if worker is None or self._streams.get(worker) is not stream:
+            return  # it has another connection, or its lease has ended: what closes this one is on its way
+        self._leases.renew(worker, begun)
+        match message:
+            case messages.Ask():
+                self._times.asked.setdefault(worker, begun)
+                asked = events.Asked(now_ns=self._clock.now_ns(), worker=worker, iteration=message.iteration)
+                self._apply(asked)
+            case messages.Vote():
+                self._vote(worker, stream, message)
+            case messages.AskOutcome():
+                self._answer(stream, message.number, message.key)
+            case messages.Beat():
+                self._beat(worker, stream, message)
+            case messages.Leave():
+                self._leave(worker, "left")
+            case messages.Hello():
+                raise RefusedError("INVALID_ARGUMENT", "hello is said once")
+        self._observer.heard(message.kind, time.monotonic() - begun)
+
+    def lost(self, stream: Stream) -> None:
+        """A connection has ended."""
+        worker = stream.worker
+        if worker is not None and self._streams.get(worker) is stream:
+            del self._streams[worker]
+            self._withdraw(worker)
+
+    def _is_same(self, hello: messages.Hello) -> bool:
+        """Whether the membership that a worker had goes on."""
+        member = self._ledger.member(hello.member.worker)
+        place = (hello.member.address, hello.member.host)
+        return (
+            member is not None
+            and (member.address, member.host) == place
+            and self._ledger.session(member.worker) == hello.session
+        )
+
+    def _join(self, hello: messages.Hello) -> None:
+        worker = hello.member.worker
+        if self._ledger.member(worker):
+            if hello.member.incarnation and self._ledger.session(worker) != hello.session:
+                raise RefusedError(
+                    "FAILED_PRECONDITION", f"another process has taken the place of worker {worker}"
+                )
+            self._leave(worker, "replaced")
+        if len(self._ledger.members) >= self._max_workers:
+            raise RefusedError("RESOURCE_EXHAUSTED", f"there are {self._max_workers} workers already")
+        self._apply(
+            events.Joined(
+                now_ns=self._clock.now_ns(), worker=worker, session=hello.session,
+                address=hello.member.address, host=hello.member.host,
+            )
+        )  # fmt: skip
+
+    def _leave(self, worker: Worker, reason: events.Reason) -> None:
+        words = {
+            "left": "the worker has left",
+            "lease": "the worker was silent for too long, and is taken for dead",
+            "replaced": "another process has taken the worker's place",
+        }
+        if stream := self._streams.pop(worker, None):
+            stream.close("FAILED_PRECONDITION" if reason == "replaced" else "ABORTED", words[reason])
+        self._leases.drop(worker)
+        self._times.asked.pop(worker, None)
+        self._apply(events.Left(now_ns=self._clock.now_ns(), worker=worker, reason=reason))
+        self._observer.gone(worker, reason)
+        self._observer.members(len(self._ledger.members))
+
+    def _withdraw(self, worker: Worker) -> None:
+        self._times.asked.pop(worker, None)
+        if self._ledger.waits(worker):
+            self._apply(events.Withdrew(now_ns=self._clock.now_ns(), worker=worker))
+
+    def _vote(self, worker: Worker, stream: Stream, vote: messages.Vote) -> None:
+        member = self._ledger.member(worker)
+        assert member is not None
+        if self._ledger.may_vote(member, vote.number, vote.key):
+            self._apply(
+                events.Voted(
+                    now_ns=self._clock.now_ns(), worker=worker,
+                    number=vote.number, key=vote.key, reduced=vote.reduced,
+                )
+            )  # fmt: skip
+            return
+        self._answer(stream, vote.number, vote.key)
+
+    def _answer(self, stream: Stream, number: int, key: str | None) -> None:
+        committed, runs = self._ledger.decision(number, key), self._ledger.runs(number, key)
+        self._outbox.say(stream, messages.Decided(number=number, key=key, committed=committed, runs=runs))
+
+    def _beat(self, worker: Worker, stream: Stream, beat: messages.Beat) -> None:
+        self._outbox.say(stream, messages.Beaten(number=beat.number))
+        if beat.round_trip_s is not None:
+            self._observer.round_trip(beat.round_trip_s)
+        if beat.metrics:
+            self._observer.reported(worker, beat.metrics)
+
+    def _apply(self, event: events.AnyEvent) -> None:
+        if self.failed.done():
+            raise ServiceFailedError
+        try:
+            said = self._ledger.apply(event)
+            if self._journal:
+                self._journal.append(event, said)
+        except Exception as failure:
+            self._fail(failure)
+            raise ServiceFailedError from failure
+        for one in said:
+            self._tell(one)
+        self._plan_waking()
+
+    def _tell(self, said: Said) -> None:
+        now = time.monotonic()
+        running = self._ledger.running
+        message: messages.AnyToWorker
+        if isinstance(said, GroupStart):
+            message = messages.Start.of(said)
+            self._times.started[said.number] = now
+            self._observer.started(len(said.members), running)
+            for member in said.members:
+                self._observer.waited(now - self._times.asked.pop(member.worker, now))
+            if len(said.members) == 1:
+                del self._times.started[said.number]
+        else:
+            assert isinstance(said, Decision)
+            if self._journal:
+                self._outbox.hold()
+            message = messages.Decided(number=said.number, key=said.key, committed=said.committed)
+            took_s = now - self._times.started.pop(said.number, now)
+            self._observer.decided(said.committed, took_s, running)
+        self._say_to(said.members, message)
+
+    def _say_to(self, members: Sequence[Member], message: messages.AnyToWorker) -> None:
+        for member in members:
+            if stream := self._streams.get(member.worker):
+                self._outbox.say(stream, message)
+
+    def _plan_waking(self) -> None:
+        if self._waking:
+            self._waking.cancel()
+            self._waking = None
+        wake_ns = self._ledger.wake_ns
+        if wake_ns is not None:
+            wait_s = max(0, wake_ns - self._clock.now_ns()) / 1e9
+            self._waking = asyncio.get_running_loop().call_later(wait_s, self._wake)
+
+    def _wake(self) -> None:
+        self._waking = None
+        now_ns, wake_ns = self._clock.now_ns(), self._ledger.wake_ns
+        try:
+            if wake_ns is not None and wake_ns <= now_ns:
+                self._apply(events.Woke(now_ns=now_ns))
+            else:
+                self._plan_waking()
+        except ServiceFailedError:
+            pass  # ``failed`` is set
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._leases.look_s)
+            for worker in self._leases.ended(time.monotonic()):
+                _log.warning("worker %d was silent for too long, and is taken for dead", worker)
+                self._leave(worker, "lease")
+            if self._journal and self._journal.is_due and not self._outbox.is_syncing:
+                self._journal.compact(self._ledger)
+
+    def _sync(self) -> None:
+        assert self._journal is not None
+        self._journal.sync()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()):
+            self._fail(failure if isinstance(failure, Exception) else RuntimeError(str(failure)))
+
+    def _fail(self, failure: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_result(failure)

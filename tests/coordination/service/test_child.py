@@ -1,0 +1,84 @@
+"""A coordinator as a child process: it starts, is started again after a crash, and ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests import limits
+
+from headway.coordination.client import CoordinatorClient
+from headway.coordination.membership import Member
+from headway.coordination.service.child import CoordinatorProcess, from_environment
+from headway.coordination.service.generator_choice import GeneratorChoice
+from headway.errors import LaunchError
+
+pytestmark = pytest.mark.processes
+
+
+def wait_until(what: Callable[[], bool], limit_s: float = 30) -> None:
+    limit = limits.Limit(limit_s)
+    while not what():
+        assert not limit.over(), "it does not happen"
+        time.sleep(0.01)
+
+
+def test_it_serves_and_is_started_again_where_it_was_killed(tmp_path: Path) -> None:
+    process = CoordinatorProcess(GeneratorChoice("all"), folder=tmp_path)
+    try:
+        assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+        client = CoordinatorClient(process.address, process.secret)
+        client.join(Member(0, 0, "a:1", "a"), limits.stretched(20))
+        first = process.pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: process.pid != first)
+        wait_until(lambda: client.is_reachable)
+        client.ask(0)
+        assert client.granted(limits.stretched(20)) is not None
+        assert (client.incarnation, client.rejoined) == (1, 0)
+        client.leave()
+    finally:
+        process.close()
+
+
+def test_workers_find_it_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert from_environment() is None
+    process = CoordinatorProcess(GeneratorChoice("random", {"group_size": 2}))
+    try:
+        for name, value in process.environment().items():
+            monkeypatch.setenv(name, value)
+        assert from_environment() == (process.address, process.secret)
+    finally:
+        process.close()
+
+
+def test_what_does_not_start_says_why() -> None:
+    with pytest.raises(LaunchError, match="cannot listen on"):
+        CoordinatorProcess(GeneratorChoice("all"), host="192.0.2.1")
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from headway.coordination.service.child import CoordinatorProcess\n"
+        "from headway.coordination.service.generator_choice import GeneratorChoice\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "print(CoordinatorProcess(GeneratorChoice('all'), folder=folder).pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, timeout=120, check=False
+    )
+    pid = int(done.stdout)
+
+    def gone() -> bool:
+        return not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+    wait_until(gone)
