@@ -28,12 +28,12 @@ def test_it_trains_as_one_process_does(found: list[dict[str, Any]], name: str) -
 
 SIDE_BY_SIDE = {
     "ddp": ({"pipeline": 3, "data": 2}, {}, cases.SIDE_BY_SIDE),
-    "ddp, data first": ({"data": 2, "pipeline": 3}, {"name": "ddp", "bucket_cap_mb": 0}, cases.SIDE_BY_SIDE[::4]),
+    "ddp, data first": ({"data": 2, "pipeline": 3}, {"name": "ddp", "bucket_cap_mb": 0}, cases.SIDE_BY_SIDE[::8]),
     "parameters gathered": (
-        {"data": 2, "pipeline": 3}, {"name": "decoupled", "gather": "parameters"}, cases.SIDE_BY_SIDE,
+        {"data": 2, "pipeline": 3}, {"name": "decoupled", "gather": "parameters"}, cases.SIDE_BY_SIDE[1::2],
     ),
     "gradients gathered": (
-        {"pipeline": 3, "data": 2}, {"name": "decoupled", "gather": "gradients"}, cases.SIDE_BY_SIDE[::2],
+        {"pipeline": 3, "data": 2}, {"name": "decoupled", "gather": "gradients"}, cases.SIDE_BY_SIDE[2::5],
     ),
 }  # fmt: skip
 
@@ -82,4 +82,32 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
         assert "modules that the model does not have; got head" in said["strange points"]
         assert "do not cut the model into as many stages" in said["points in another order"]
         assert "do not cut the model into as many stages" in said["one point"]
+        assert "a pipeline takes one tensor as the target; got tuple" in said["two targets"]
+        assert "2-norm of all of them alone; got 1 of the 2 parameters" in said["a part is clipped"]
+        assert "norm_type=inf" in said["another norm"]
         assert "the optimizer updates no parameter of the model" in said["another optimizer"]
+
+
+def test_meshes_and_batches_that_do_not_fit_are_refused() -> None:
+    found = workers.run(4, f"{CASES}:refused_on_meshes", timeout_s=60)
+    assert "the plan is for another stage 1" in found[3]["a plan for another model"]
+    for said in found:
+        assert (
+            "the mesh has other dimensions than pipelines have; got 'stages', 'data'" in said["other names"]
+        )
+        assert "dimensions without names" in said["no names"]
+        assert "the mesh does not have every rank of the job; got 2 ranks" in said["fewer ranks"]
+        assert "mesh is no mesh; got dict" in said["no mesh"]
+        assert "nothing says which ranks are a pipeline" in said["nothing said"]
+        assert "got 4 ranks and 3 stages" in said["three stages"]
+        assert "halved" in said["halved backwards"]
+        assert "mesh is for pipelines alone" in said["no pipeline"]
+        assert "the mesh is not the one that the plan is for; got 2 data x 2 pipeline" in said["another plan"]
+        assert "the plan is for another world size; got 4 workers" in said["a larger plan"]
+        assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes"]
+        assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes later"]
+        assert (
+            "requires_grad of 0.weight was changed" in said["frozen later"]
+            or "nothing" in said["frozen later"]
+        )
+        assert said["by its split points"] == said["by its plan"] == "trained"

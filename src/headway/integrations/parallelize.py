@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ def _pipelined(
     mesh: DeviceMesh | None,
 ) -> nn.Module:
     import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     from headway.strategies.data_parallel.module_spec import model_spec
     from headway.strategies.pipeline.placement import placed
@@ -108,7 +110,10 @@ def _pipelined(
     placement = placed(strategy, mesh, plan.mesh if isinstance(plan, Plan) else None, device)
 
     def replicate(stage: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        return plugin_of(data).wrap(stage, data, process_group=group, broadcast_buffers=False)
+        # Buffers are shared once a step, and not at every micro-batch's forward.
+        options = inspect.signature(DistributedDataParallel.__init__).parameters
+        shares = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
+        return plugin_of(data).wrap(stage, data, process_group=group, **{shares: False})
 
     found = pipelined(model, optimizer, order, loss_fn, example, placement=placement, replicate=replicate)
     if isinstance(plan, Plan):

@@ -30,10 +30,10 @@ Watcher = Callable[[str, Sequence[torch.Tensor], int, int, bool], None]
 
 
 class _Seams:
-    """Who is asked and who is told; one of each a process."""
+    """Who is asked and who is told."""
 
     installed = False
-    clipping: Clipping | None = None
+    clipping: tuple[Clipping, ...] = ()
     unscaling: torch_private.Unscaling | None = None
     watcher: Watcher | None = None
     depth = 0  # of the replaced functions that are running
@@ -53,7 +53,8 @@ def watch_reads(watcher: Watcher | None) -> None:
 def answer_clipping(clipping: Clipping) -> None:
     """Have ``clipping`` asked first whenever gradients are clipped by norm, from now on."""
     install()
-    _Seams.clipping = clipping
+    if clipping not in _Seams.clipping:
+        _Seams.clipping += (clipping,)
 
 
 def answer_unscaling(unscaling: torch_private.Unscaling) -> None:
@@ -99,8 +100,8 @@ def _clip_grad_norm(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         given = _listed(parameters)
 
         def clip() -> _Done:
-            if _Seams.clipping is not None and math.isfinite(max_norm):
-                norm = _Seams.clipping(given, float(max_norm), float(norm_type), error_if_nonfinite)
+            for clipping in _Seams.clipping if math.isfinite(max_norm) else ():
+                norm = clipping(given, float(max_norm), float(norm_type), error_if_nonfinite)
                 if norm is not None:
                     return _Done(norm, sharded=True)
             return _Done(stock(given, max_norm, norm_type, error_if_nonfinite, foreach))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.pipeline.agreement import differing, together
+from headway.strategies.pipeline.clipping import watch_clipping
 from headway.strategies.pipeline.cutting import Cut, cut
 from headway.strategies.pipeline.evaluating import Evaluation
 from headway.strategies.pipeline.placement import Placement
@@ -75,6 +76,7 @@ class PipelinedModel(nn.Module):
             partial(self._made_stage, self.stage), strategy.micro_batches, self._place.group, self._device
         )
         self.steps = PipelineSteps(self._schedule)
+        watch_clipping(self)
 
     def _made_stage(self, module: nn.Module) -> PipelineStage:
         told = self._cut.arguments(self._rank)
@@ -88,7 +90,7 @@ class PipelinedModel(nn.Module):
             expected="model.train_step(batch, target), or model.evaluate(batch)",
         )
 
-    def train_step(self, batch: Any, target: torch.Tensor) -> torch.Tensor:
+    def train_step(self, batch: Any, target: torch.Tensor | None) -> torch.Tensor:
         """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
 
         Only the first rank of a pipeline uses ``batch``, of shape (samples, …), and only the last one ``target``. A
@@ -96,11 +98,21 @@ class PipelinedModel(nn.Module):
         pipelines. Gradients are added to those that are there, as ``backward`` does. Raises UserError where the batch
         cannot be split evenly, and where pipelines are given batches of other sizes.
         """
+        if not isinstance(target, torch.Tensor | None):
+            raise UnsupportedError(
+                "a pipeline takes one tensor as the target", got=type(target).__name__,
+                expected="a tensor whose first dimension is that of the batch",
+                fix="Stack or concatenate targets along another dimension, and take them apart in loss_fn.",
+            )  # fmt: skip
         inputs = self._inputs(batch, in_agreement=not self._have_begun)
         self._have_begun = True
         samples = tensors_in(inputs)[0].shape[0] if self._rank == 0 else 0
         self._replicas.begin_step(samples)
         losses: list[torch.Tensor] = []
+        # Gradients of earlier batches have been added up among stages already.
+        earlier = [(each, each.grad) for each, _ in self._shared if each.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
         if self._rank == 0:
             self._schedule.step(*inputs)
         elif self._rank == self._ranks - 1:
@@ -108,8 +120,10 @@ class PipelinedModel(nn.Module):
         else:
             self._schedule.step()
         self._sum_shared()
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros(())
-        return self._replicas.mean_of(loss.to(self._device, torch.float64), samples)
+        return self._replicas.mean_of(loss.to(self._device, torch.float64))
 
     def evaluate(self, batch: Any) -> Any:
         """The model's output for ``batch``, on the last rank of each pipeline; None on the others.
@@ -164,6 +178,11 @@ class PipelinedModel(nn.Module):
         # replicas have not yet added up before they have.
         found = self._loss_fn(self._cut.output(output, training=self.stage.training), target)
         return found / self._micro_batches
+
+    @property
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank's stage."""
+        return list(self.stage.parameters())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the 2-norm of those of all stages is at most ``max_norm``; returns what it was."""

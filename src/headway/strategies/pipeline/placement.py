@@ -41,11 +41,6 @@ class Placement:
         return len(self.ranks)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank has the first stage."""
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.stage == self.stages - 1

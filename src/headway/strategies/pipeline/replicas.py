@@ -25,7 +25,6 @@ class Replicas:
         self, stage: nn.Module, placement: Placement, replicate: Replicate | None, device: torch.device
     ) -> None:
         self._stage, self._place, self._device = stage, placement, device
-        self._is_first_step = True
         self._trained = self._trainable()
         self.wrapped = stage
         if placement.replicas is not None and self._trained:
@@ -33,10 +32,11 @@ class Replicas:
             self.wrapped = replicate(stage, placement.replicas)
 
     def begin_step(self, samples: int) -> None:
-        """Every rank calls it before a step that trains, with how many ``samples`` its pipeline is given, if it knows.
+        """Every rank calls it before a step that trains, with how many ``samples`` it gives its pipeline.
 
-        Raises UserError where other parameters are trained than were when the stage was wrapped; in the first step, on
-        every rank, also where pipelines are given other numbers of samples.
+        Raises UserError on every rank where pipelines are given other numbers: a mean over pipelines is that over
+        samples only where each has as many. Raises it too where other parameters are trained than when the stage was
+        wrapped, which replicas would not average.
         """
         if self._place.replicas is None:
             return
@@ -46,9 +46,17 @@ class Replicas:
                 got=f"requires_grad of {', '.join(sorted(changed)[:4])} was changed",
                 fix="Freeze parameters before headway.parallelize, or call it again on a new model.",
             )
-        if self._is_first_step:
-            self.mean_of(torch.zeros((), dtype=torch.float64, device=self._device), samples)
-        self._is_first_step = False
+        counts = torch.zeros(self._place.pipelines, dtype=torch.int64, device=self._device)
+        counts[self._place.pipeline] = samples
+        dist.all_reduce(counts)
+        given = counts.tolist()
+        if len(set(given)) > 1:
+            raise UserError(
+                "pipelines were given batches of other sizes",
+                got=", ".join(f"{each} samples" for each in given),
+                expected="as many samples for each pipeline",
+                fix="Give every pipeline as large a part of the batch (drop_last=True in a DataLoader).",
+            )
         self.share_buffers()
 
     def share_buffers(self) -> None:
@@ -59,27 +67,11 @@ class Replicas:
             for buffer in self._stage.buffers():
                 dist.broadcast(buffer, self._place.ranks[0][self._place.stage], group=self._place.replicas)
 
-    def mean_of(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
-        """The mean over pipelines of ``loss``, which their last ranks know, where the first have as many ``samples``.
-
-        Raises UserError on every rank where they have other numbers: a mean over pipelines is that over samples only
-        where each has as many.
-        """
-        counts = [0.0] * self._place.pipelines
-        if self._place.is_first:
-            counts[self._place.pipeline] = float(samples)
+    def mean_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over pipelines of ``loss``, which their last ranks know, on every rank."""
         known = loss if self._place.is_last else torch.zeros_like(loss)
-        found = torch.cat([known.reshape(1), torch.tensor(counts, dtype=loss.dtype, device=loss.device)])
-        dist.all_reduce(found)
-        given = [int(each) for each in found[1:].tolist()]
-        if len(set(given)) > 1:
-            raise UserError(
-                "pipelines were given batches of other sizes",
-                got=", ".join(f"{each} samples" for each in given),
-                expected="as many samples for each pipeline",
-                fix="Give every pipeline as large a part of the batch (drop_last=True in a DataLoader).",
-            )
-        return found[0] / self._place.pipelines
+        dist.all_reduce(known)
+        return known / self._place.pipelines
 
     def _trainable(self) -> frozenset[str]:
         return frozenset(name for name, each in self._stage.named_parameters() if each.requires_grad)

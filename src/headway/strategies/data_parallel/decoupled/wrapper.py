@@ -162,7 +162,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         return self.__dict__.get("_engine")
 
     @property
-    def reducer(self) -> GradientReducer:
+    def reducer(self) -> GradientReducer:  # type: ignore[override]
         """What torch's pipelines ask for before the last backward of a stage."""
         if self.engine is None:
             raise UnsupportedError("a copy of a decoupled model has no reducer")
