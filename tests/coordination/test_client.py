@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 from tests import limits
-from tests.coordination.generators import All
+from tests.coordination.simple_generators import All
 
 from headway.coordination.client import CoordinatorClient
 from headway.coordination.membership import Coordinator, GroupStart, Member

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 from tests import limits
-from tests.coordination.generators import All
+from tests.coordination.simple_generators import All
 
 from headway.coordination.certificates import identity
 from headway.coordination.client import CoordinatorClient

@@ -116,7 +116,7 @@ def test_what_it_decides_and_refuses() -> None:
         with pytest.raises(PlanError, match=said):
             refused.decide(of)
     with pytest.raises(ValueError, match="need ddp, not decoupled"):
-        MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy())  # type: ignore[arg-type]
+        MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy())
     with pytest.raises(UserError, match="as many workers as were recorded"):
         job.moved_to(job.on.resized(8))
 
