@@ -1,0 +1,1 @@
+"""Decentralised data parallelism: workers train on their own, and average their models in small groups."""
