@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 
 from headway.coordination.membership import Coordinator, GroupStart
@@ -70,19 +70,21 @@ class Undecided:
 class Averaging:
     """The averaging of one worker's tensors, which ``layout`` describes as they are at the moment of the call.
 
-    ``heard`` is told of each group's start. Two more copies of what is averaged are held, and a third while a decision
-    is not known.
+    ``heard`` is told of each group's start; tensors are changed inside ``writing``. Two more copies of what is averaged
+    are held, and a third while a decision is not known.
     """
 
     def __init__(
         self, rounds: Rounds, coordinator: Coordinator, layout: Callable[[], Layout], *, staleness: int,
         time_limit_s: float, observer: Observer | None, heard: Callable[[GroupStart], None],
+        writing: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._rounds, self._coordinator, self._layout = rounds, coordinator, layout
         self._staleness = staleness
         self._time_limit_s = time_limit_s
         self._observer = observer
         self._heard = heard
+        self._writing = writing
         self._flats: tuple[Flat, Flat] | None = None
         self._flight: tuple[Flight, int] | None = None
         self.undecided: Undecided | None = None
@@ -138,12 +140,14 @@ class Averaging:
             apart, size = copies.layout.distance(copies.own, copies.mean)
             found = replace(found, distance=apart, relative_distance=apart / size if size else 0.0)
         if found.ending is Ending.COMMITTED and not steps_since:
-            copies.layout.write(copies.mean)  # the same bits on all members
+            with self._writing():
+                copies.layout.write(copies.mean)  # the same bits on all members
         elif found.ending in (Ending.COMMITTED, Ending.UNCERTAIN):
             copies.mean.subtract_(copies.own)
             if found.ending is Ending.COMMITTED:
                 layout = self._layout()  # tensors may have moved since
-                (layout if layout.digest == copies.layout.digest else copies.layout).add(copies.mean)
+                with self._writing():
+                    (layout if layout.digest == copies.layout.digest else copies.layout).add(copies.mean)
             else:
                 self.undecided = Undecided(found, copies.layout.digest, copies.mean)
                 self._flats = None
@@ -165,7 +169,8 @@ class Averaging:
         apply = bool(outcome) and layout.digest == undecided.layout
         reason = "the group did not take the mean" if outcome is False else "nobody knows the decision"
         if apply:
-            layout.add(undecided.change)
+            with self._writing():
+                layout.add(undecided.change)
         ended = replace(
             undecided.round, ending=Ending.COMMITTED if apply else Ending.ABORTED,
             staleness=iteration - undecided.round.iteration,

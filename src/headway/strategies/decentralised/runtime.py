@@ -141,7 +141,7 @@ class PartialAllReduce(nn.Module):
         self._rounds = Rounds(rank, coordinator, self._contexts, time_limit_s)
         self._averaging = Averaging(
             self._rounds, coordinator, self._layout, staleness=staleness, time_limit_s=time_limit_s, observer=observer,
-            heard=self._heard,
+            heard=self._heard, writing=self._snapshots.writing,
         )  # fmt: skip
         self._stepping = Stepping(module, self._bound, self._before_step, self._after_step)
         try:
@@ -163,9 +163,7 @@ class PartialAllReduce(nn.Module):
 
     def flush(self) -> None:
         """Finish the averaging in flight, so that the parameters are what the next step would begin with."""
-        self._snapshots.resume()
         self._averaging.flush(self.iteration)
-        self._snapshots.rest()
 
     def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
         """Leave the groups and end with the same model as all: the mean over all live workers, or ``source``'s.
@@ -200,11 +198,10 @@ class PartialAllReduce(nn.Module):
 
         Raises UserError where it is no checkpoint of this model.
         """
-        self._snapshots.resume()
         self._averaging.drop()
-        self.iteration = checkpoint.restore(state, self.module, self._stepping.optimizer)
+        with self._snapshots.writing():
+            self.iteration = checkpoint.restore(state, self.module, self._stepping.optimizer)
         self._awaited = None
-        self._snapshots.rest()
 
     def close(self, *, leave: bool = True) -> None:
         """Leave the job without a last mean; the model is this worker's own."""
@@ -244,8 +241,8 @@ class PartialAllReduce(nn.Module):
 
     def _after_step(self) -> None:
         self.iteration += 1
-        self._averaging.after_step(self.iteration)
         self._snapshots.rest()
+        self._averaging.after_step(self.iteration)
 
     def _heard(self, start: GroupStart) -> None:
         self._known.add(start.members)

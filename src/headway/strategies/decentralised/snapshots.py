@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -13,7 +14,8 @@ T = TypeVar("T")
 class Snapshots(Generic[T]):
     """Has ``take`` called when nothing changes: by whoever asks while training rests, else by the thread that trains.
 
-    Training rests from ``rest`` to ``resume``: between a step and the next forward.
+    Training rests from ``rest`` to ``resume``: between a step and the next forward, but for ``writing``. So a worker
+    that waits for its group gives snapshots, even to the workers that its group waits for.
     """
 
     def __init__(self, take: Callable[[], T]) -> None:
@@ -38,6 +40,15 @@ class Snapshots(Generic[T]):
         """Things change from now on; returns once no snapshot is being taken."""
         with self._changed:
             self._resting = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Things change inside the block, and nowhere before or after it."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.rest()
 
     def close(self) -> None:
         """Give no more snapshots."""
