@@ -18,7 +18,7 @@ MAX_KNOWN = 65536
 
 
 class Known:
-    """The latest incarnation of every other worker: those there at the joining, met in groups, or that said hello."""
+    """Every other worker as it was last heard of: there at the joining, met in groups, or because it said hello."""
 
     def __init__(self, own: Member, server: PeerServer) -> None:
         self._own = own
@@ -31,11 +31,9 @@ class Known:
         return [member for _, member in sorted(dict(self._members).items())]
 
     def add(self, members: Iterable[Member]) -> None:
-        """Remember where ``members`` are, unless a later incarnation is known."""
+        """Remember where ``members`` are now."""
         for member in members:
-            before = self._members.get(member.worker)
-            newer = before is None or before.incarnation <= member.incarnation
-            if member.worker != self._own.worker and newer and len(self._members) < MAX_KNOWN:
+            if member.worker != self._own.worker and len(self._members) < MAX_KNOWN:
                 self._members[member.worker] = member
 
     def say_hello(self, peers: Peers) -> None:

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import atexit
 import socket
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,35 +24,27 @@ from headway.coordination.generator import Worker
 from headway.coordination.membership import Coordinator, GroupStart, Member
 from headway.errors import UnsupportedError, UserError
 from headway.rpc.interface import job_address
-from headway.rpc.trusted import new_secret
 from headway.scheduling.groups import GroupSchedule
-from headway.strategies.decentralised import checkpoint, joining
+from headway.strategies.decentralised import checkpoint, joining, scheduled
 from headway.strategies.decentralised.averaged import Layout, Policy, check_module
 from headway.strategies.decentralised.averaging import Averaging, Observer
 from headway.strategies.decentralised.contexts import CAPACITY, Contexts
 from headway.strategies.decentralised.finishing import Finished, Finishing
 from headway.strategies.decentralised.joining import WorkerState
 from headway.strategies.decentralised.known import Known
+from headway.strategies.decentralised.options import (
+    JOIN_LIMIT_S,
+    TIME_LIMIT_S,
+    LearningRate,
+    Progress,
+    check_bare,
+    check_options,
+)
 from headway.strategies.decentralised.peers import Peers, PeerServer
 from headway.strategies.decentralised.rounds import Rounds
 from headway.strategies.decentralised.scheduled import ScheduledCoordinator
 from headway.strategies.decentralised.snapshots import Snapshots
 from headway.strategies.decentralised.stepping import Stepping
-
-TIME_LIMIT_S = 30.0
-JOIN_LIMIT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far training has come, for a learning rate: ``iteration`` counts this worker's own steps, ``group_iteration``
-    is the mean of those that the members of its last group had made."""
-
-    iteration: int
-    group_iteration: float
-
-
-LearningRate = Callable[[Progress], float]
 
 
 class PartialAllReduce(nn.Module):
@@ -65,7 +54,8 @@ class PartialAllReduce(nn.Module):
     own. ``state_dict()`` has the names of DistributedDataParallel. Call ``finish()`` at the end of training.
 
     ``coordinator`` decides who averages with whom; a ``GroupSchedule`` says it for good, for the ranks of the default
-    process group. ``worker`` is this worker's number, ``incarnation`` must grow when it comes back, and ``host`` is the
+    process group. ``worker`` is this worker's number, ``incarnation`` grows when it comes back, unless the
+    coordinator counts that, and ``host`` is the
     address of this machine that peers reach. ``secret`` is the job's, the same on all workers.
 
     - ``staleness``: 0, training stands still while a group averages, or 1, it goes on meanwhile (``averaging``).
@@ -89,7 +79,7 @@ class PartialAllReduce(nn.Module):
         optimizer: Optimizer | None = None,
         *,
         worker: Worker | None = None,
-        incarnation: int | None = None,
+        incarnation: int = 0,
         host: str | None = None,
         secret: bytes | None = None,
         staleness: int = 0,
@@ -103,8 +93,8 @@ class PartialAllReduce(nn.Module):
         observer: Observer | None = None,
     ) -> None:
         super().__init__()
-        _check_options(staleness, moments, buffers, initial, time_limit_s)
-        _check_whole(module)
+        check_options(staleness, moments, buffers, initial, time_limit_s)
+        check_bare(module)
         check_module(module)
         self.module = module
         self.iteration = 0
@@ -113,28 +103,28 @@ class PartialAllReduce(nn.Module):
         self._awaited: WorkerState | None = None  # of an optimizer that has not been seen yet
         self._closed = False
 
-        scheduled = isinstance(coordinator, GroupSchedule)
-        rank = _rank_of(coordinator, worker)
-        host = host or job_address()
-        if secret is None:
-            secret = _shared_secret() if scheduled else None
+        rank = scheduled.number_of(coordinator, worker)
+        if secret is None and isinstance(coordinator, GroupSchedule):
+            secret = scheduled.shared_secret()
         if secret is None:
             raise UserError(
                 "there is no secret", expected="the job's, the same on all workers", fix="Pass secret=."
             )
-        self._server = PeerServer(host, secret)
+        self._server = PeerServer(host or job_address(), secret)
         self._peers = Peers(secret)
-        self.member = Member(
-            rank, time.time_ns() // 1_000_000 if incarnation is None else incarnation, self._server.address,
-            socket.gethostname(),
-        )  # fmt: skip
+        self.member = Member(rank, incarnation, self._server.address, socket.gethostname())
         self._known = Known(self.member, self._server)
         self._snapshots = Snapshots(self._state)
         self._server.handle("state", lambda c, _h, _p, deadline: joining.give(self._snapshots, c, deadline))
         self._finishing = Finishing(self.member, self._known, self._server, self._peers)
         if isinstance(coordinator, GroupSchedule):
             coordinator = ScheduledCoordinator(
-                coordinator, rank, torch_private.default_store(), _run_name(), self._server, self._peers
+                coordinator,
+                rank,
+                torch_private.default_store(),
+                scheduled.run_name(),
+                self._server,
+                self._peers,
             )
         self.coordinator: Coordinator = coordinator
         self._contexts = Contexts(self.member, self._server, self._peers, time_limit_s, kept_contexts)
@@ -292,65 +282,3 @@ def wrap(
 ) -> PartialAllReduce:
     """``PartialAllReduce(module, coordinator, optimizer, **options)``."""
     return PartialAllReduce(module, coordinator, optimizer, **options)
-
-
-def _check_options(staleness: int, moments: str, buffers: str, initial: str, time_limit_s: float) -> None:
-    if staleness not in (0, 1):
-        raise UnsupportedError(
-            "a mean may be none or one step old", got=f"staleness={staleness}", expected="0 or 1"
-        )
-    for name, value, allowed in (
-        ("moments", moments, ("local", "averaged")),
-        ("buffers", buffers, ("local", "averaged")),
-        ("initial", initial, ("peer", "own")),
-    ):
-        if value not in allowed:
-            raise UserError(f"{name} cannot be that", got=value, expected=" or ".join(allowed))
-    if not 0 < time_limit_s < float("inf"):
-        raise UserError("time_limit_s must be positive", got=time_limit_s)
-
-
-def _check_whole(module: nn.Module) -> None:
-    """Refuse a model that is wrapped for a group of processes: the coordinator would count each of them."""
-    if isinstance(module, (PartialAllReduce, nn.parallel.DistributedDataParallel)):
-        raise UnsupportedError(
-            "the model is already wrapped", got=type(module).__name__, expected="one process a worker",
-            fix="Pass its .module.",
-        )  # fmt: skip
-
-
-def _rank_of(coordinator: Coordinator | GroupSchedule, worker: Worker | None) -> Worker:
-    if not isinstance(coordinator, GroupSchedule):
-        if worker is None:
-            raise UserError("this worker has no number", fix="Pass worker=, a number of its own in the job.")
-        return worker
-    if not dist.is_available() or not dist.is_initialized():
-        raise UserError(
-            "there is no process group", expected="torch.distributed to be initialised",
-            fix="Call torch.distributed.init_process_group first, under torchrun.",
-        )  # fmt: skip
-    if dist.get_world_size() != coordinator.world_size:
-        raise UserError(
-            "the schedule is for another number of workers", got=dist.get_world_size(),
-            expected=str(coordinator.world_size),
-        )  # fmt: skip
-    return dist.get_rank()
-
-
-_runs = 0
-
-
-def _run_name() -> str:
-    """The same on all ranks, for each wrapped model of this process in turn."""
-    global _runs  # noqa: PLW0603 - counts in one process
-    _runs += 1
-    return f"headway/partial/{_runs}"
-
-
-def _shared_secret() -> bytes:
-    """A secret of the ranks of the default process group, from rank 0 by their store."""
-    store = torch_private.default_store()
-    key = f"headway/partial/{_runs + 1}/secret"
-    if dist.get_rank() == 0:
-        store.set(key, new_secret().hex())
-    return bytes.fromhex(store.get(key).decode())

@@ -9,10 +9,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-from headway.coordination.membership import GroupStart, Member
-from headway.errors import CommunicationError
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.coordination.generator import Worker
+from headway.coordination.membership import Coordinator, GroupStart, Member
+from headway.errors import CommunicationError, UserError
+from headway.rpc.trusted import new_secret
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.decentralised.known import as_json, member_from
 from headway.strategies.decentralised.peers import Peers, PeerServer, room_of
@@ -47,8 +53,6 @@ class ScheduledCoordinator:
 
     def join(self, member: Member, timeout_s: float) -> Sequence[Member]:
         """Meet all ranks of the schedule; returns those of lower numbers. Raises CommunicationError."""
-        from datetime import timedelta
-
         keys = [f"{self._run}/member/{rank}" for rank in range(self._schedule.world_size)]
         try:
             self._store.set(keys[self._rank], json.dumps(as_json(member)))
@@ -123,3 +127,41 @@ class ScheduledCoordinator:
 
     def leave(self) -> None:
         """Nothing: membership is fixed."""
+
+
+def number_of(coordinator: Coordinator | GroupSchedule, worker: Worker | None) -> Worker:
+    """This worker's number: as it is told, or its rank in the schedule. Raises UserError where there is none."""
+    if not isinstance(coordinator, GroupSchedule):
+        if worker is None:
+            raise UserError("this worker has no number", fix="Pass worker=, a number of its own in the job.")
+        return worker
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "there is no process group", expected="torch.distributed to be initialised",
+            fix="Call torch.distributed.init_process_group first, under torchrun.",
+        )  # fmt: skip
+    if dist.get_world_size() != coordinator.world_size:
+        raise UserError(
+            "the schedule is for another number of workers", got=dist.get_world_size(),
+            expected=str(coordinator.world_size),
+        )  # fmt: skip
+    return dist.get_rank()
+
+
+_runs = 0
+
+
+def run_name() -> str:
+    """The same on all ranks, for each wrapped model of this process in turn."""
+    global _runs  # noqa: PLW0603 - counts in one process
+    _runs += 1
+    return f"headway/partial/{_runs}"
+
+
+def shared_secret() -> bytes:
+    """A secret of the ranks of the default process group, from rank 0 by their store."""
+    store = torch_private.default_store()
+    key = f"headway/partial/{_runs + 1}/secret"
+    if dist.get_rank() == 0:
+        store.set(key, new_secret().hex())
+    return bytes.fromhex(store.get(key).decode())
