@@ -31,6 +31,9 @@ from headway.strategies.decentralised.rounds import mean_of
 COLLECTING = 0.5
 """Of the time limit, how much is waited for those who have not finished: the others must still get the mean."""
 
+CONNECT_S = 10.0
+"""Who does not answer a connection for so long is lost; whoever only has not finished does answer it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -139,7 +142,8 @@ class Finishing:
                 self._changed.notify_all()
 
     def _ask(self, member: Member, kind: str, own: _Final, deadline: float) -> _Final:
-        with self._peers.connect(member, deadline) as connection:
+        reached_by = min(deadline, time.monotonic() + CONNECT_S)
+        with self._peers.connect(member, reached_by) as connection:
             wait_s = max(0.0, deadline - time.monotonic())
             request: Mapping[str, Any] = {"kind": kind, "member": as_json(self._own), "wait_s": wait_s}
             frames.send(connection, request, b"", deadline)

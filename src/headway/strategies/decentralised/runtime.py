@@ -65,7 +65,8 @@ class PartialAllReduce(nn.Module):
       "own", as after a restart of all from their checkpoints.
     - ``learning_rate``: is asked before each step for what goes into all parameter groups. Without it, learning rates
       are whatever the script sets on this worker.
-    - ``time_limit_s``: for one group; a member that is killed, stopped or cut off costs the others at most twice that.
+    - ``time_limit_s``: for one group; a member that is killed, stopped or cut off costs the others at most three
+      times that.
     - ``observer``: is told of each round.
 
     Raises UnsupportedError for models and options that would train wrongly, UserError where a peer trains another
