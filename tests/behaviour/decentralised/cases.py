@@ -70,7 +70,7 @@ def scheduled(rank: int, world_size: int, steps: int, staleness: int) -> Any:
     optimizer = _sgd(module)
     wrapped = wrap(
         module, pairs_in_turn(world_size), optimizer, host="127.0.0.1", staleness=staleness,
-        time_limit_s=limits.stretched(10.0), observer=lambda each: rounds.append(_as_json(each)),
+        time_limit_s=limits.stretched(TIME_LIMIT_S), observer=lambda each: rounds.append(_as_json(each)),
     )  # fmt: skip
     for iteration in range(steps):
         _step(wrapped, optimizer, rank, iteration)

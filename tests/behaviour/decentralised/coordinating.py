@@ -90,8 +90,8 @@ class Server:
                     self._tell(worker, decided=said["number"], commit=group["decided"])
                 self._decide(said["number"])
             case "outcome":
-                group = self._groups.get(said["number"])
-                self._tell(worker, outcome=said["number"], commit=group and group["decided"])
+                decided = self._groups[said["number"]]["decided"]
+                self._tell(worker, outcome=said["number"], commit=decided)
             case "report":
                 self.reports.append((worker, said["metrics"]))
             case "leave":

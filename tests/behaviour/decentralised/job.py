@@ -81,8 +81,8 @@ def reference(
         for w in range(world_size)
     ]
     committed: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for worker, own in enumerate(rounds):
-        for each in own:
+    for worker, all_of_it in enumerate(rounds):
+        for each in all_of_it:
             if each["ending"] == "committed":
                 committed.setdefault(each["number"], {})[worker] = each
     for number in sorted(committed):
@@ -90,14 +90,14 @@ def reference(
         assert all(tuple(each["members"]) == tuple(sorted(group)) for each in group.values())
         for worker, each in group.items():
             workers[worker].advance(each["iteration"])
-        before = [[tensor.clone() for tensor in workers[worker].mixed] for worker in sorted(group)]
-        mean = [torch.stack(parts).mean(0) for parts in zip(*before, strict=True)]
-        for (worker, each), own in zip(sorted(group.items()), before, strict=True):
-            change = [common - mine for common, mine in zip(mean, own, strict=True)]
+        had = [[tensor.clone() for tensor in workers[worker].mixed] for worker in sorted(group)]
+        mean = [torch.stack(parts).mean(0) for parts in zip(*had, strict=True)]
+        for (worker, each), own in zip(sorted(group.items()), had, strict=True):
+            change = [common - before for common, before in zip(mean, own, strict=True)]
             if each["staleness"]:
                 workers[worker].late.append((each["iteration"] + each["staleness"], change))
             else:
                 workers[worker].add(change)
-    for worker in workers:
-        worker.advance(steps)
-    return [values(worker.module) for worker in workers]
+    for ended in workers:
+        ended.advance(steps)
+    return [values(ended.module) for ended in workers]

@@ -10,10 +10,10 @@ from headway.errors import UnsupportedError, UserError
 from headway.strategies.decentralised.averaged import Layout, check_module
 
 
-def module() -> nn.Module:
+def module() -> nn.Sequential:
     found = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     found.register_buffer("mask", torch.full((2,), -torch.inf))
-    found[2].bias.requires_grad_(False)
+    found.get_parameter("2.bias").requires_grad_(False)
     return found
 
 
@@ -63,7 +63,7 @@ def test_moments_that_a_worker_lacks_count_as_zeros_and_have_their_place() -> No
     some.read(flat)
     assert flat.wholes[0][-4:].tolist() == [0.0] * 4
     some.add(flat)  # the worker's own state does not grow
-    assert not optimizer.state[model[1].weight]
+    assert not optimizer.state[model.get_parameter("1.weight")]
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     assert Layout(model, optimizer, buffers="local", moments="averaged").digest == some.digest

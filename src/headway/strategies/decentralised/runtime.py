@@ -259,6 +259,8 @@ class PartialAllReduce(nn.Module):
                 self._awaited = state
         self._known.say_hello(self._peers)
         self._snapshots.rest()
+        if isinstance(self.coordinator, ScheduledCoordinator):
+            self.coordinator.begin_together(timeout_s)
 
     def _bound(self, optimizer: Optimizer) -> None:
         if self._awaited is not None:

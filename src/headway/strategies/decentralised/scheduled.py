@@ -65,6 +65,20 @@ class ScheduledCoordinator:
         self._members = {each.worker: each for each in found}
         return found[: self._rank]
 
+    def begin_together(self, timeout_s: float) -> None:
+        """Return when every rank has called this: none may make a step before all hold the first one's parameters.
+
+        Raises CommunicationError.
+        """
+        keys = [f"{self._run}/ready/{rank}" for rank in range(self._schedule.world_size)]
+        try:
+            self._store.set(keys[self._rank], "")
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except (RuntimeError, OSError) as error:
+            raise CommunicationError(
+                f"rank {self._rank}: not all {len(keys)} ranks of the schedule were ready within {timeout_s:g} s"
+            ) from error
+
     def ask(self, iteration: int) -> None:
         """This rank has finished ``iteration``, counted from 1: its group is that of round ``iteration`` - 1."""
         self._iteration = iteration
