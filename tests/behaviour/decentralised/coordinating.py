@@ -34,6 +34,7 @@ class Server:
         self._lock = threading.RLock()
         self._members: dict[int, Any] = {}
         self._answers: dict[int, Any] = {}  # where each worker's answers go
+        self._absent: dict[int, Any] = {}  # did not vote while a group gave up; back with the next word
         self._waiting: dict[int, int] = {}
         self._groups: dict[int, dict[str, Any]] = {}
         self._size = self._random.choice(sizes)
@@ -71,6 +72,8 @@ class Server:
             self._answers[worker].wfile.write(json.dumps(answer).encode() + b"\n")
 
     def _hear(self, worker: int, said: dict[str, Any]) -> None:
+        if worker in self._absent:
+            self._members[worker] = self._absent.pop(worker)
         match said["do"]:
             case "join":
                 others = [m for w, m in self._members.items() if w != worker]
@@ -116,6 +119,9 @@ class Server:
             group["decided"] = False not in votes
             for worker in group["votes"]:
                 self._tell(worker, decided=number, commit=group["decided"])
+            for worker in group["members"]:
+                if worker not in group["votes"] and worker in self._members:
+                    self._absent[worker] = self._members.pop(worker)
 
     def _grant(self) -> None:
         while self._begun and self._waiting:

@@ -31,6 +31,7 @@ from headway.strategies.decentralised.rounds import mean_of
 COLLECTING = 0.5
 """Of the time limit, how much is waited for those who have not finished: the others must still get the mean."""
 
+MAX_TOLD = 128
 CONNECT_S = 10.0
 """Who does not answer a connection for so long is lost; whoever only has not finished does answer it."""
 
@@ -116,6 +117,10 @@ class Finishing:
         mean_of([found[worker] for worker in workers], mean)
         return _Final(mean, own.digest, workers)
 
+    def _told(self) -> list[dict[str, Any]]:
+        """Workers that this one has met, and another one perhaps not."""
+        return [as_json(member) for member in self._known.others[:MAX_TOLD]]
+
     def _set(self, kind: str, final: _Final) -> None:
         with self._changed:
             self._finals[kind] = final
@@ -123,14 +128,14 @@ class Finishing:
 
     def _give(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         kind, asker = str(header["kind"]), member_from(header.get("member"))
-        self._known.add([asker])
+        self._known.add([asker, *_members(header.get("known"))])
         with self._changed:
             self._changed.wait_for(lambda: kind in self._finals, max(0.0, deadline - time.monotonic()))
             final = self._finals.get(kind)
         if final is None:
             raise TimeoutError("this worker has not finished")
         answer = {
-            "digest": final.digest, "workers": list(final.workers),
+            "digest": final.digest, "workers": list(final.workers), "known": self._told(),
             "sizes": [[str(whole.dtype), whole.numel()] for whole in final.flat.wholes],
         }  # fmt: skip
         frames.send(connection, answer, b"", deadline + 1.0)
@@ -145,11 +150,14 @@ class Finishing:
         reached_by = min(deadline, time.monotonic() + CONNECT_S)
         with self._peers.connect(member, reached_by) as connection:
             wait_s = max(0.0, deadline - time.monotonic())
-            request: Mapping[str, Any] = {"kind": kind, "member": as_json(self._own), "wait_s": wait_s}
+            request: Mapping[str, Any] = {
+                "kind": kind, "member": as_json(self._own), "known": self._told(), "wait_s": wait_s
+            }  # fmt: skip
             frames.send(connection, request, b"", deadline)
             header, _ = frames.receive(connection, deadline, max_payload_bytes=0)
             if "failed" in header:
                 raise ConnectionError(str(header["failed"])[:200])
+            self._known.add(_members(header.get("known")))
             sizes = [[str(whole.dtype), whole.numel()] for whole in own.flat.wholes]
             if header.get("digest") != own.digest or header.get("sizes") != sizes:
                 raise LayoutError("workers do not average the same tensors", got=f"worker {member.worker}")
@@ -160,6 +168,11 @@ class Finishing:
                 for whole in own.flat.wholes
             ]  # fmt: skip
             return _Final(Flat(wholes), own.digest, _workers(header.get("workers")))
+
+
+def _members(found: Any) -> list[Member]:
+    given: Sequence[Any] = found[:MAX_TOLD] if isinstance(found, list) else []
+    return [member_from(each) for each in given]
 
 
 def _workers(found: Any) -> tuple[Worker, ...]:
