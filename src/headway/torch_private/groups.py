@@ -130,6 +130,23 @@ def _named_by_its_ranks() -> Iterator[None]:
         module._process_group_name = stock
 
 
+def gloo_device(host: str) -> Any:
+    """A network device of Gloo on the address ``host`` of this machine, with a thread that serves its connections."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo.create_device(hostname=host)
+
+
+def gloo_context(store: Any, rank: int, size: int, device: Any, timeout: timedelta) -> Any:
+    """Connections of ``size`` processes that meet in ``store``, no process group of torch's lists: a Gloo backend.
+
+    ``timeout`` bounds each wait for one peer, here too. Raises RuntimeError, and what ``store`` raises.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._threads, options._timeout = [device], 1, timeout
+    return gloo(store, rank, size, options)
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Close the connections of ``group``, so that peers waiting on this rank fail rather than wait."""
     with suppress(RuntimeError, AttributeError):

@@ -1,0 +1,65 @@
+"""Known: the other workers that this one has heard of, and where they are."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from headway.coordination.membership import Member
+from headway.strategies.decentralised import frames
+from headway.strategies.decentralised.frames import FrameError, Header
+from headway.strategies.decentralised.peers import Peers, PeerServer
+
+HELLO_S = 2.0
+MAX_KNOWN = 65536
+
+
+class Known:
+    """Every other worker as it was last heard of: there at the joining, met in groups, or because it said hello."""
+
+    def __init__(self, own: Member, server: PeerServer) -> None:
+        self._own = own
+        self._members: dict[int, Member] = {}
+        server.handle("hello", self._hello)
+
+    @property
+    def others(self) -> list[Member]:
+        """By their numbers."""
+        return [member for _, member in sorted(dict(self._members).items())]
+
+    def add(self, members: Iterable[Member]) -> None:
+        """Remember where ``members`` are now."""
+        for member in members:
+            if member.worker != self._own.worker and len(self._members) < MAX_KNOWN:
+                self._members[member.worker] = member
+
+    def say_hello(self, peers: Peers) -> None:
+        """Tell the others that this worker is there; those that do not answer are left alone."""
+        for member in self.others:
+            with suppress(OSError):
+                request = {"kind": "hello", "member": as_json(self._own)}
+                peers.ask(member, request, b"", time.monotonic() + HELLO_S)
+
+    def _hello(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
+        self.add([member_from(header["member"])])
+        frames.send(connection, {}, b"", deadline)
+
+
+def as_json(member: Member) -> dict[str, Any]:
+    """``member`` as a JSON object."""
+    return {
+        "worker": member.worker, "incarnation": member.incarnation, "address": member.address, "host": member.host
+    }  # fmt: skip
+
+
+def member_from(found: Any) -> Member:
+    """The member of such an object. Raises FrameError where it is none."""
+    if isinstance(found, Mapping):
+        match dict(found):
+            case {"worker": int(w), "incarnation": int(i), "address": str(a), "host": str(h)}:
+                if 0 <= w < 2**31 and len(a) < 300 and len(h) < 300:
+                    return Member(w, i, a, h)
+    raise FrameError("no member of a job")

@@ -1,0 +1,287 @@
+"""The live runtime of partial all-reduce: a model that each worker trains on its own and averages in groups.
+
+frames, board, peers     what workers ask each other: bounded, authenticated, never unpickled
+contexts                 connections of Gloo for one group
+averaged                 what is averaged, and flat copies of it
+rounds, averaging        ask, average in a copy, vote, take the mean: at once, or one step later
+snapshots, joining       a worker takes its state from a peer that goes on training
+known, finishing         the workers' last models become one
+scheduled                groups by a fixed schedule, without a coordinator
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from headway import torch_private
+from headway.coordination.generator import Worker
+from headway.coordination.membership import Coordinator, GroupStart, Member
+from headway.errors import UnsupportedError, UserError
+from headway.rpc.interface import job_address
+from headway.scheduling.groups import GroupSchedule
+from headway.strategies.decentralised import checkpoint, joining, scheduled
+from headway.strategies.decentralised.averaged import Layout, Policy, check_module
+from headway.strategies.decentralised.averaging import Averaging, Observer
+from headway.strategies.decentralised.contexts import CAPACITY, Contexts
+from headway.strategies.decentralised.finishing import Finished, Finishing
+from headway.strategies.decentralised.joining import WorkerState
+from headway.strategies.decentralised.known import Known
+from headway.strategies.decentralised.options import (
+    JOIN_LIMIT_S,
+    TIME_LIMIT_S,
+    LearningRate,
+    Progress,
+    check_bare,
+    check_options,
+)
+from headway.strategies.decentralised.peers import Peers, PeerServer
+from headway.strategies.decentralised.rounds import Rounds
+from headway.strategies.decentralised.scheduled_coordinator import ScheduledCoordinator
+from headway.strategies.decentralised.snapshots import Snapshots
+from headway.strategies.decentralised.stepping import Stepping
+
+
+class PartialAllReduce(nn.Module):
+    """``module``, trained on this worker alone and averaged with a group of others after each ``optimizer.step()``.
+
+    An ordinary loop stays as it is: forward, ``loss.backward()``, ``optimizer.step()``. Gradients are this worker's
+    own. ``state_dict()`` has the names of DistributedDataParallel. Call ``finish()`` at the end of training.
+
+    ``coordinator`` decides who averages with whom; a ``GroupSchedule`` says it for good, for the ranks of the default
+    process group. ``worker`` is this worker's number, ``incarnation`` grows when it comes back, unless the
+    coordinator counts that, and ``host`` is the
+    address of this machine that peers reach. ``secret`` is the job's, the same on all workers.
+
+    - ``staleness``: 0, training stands still while a group averages, or 1, it goes on meanwhile (``averaging``).
+    - ``moments``, ``buffers``: what is averaged besides parameters (``averaged``). Moments stay local by default,
+      statistics of normalisation layers are averaged by default, so that they fit the averaged weights.
+    - ``initial``: "peer", parameters, buffers and optimizer state are taken from a live peer where there is one, or
+      "own", as after a restart of all from their checkpoints.
+    - ``learning_rate``: is asked before each step for what goes into all parameter groups. Without it, learning rates
+      are whatever the script sets on this worker.
+    - ``time_limit_s``: for one group; a member that is killed, stopped or cut off costs the others at most three
+      times that.
+    - ``observer``: is told of each round.
+
+    Raises UnsupportedError for models and options that would train wrongly, UserError where a peer trains another
+    model, CommunicationError where the job cannot be joined within ``join_timeout_s``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        coordinator: Coordinator | GroupSchedule,
+        optimizer: Optimizer | None = None,
+        *,
+        worker: Worker | None = None,
+        incarnation: int = 0,
+        host: str | None = None,
+        secret: bytes | None = None,
+        staleness: int = 0,
+        moments: Policy = "local",
+        buffers: Policy = "averaged",
+        initial: Literal["peer", "own"] = "peer",
+        learning_rate: LearningRate | None = None,
+        time_limit_s: float = TIME_LIMIT_S,
+        join_timeout_s: float = JOIN_LIMIT_S,
+        kept_contexts: int = CAPACITY,
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__()
+        check_options(staleness, moments, buffers, initial, time_limit_s)
+        check_bare(module)
+        check_module(module)
+        self.module = module
+        self.iteration = 0
+        self._learning_rate = learning_rate
+        self._policies = {"buffers": buffers, "moments": moments}
+        self._awaited: WorkerState | None = None  # of an optimizer that has not been seen yet
+        self._closed = False
+
+        rank = scheduled.number_of(coordinator, worker)
+        if secret is None and isinstance(coordinator, GroupSchedule):
+            secret = scheduled.shared_secret()
+        if secret is None:
+            raise UserError(
+                "there is no secret", expected="the job's, the same on all workers", fix="Pass secret=."
+            )
+        self._server = PeerServer(host or job_address(), secret)
+        self._peers = Peers(secret)
+        self.member = Member(rank, incarnation, self._server.address, socket.gethostname())
+        self._known = Known(self.member, self._server)
+        self._snapshots = Snapshots(self._state)
+        self._server.handle("state", lambda c, _h, _p, deadline: joining.give(self._snapshots, c, deadline))
+        self._finishing = Finishing(self.member, self._known, self._server, self._peers)
+        if isinstance(coordinator, GroupSchedule):
+            coordinator = ScheduledCoordinator(
+                coordinator,
+                rank,
+                torch_private.default_store(),
+                scheduled.run_name(),
+                self._server,
+                self._peers,
+            )
+        self.coordinator: Coordinator = coordinator
+        self._contexts = Contexts(self.member, self._server, self._peers, time_limit_s, kept_contexts)
+        self._rounds = Rounds(rank, coordinator, self._contexts, time_limit_s)
+        self._averaging = Averaging(
+            self._rounds, coordinator, self._layout, staleness=staleness, time_limit_s=time_limit_s, observer=observer,
+            heard=self._heard, writing=self._snapshots.writing,
+        )  # fmt: skip
+        self._stepping = Stepping(module, self._bound, self._before_step, self._after_step)
+        try:
+            if optimizer is not None:
+                self._stepping.bind(optimizer)
+            self._join(initial, join_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    # What a script uses ------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if self.training:
+            self._snapshots.resume()  # statistics of normalisation layers change from here on
+        return self.module(*inputs, **kwargs)
+
+    def flush(self) -> None:
+        """Finish the averaging in flight, so that the parameters are what the next step would begin with."""
+        self._averaging.flush(self.iteration)
+
+    def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
+        """Leave the groups and end with the same model as all: the mean over all live workers, or ``source``'s.
+
+        Call it on every worker, once, after the last step. It returns whose mean it is: who had not finished within
+        half of ``timeout_s``, or was lost, is not in it. Averaged are parameters and buffers by this model's policies.
+        Raises CommunicationError where nobody gives the final model in time; this worker's own is then as it was.
+        """
+        self._refuse_closed()
+        self.flush()
+        self.coordinator.leave()
+        layout = Layout(self.module, None, buffers=self._policies["buffers"], moments="local")
+        own = layout.empty()
+        layout.read(own)
+        try:
+            agreed, finished = self._finishing.finish(own, layout.digest, source, timeout_s)
+            layout.write(agreed)
+        finally:
+            self.close(leave=False)
+        return finished
+
+    def checkpoint(self) -> dict[str, Any]:
+        """This worker's model, optimizer, iteration and random numbers, for ``torch.save``.
+
+        Averaging in flight is finished first. A group whose decision is not known by then is left out of it.
+        """
+        self.flush()
+        return checkpoint.saved(self.module, self._stepping.optimizer, self.iteration)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``checkpoint()``, whatever this worker held. Wrap with ``initial="own"`` if all are restored.
+
+        Raises UserError where it is no checkpoint of this model.
+        """
+        self._averaging.drop()
+        with self._snapshots.writing():
+            self.iteration = checkpoint.restore(state, self.module, self._stepping.optimizer)
+        self._awaited = None
+
+    def close(self, *, leave: bool = True) -> None:
+        """Leave the job without a last mean; the model is this worker's own."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stepping.close()
+        self._snapshots.close()
+        self._rounds.stop()
+        try:
+            if leave:
+                self.coordinator.leave()
+            self._averaging.drop()
+        finally:
+            self._server.close()
+            self._peers.close()
+            self._contexts.close()
+            atexit.unregister(self.close)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refuse to be copied: a copy would be another worker. Raises UnsupportedError."""
+        raise UnsupportedError("a wrapped model cannot be copied", fix="Copy its .module.")
+
+    # What happens in training ------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        self._refuse_closed()
+        self._snapshots.resume()
+        optimizer = self._stepping.optimizer
+        if self._learning_rate is not None and optimizer is not None:
+            last = self._averaging.last
+            members = last.iterations if last is not None else ()
+            mean = sum(members) / len(members) if members else float(self.iteration)
+            rate = float(self._learning_rate(Progress(self.iteration, mean)))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def _after_step(self) -> None:
+        self.iteration += 1
+        self._snapshots.rest()
+        self._averaging.after_step(self.iteration)
+
+    def _heard(self, start: GroupStart) -> None:
+        self._known.add(start.members)
+
+    def _layout(self) -> Layout:
+        return Layout(
+            self.module, self._stepping.optimizer, buffers=self._policies["buffers"],
+            moments=self._policies["moments"],
+        )  # fmt: skip
+
+    # Joining -----------------------------------------------------------------------------------------
+
+    def _join(self, initial: str, timeout_s: float) -> None:
+        others = self.coordinator.join(self.member, timeout_s)
+        self._known.add(others)
+        if others and initial == "peer":
+            state = joining.fetch(self._peers, others, self.member, self.module, timeout_s)
+            joining.take_over(state, self.module)
+            self.iteration = state.iteration
+            if (optimizer := self._stepping.optimizer) is not None:
+                joining.take_over_moments(state, self.module, optimizer)
+            else:
+                self._awaited = state
+        self._known.say_hello(self._peers)
+        self._snapshots.rest()
+        if isinstance(self.coordinator, ScheduledCoordinator):
+            self.coordinator.begin_together(timeout_s)
+
+    def _bound(self, optimizer: Optimizer) -> None:
+        if self._awaited is not None:
+            joining.take_over_moments(self._awaited, self.module, optimizer)
+            self._awaited = None
+
+    def _state(self) -> WorkerState:
+        return joining.state_of(self.module, self._stepping.optimizer, self.iteration)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UnsupportedError(
+                "the model has finished or was closed", fix="Train its .module, or wrap that again."
+            )
+
+
+def wrap(
+    module: nn.Module,
+    coordinator: Coordinator | GroupSchedule,
+    optimizer: Optimizer | None = None,
+    **options: Any,
+) -> PartialAllReduce:
+    """``PartialAllReduce(module, coordinator, optimizer, **options)``."""
+    return PartialAllReduce(module, coordinator, optimizer, **options)
