@@ -52,7 +52,7 @@ class Step:
     def again(self, model: nn.Module, **options: Any) -> Step:
         """Another model trained in the same way, but for ``options``."""
         make_optimizer, given, mesh, pipelines = self._made_of
-        more: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "pipelines": pipelines}
+        more: dict[str, Any] = {} if pipelines == 1 else {"mesh": mesh, "pipelines": pipelines}
         return type(self)(model, make_optimizer, None if given is None else {**given, **options}, **more)
 
     def batches(self, steps: int = 3) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -447,7 +447,7 @@ def trained(
 ) -> dict[str, Any]:
     """Losses, and the state at the end."""
     make, make_optimizer, way, given = ways[name]
-    more: dict[str, Any] = {} if mesh is None and pipelines == 1 else {"mesh": mesh, "pipelines": pipelines}
+    more: dict[str, Any] = {} if pipelines == 1 else {"mesh": mesh, "pipelines": pipelines}
     step = kind(make(), make_optimizer, None if options is None else {**given, **options}, **more)
     return {"said": way(step), "state": step.state()}
 

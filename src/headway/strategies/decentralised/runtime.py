@@ -25,7 +25,7 @@ from headway.coordination.membership import Coordinator, GroupStart, Member
 from headway.errors import UnsupportedError, UserError
 from headway.rpc.interface import job_address
 from headway.scheduling.groups import GroupSchedule
-from headway.strategies.decentralised import checkpoint, joining, scheduled
+from headway.strategies.decentralised import checkpoint, joining, scheduled_coordinator
 from headway.strategies.decentralised.averaged import Layout, Policy, check_module
 from headway.strategies.decentralised.averaging import Averaging, Observer
 from headway.strategies.decentralised.contexts import CAPACITY, Contexts
@@ -104,9 +104,9 @@ class PartialAllReduce(nn.Module):
         self._awaited: WorkerState | None = None  # of an optimizer that has not been seen yet
         self._closed = False
 
-        rank = scheduled.number_of(coordinator, worker)
+        rank = scheduled_coordinator.number_of(coordinator, worker)
         if secret is None and isinstance(coordinator, GroupSchedule):
-            secret = scheduled.shared_secret()
+            secret = scheduled_coordinator.shared_secret()
         if secret is None:
             raise UserError(
                 "there is no secret", expected="the job's, the same on all workers", fix="Pass secret=."
@@ -123,7 +123,7 @@ class PartialAllReduce(nn.Module):
                 coordinator,
                 rank,
                 torch_private.default_store(),
-                scheduled.run_name(),
+                scheduled_coordinator.run_name(),
                 self._server,
                 self._peers,
             )
