@@ -21,7 +21,8 @@ SIGNATURES = {
     ),
     "parallelize": (
         "(model: nn.Module, optimizer: Optimizer, plan: Plan | Strategy | None = None, *, "
-        "loss_fn: Callable[..., Any] | None = None, **ddp_options: Any) -> nn.Module"
+        "loss_fn: Callable[..., Any] | None = None, mesh: DeviceMesh | None = None, "
+        "**ddp_options: Any) -> nn.Module"
     ),
     "predict": (
         "(model: str, cluster: Cluster | str, *, strategies: Sequence[Strategy] = (), workers: Sequence[int] = (), "
