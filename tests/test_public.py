@@ -22,7 +22,8 @@ SIGNATURES = {
     ),
     "parallelize": (
         "(model: nn.Module, optimizer: Optimizer, plan: Plan | Strategy | None = None, *, "
-        "loss_fn: Callable[..., Any] | None = None, example_batch: Any = None, **ddp_options: Any) -> nn.Module"
+        "loss_fn: Callable[..., Any] | None = None, example_batch: Any = None, mesh: DeviceMesh | None = None, "
+        "**ddp_options: Any) -> nn.Module"
     ),
     "predict": (
         "(model: str, cluster: Cluster | str, *, strategies: Sequence[Strategy] = (), workers: Sequence[int] = (), "

@@ -106,8 +106,5 @@ def test_meshes_and_batches_that_do_not_fit_are_refused() -> None:
         assert "the plan is for another world size; got 4 workers" in said["a larger plan"]
         assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes"]
         assert "batches of other sizes; got 8 samples, 4 samples" in said["other sizes later"]
-        assert (
-            "requires_grad of 0.weight was changed" in said["frozen later"]
-            or "nothing" in said["frozen later"]
-        )
+        assert "other parameters are trained than when" in said["frozen later"]
         assert said["by its split points"] == said["by its plan"] == "trained"

@@ -28,6 +28,7 @@ from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.version import __version__
@@ -221,13 +222,14 @@ class Plan(BaseModel):
             return strategy
         pipeline, data = self.parallel.get(PIPELINE), self.parallel.get(DATA)
         if len(self.parallel) > 2 or not (
-            isinstance(pipeline, PipelineStrategy) and isinstance(data, DistributedDataParallelStrategy)
+            isinstance(pipeline, PipelineStrategy)
+            and isinstance(data, DistributedDataParallelStrategy | DecoupledStrategy)
         ):
             raise PlanError(
                 "this combination of strategies is not supported",
                 got=", ".join(f"{one.name} along {dimension}" for dimension, one in self.parallel.items()),
-                expected="one dimension, or a pipeline whose stages are trained with ddp",
-                fix="Leave one dimension in mesh and parallel, or use ddp along data.",
+                expected="one dimension, or a pipeline whose stages are trained with ddp or decoupled",
+                fix="Leave one dimension in mesh and parallel, or use one of these along data.",
             )
         return MeshStrategy(pipeline=pipeline, data=data)
 

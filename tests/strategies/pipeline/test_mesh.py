@@ -18,6 +18,7 @@ from headway.replayer.simulate import simulate
 from headway.scheduling.mesh import groups_along
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.registry import plugin_of
@@ -115,8 +116,9 @@ def test_what_it_decides_and_refuses() -> None:
     for refused, of, said in ((halved, job, "halved"), (strategy, alone, "mesh of stages and replicas")):
         with pytest.raises(PlanError, match=said):
             refused.decide(of)
-    with pytest.raises(ValueError, match="need ddp, not decoupled"):
-        MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy())
+    decoupled = MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy())
+    with pytest.raises(PlanError, match="can be trained, not replayed"):
+        decoupled.decide(job)
     with pytest.raises(UserError, match="as many workers as were recorded"):
         job.moved_to(job.on.resized(8))
 
@@ -153,6 +155,8 @@ def test_a_plan_has_a_strategy_for_each_dimension() -> None:
     assert again == plan
     assert again.strategy == strategy
     assert again.world_size == 4
-    other = plan.model_copy(update={"parallel": {**plan.parallel, "data": DecoupledStrategy()}})
+    decoupled = plan.model_copy(update={"parallel": {**plan.parallel, "data": DecoupledStrategy()}})
+    assert decoupled.strategy == MeshStrategy(pipeline=strategy.pipeline, data=DecoupledStrategy())
+    other = plan.model_copy(update={"parallel": {**plan.parallel, "data": ParameterServerStrategy()}})
     with pytest.raises(PlanError, match="combination of strategies"):
         _ = other.strategy

@@ -50,11 +50,11 @@ def watch_reads(watcher: Watcher | None) -> None:
     _Seams.watcher = watcher
 
 
-def answer_clipping(clipping: Clipping) -> None:
-    """Have ``clipping`` asked first whenever gradients are clipped by norm, from now on."""
+def answer_clipping(clipping: Clipping, *, before_others: bool = False) -> None:
+    """Have ``clipping`` asked before torch whenever gradients are clipped by norm, from now on."""
     install()
     if clipping not in _Seams.clipping:
-        _Seams.clipping += (clipping,)
+        _Seams.clipping = (clipping, *_Seams.clipping) if before_others else (*_Seams.clipping, clipping)
 
 
 def answer_unscaling(unscaling: torch_private.Unscaling) -> None:
