@@ -45,9 +45,10 @@ WORDS = (
     "all rounds: paced stages keep only what they send and are given. Paced forwards and backwards sleep, so that "
     "CPUs are free for messages and for the tuner, which they are not in `-computing` cases, of one stage a core. "
     "`cpu` is what all ranks used of all cores. Links are token buckets; tenants are four TCP connections a direction, "
-    "up to `tenant_mbit` together. Replay has what they leave of a link to a stream of messages (of 500 Mbit/s, with "
-    "400 taken, 87 ms for 1 MiB); a message after a rest gets more for a while (45 ms), so that replay is pessimistic "
-    "in `bursts-` and `phases-`."
+    "up to `tenant_mbit` together. Replay has tenants hold back as a queue that is first come, first served makes them "
+    "(`window_bytes`: 128 KiB, which messages of 0.5 to 2 MiB between two hosts with one tenant agree with). Passes "
+    "are as long as they were in `1f1b`'s steps, as in a recording of it; rows of commits before e660489 have them as "
+    "timed alone, and tenants that take their share immediately."
 )
 
 
