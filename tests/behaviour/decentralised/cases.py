@@ -130,14 +130,17 @@ def one_fails(rank: int, world_size: int, port: int, kind: str, staleness: int) 
     optimizer.register_step_post_hook(remember)  # before averaging
     wrapped = _wrapped(rank, port, module, observer=observe, staleness=staleness)
     after = 0
-    while after < 3:
+    live = [f"enough-{each}" for each in range(world_size) if kind == "stopped" or each != culprit]
+    while not store.check(live):
         optimizer.zero_grad()
         wrapped(rows(rank, len(rounds))[0].float()).square().mean().backward()
         optimizer.step()
         aborted = [index for index, each in enumerate(rounds) if each.ending.value == "aborted"]
         after = sum(each.ending.value == "committed" for each in rounds[aborted[0] :]) if aborted else 0
-        if kind == "stopped" and rank == 0 and after == 2:
+        if kind == "stopped" and rank == 0 and after >= 2:
             os.kill(int(store.get(f"pid-{culprit}")), signal.SIGCONT)
+        if after >= 3:
+            store.set(f"enough-{rank}", "")
     finished = wrapped.finish(timeout_s=limits.stretched(40.0))
     return {
         "endings": [each.ending.value for each in rounds], "sizes": [len(each.members) for each in rounds],
