@@ -41,8 +41,12 @@ def job_under(
     With it comes the job that it may be at worst, where times of micro-batches are not known. ``mesh`` is that of the
     plan. Raises PlanError where the recording does not say what that would be.
     """
-    pipeline = asked.pipeline if isinstance(asked, MeshStrategy) else asked
+    pipeline, before = (
+        each.pipeline if isinstance(each, MeshStrategy) else each for each in (asked, recorded)
+    )
     if not isinstance(pipeline, PipelineStrategy) or not pipeline.split_points:
+        return job, None
+    if isinstance(before, PipelineStrategy) and before.split_points == pipeline.split_points:
         return job, None
     if len(job.stages) == 1:
         if why := why_not_cut(trace, job, recorded):
