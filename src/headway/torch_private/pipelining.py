@@ -112,7 +112,7 @@ def when_first_stepped(take_over: Callable[[PipelineSteps], None]) -> Callable[[
 
 def left_to_torch(schedule: Any) -> None:
     """Have ``when_first_stepped`` not await the first step of ``schedule``."""
-    vars(schedule).pop("_step_microbatches", None)
+    vars(schedule).pop(_SPLIT, None)
 
 
 class PipelineSteps:
