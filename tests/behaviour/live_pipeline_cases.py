@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+import headway
 from headway.errors import CommunicationError
 from headway.scheduling.pipeline.orders import ORDERS, grouped, interleaved
 from headway.scheduling.pipeline.schedule import PipelineSchedule
@@ -281,6 +283,44 @@ def killed(rank: int, world_size: int) -> str:
     try:
         for number in range(STEPS):
             one_step(steps, rank, world_size, number)
+    except CommunicationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def replica_killed(rank: int, world_size: int) -> str:
+    """Two pipelines of two stages; the second stage's replica on rank 3 is killed in the middle of a step."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("data", "pipeline"))
+    model = nn.Sequential(*(part(stage) for stage in range(2)))
+    planned = headway.strategy("pipeline", micro_batches=MICRO_BATCHES, split_points=("1",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained: Any = headway.parallelize(model, optimizer, planned, loss_fn=nn.functional.mse_loss, mesh=mesh)
+    if rank == world_size - 1:
+        _kill_in_forward(trained.stage, 9)
+    try:
+        for number in range(STEPS):
+            trained.train_step(*batch(number))
+    except CommunicationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def missing(rank: int, world_size: int, when: str) -> str:
+    """Rank 1 ends before the first step, or before the model is cut; what the other raises."""
+    if rank == 1 and when == "before the cut":
+        os._exit(3)
+    try:
+        stage = PipelineStage(part(rank), rank, world_size, torch.device("cpu"))
+        steps = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+        if when == "before the cut":
+            model = nn.Sequential(part(0), part(1))
+            planned = headway.strategy("pipeline", micro_batches=MICRO_BATCHES)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            headway.parallelize(model, optimizer, planned, loss_fn=nn.functional.mse_loss)
+        PipelineRuntime(PipelineSteps(steps), grouped(world_size, MICRO_BATCHES, 2))
+        if rank == 1:
+            os._exit(3)
+        one_step(steps, rank, world_size, 0)
     except CommunicationError as error:
         return str(error)
     return "nothing was raised"

@@ -91,6 +91,27 @@ def test_all_name_the_stage_that_was_killed_and_none_hangs() -> None:
             assert re.match(expected, worker.result), worker.result
 
 
+def test_all_name_the_replica_that_was_killed() -> None:
+    """Also its replicas, which wait in an all-reduce, and who waits for these."""
+    ended = workers.launch(
+        4, "tests.behaviour.live_pipeline_cases:replica_killed", timeout_s=60, group_timeout_s=600
+    )
+    assert ended[3].status == -signal.SIGKILL
+    for worker in ended[:3]:
+        assert worker.status == 0, worker.output
+        assert re.match(rf"rank {worker.rank}: .* failed: rank 3 has ended", worker.result), worker.result
+
+
+@pytest.mark.parametrize(
+    ("when", "what"),
+    [("before the cut", "cutting the model into stages"), ("before the step", "the first step")],
+)
+def test_a_rank_that_is_missing_at_the_start_is_named(when: str, what: str) -> None:
+    ended = workers.launch(2, "tests.behaviour.live_pipeline_cases:missing", when, timeout_s=60)
+    assert ended[1].status == 3
+    assert ended[0].result.startswith(f"rank 0: {what} failed: rank 1 has ended"), ended[0].result
+
+
 def assert_close(values: list[float], wanted: list[float], where: str) -> None:
     torch.testing.assert_close(
         torch.tensor(values), torch.tensor(wanted), msg=lambda said: f"{where}: {said}"

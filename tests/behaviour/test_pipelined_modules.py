@@ -8,9 +8,13 @@ import pytest
 import torch
 from tests import workers
 from tests.behaviour import pipelined_cases as cases
+from tests.behaviour import pipelined_training as training
+from tests.behaviour.pipelined_models import layers, sgd
+from tests.behaviour.pipelined_step import Step
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 CASES = "tests.behaviour.pipelined_cases"
+REFUSALS = "tests.behaviour.pipelined_refusals"
 RANKS = 3
 ROUNDED = {"mixed precision": 2e-2, "single floats": 1e-5}
 
@@ -58,6 +62,15 @@ def assert_trained(found: list[dict[str, Any]], name: str, alone: dict[str, Any]
         assert own[name] == found[0][name], "the same on all ranks, tied weights to the last bit"
 
 
+def test_evaluations_are_left_to_torch_under_a_plan() -> None:
+    """Their schedule has other stages' shapes and numbers of micro-batches than the plan, which steps alone follow."""
+    found = workers.run(RANKS, f"{CASES}:evaluated_under_a_plan", timeout_s=60)
+    alone = Step(layers(), sgd, None)
+    expected = {"said": training.evaluated_around(alone), "state": alone.state()}
+    assert [(own.pop("applied"), own.pop("order")) for own in found] == [(1, "kfkb")] * RANKS
+    assert_trained([{"steps": own} for own in found], "steps", expected)
+
+
 def test_dropout_draws_the_same_in_every_order() -> None:
     found = workers.run(RANKS, f"{CASES}:with_dropout", timeout_s=60)
     for own in found:
@@ -67,7 +80,7 @@ def test_dropout_draws_the_same_in_every_order() -> None:
 
 
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
-    for said in workers.run(RANKS, f"{CASES}:refused", timeout_s=60):
+    for said in workers.run(RANKS, f"{REFUSALS}:refused", timeout_s=60):
         assert (
             "only a torch.nn.Sequential is cut into stages without an example of a batch; got Linear"
             in said["no Sequential"]
@@ -89,7 +102,7 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
 
 
 def test_meshes_and_batches_that_do_not_fit_are_refused() -> None:
-    found = workers.run(4, f"{CASES}:refused_on_meshes", timeout_s=60)
+    found = workers.run(4, f"{REFUSALS}:refused_on_meshes", timeout_s=60)
     assert "the plan is for another stage 1" in found[3]["a plan for another model"]
     for said in found:
         assert (

@@ -15,9 +15,11 @@ from headway.errors import PlanError
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Timeline
 from headway.job import Job
+from headway.optimization.recut import recuts
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import simulate
+from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
@@ -131,6 +133,30 @@ def test_with_parallelize_it_trains_what_data_parallel_does(chain: Path) -> None
     assert done.returncode == 0, done.stderr
     stock, planned = (json.loads((chain / f"{name}.json").read_text()) for name in ("stock", "planned"))
     assert planned == pytest.approx(stock, rel=1e-4)
+
+
+def test_pipelines_side_by_side_are_proposed_and_trained_on_their_mesh(tmp_path: Path) -> None:
+    """Of a model with a forward of its own, recorded data parallel on four ranks; stages begin inside of it."""
+    script = ("train_chain.py", "--residual", "--steps", "6")
+    stock = torchrun(*script, "--losses", tmp_path / "stock.json", workers=4)
+    done = headway("record", "-o", tmp_path / "trace", "--steps", "3:6", "--no-measuring", "--", *stock)
+    assert done.returncode == 0, done.stderr
+    replayer = Replayer(load_trace(tmp_path / "trace"))
+    proposed = next(each for each in recuts(replayer, ()).found if isinstance(each.strategy, MeshStrategy))
+    assert isinstance(proposed.strategy, MeshStrategy)
+    (point,) = proposed.strategy.pipeline.split_points
+    assert point in ("head", *(f"blocks.{each}" for each in range(5)))
+    plan = Plan.on_mesh(proposed.strategy, proposed.job.mesh, proposed.job.stages)
+    plan.save(tmp_path / "plan.yaml")
+    replayer.check(plan)
+    for given in ((), ("--mesh",)):
+        losses = ("--losses", tmp_path / "planned.json", *given)
+        done = run(list(torchrun(*script, "--plan", tmp_path / "plan.yaml", *losses, workers=4)), 90)
+        assert done.returncode == 0, done.stderr
+        stock_losses, planned = (
+            json.loads((tmp_path / f"{name}.json").read_text()) for name in ("stock", "planned")
+        )
+        assert planned == pytest.approx(stock_losses, rel=1e-4)
 
 
 def test_stages_are_split_anew_by_what_their_modules_took(uneven: Path) -> None:

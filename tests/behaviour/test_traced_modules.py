@@ -42,6 +42,13 @@ def test_so_do_two_ranks() -> None:
         _are_equal(found, cases.trained(name, None, cases.ON_TWO), name)
 
 
+def test_so_do_pipelines_side_by_side() -> None:
+    """Two pipelines of two stages."""
+    found = workers.run(4, f"{CASES}:side_by_side", {"data": 2, "pipeline": 2}, timeout_s=150)
+    for name in cases.SIDE_BY_SIDE:
+        _are_equal(found, cases.trained(name, None, cases.SIDE_BY_SIDE, pipelines=2), name)
+
+
 def test_dropout_draws_the_same_in_every_order_and_nothing_in_evaluation() -> None:
     found = workers.run(RANKS, f"{CASES}:with_dropout", timeout_s=60)
     for own in found:

@@ -132,6 +132,13 @@ class Network:
             with IPRoute() as netlink:
                 _shape(netlink, _index(netlink, f"link{index}"), down_gbps)
 
+    def connect(self, index: int, *, up: bool) -> None:
+        """Plug host ``index``'s cable in, or pull it: what is sent then is lost, and connections are not told."""
+        from pyroute2 import IPRoute
+
+        with IPRoute() as netlink:
+            netlink.link("set", index=_index(netlink, f"link{index}"), state="up" if up else "down")
+
     def close(self) -> None:
         """Let the namespaces go."""
         for namespace in (*self._hosts, self._hub):

@@ -123,9 +123,22 @@ def with_costs(
 ) -> Cluster:
     """Time every candidate on this job's ranks, which all call it; ``cluster`` with the cost of each by its name.
 
-    Links that turn out to be faster than ``cluster`` has them are made so (``as_fast_as_seen``). Candidates take
-    turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile where
-    ``busy_cores``.
+    Links that turn out to be faster than ``cluster`` has them are made so (``as_fast_as_seen``).
+    """
+    return fitted(cluster, timings_of(cluster, second, busy_cores=busy_cores, effort=effort), effort)
+
+
+def timings_of(
+    cluster: Cluster,
+    second: dist.ProcessGroup | None = None,
+    *,
+    busy_cores: bool = True,
+    effort: Effort = THOROUGH,
+) -> dict[str, list[Measured]]:
+    """How long every candidate takes at every size, by its name, the same on all ranks, which all call it.
+
+    Candidates take turns, so that what disturbs the machine for a while disturbs them all. Ranks compute meanwhile
+    where ``busy_cores``.
     """
     work = Work() if busy_cores else None
     measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in effort.candidates}
@@ -151,6 +164,11 @@ def with_costs(
             measured[candidate.name].append(
                 _median(size_bytes, timings, turns * len(candidate.kinds), idle=work is None)
             )
+    return measured
+
+
+def fitted(cluster: Cluster, measured: Mapping[str, list[Measured]], effort: Effort) -> Cluster:
+    """``cluster`` with the costs that make replay take as long as was measured."""
     tiny = next(iter(effort.shares_bytes)) * cluster.world_size
     programs = {each.name: each.programs(tiny, cluster.world_size) for each in effort.candidates}
     rings = [each.name for each in effort.candidates if each.algorithm == RING]

@@ -115,6 +115,15 @@ def left_to_torch(schedule: Any) -> None:
     vars(schedule).pop(_SPLIT, None)
 
 
+def merge_outputs_by(schedule: Any, merge: Callable[[Sequence[Any]], Any]) -> None:
+    """Have ``merge`` make each of what ``schedule`` returns, of all micro-batches' ones: torch concatenates them."""
+
+    def merge_all(outputs: Sequence[Any]) -> Any:
+        return tree_map(lambda *parts: merge(parts), *outputs)
+
+    schedule._merge_outputs = merge_all
+
+
 class PipelineSteps:
     """One of torch's schedule objects on this rank, whose steps somebody else may carry out.
 
@@ -154,6 +163,13 @@ class PipelineSteps:
         return frozenset(
             index for index, module in self.modules.items() if isinstance(module, DistributedDataParallel)
         )
+
+    def replicas_of(self, stage: int) -> list[int]:
+        """The ranks of the job that add up the gradients of a stage that is wrapped for it; of another one none."""
+        module = self.stages[stage].submod
+        if not isinstance(module, DistributedDataParallel):
+            return []
+        return dist.get_process_group_ranks(module.process_group)
 
     @property
     def micro_batches(self) -> int:

@@ -40,6 +40,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Tells memories apart: a tensor, its views and what was detached from it have one."""
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
+
+
 class Draws(TorchDispatchMode):
     """Counts the operations that draw random numbers."""
 

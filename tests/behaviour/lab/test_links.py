@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,3 +131,39 @@ def test_gloo_works_between_hosts(tmp_path: Path) -> None:
     spec = LabSpec(hosts=2, rate="200mbit")
     job = Job(spec, [sys.executable, str(script)], mode=permitted("user"), timeout_s=100)
     assert [job.text_of(rank) for rank in range(2)] == [["[3.0]"], ["[3.0]"]], job.lines
+
+
+CUT = """
+import socket, sys
+from headway.lab import isolation
+isolation.isolate(sys.argv[1], processes=True)
+from headway.lab.network import Network, address
+network = Network([(0.1, 0.1)] * 2)
+with network.inside(0):
+    listener = socket.create_server((address(0), 0))
+
+def reaches():
+    with network.inside(1):
+        connection = socket.socket()
+    with connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(listener.getsockname())
+        except OSError:
+            return False
+        return True
+
+for up in (None, False, True):
+    if up is not None:
+        network.connect(1, up=up)
+    while up and not reaches():  # addresses are looked up again
+        pass
+    print(reaches(), flush=True)
+"""
+
+
+@pytest.mark.namespaces
+def test_a_host_whose_cable_is_pulled_reaches_nobody_until_it_is_back(namespaced: Mode) -> None:
+    command = [sys.executable, "-c", CUT, namespaced]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.stdout.split() == ["True", "False", "True"], found.stderr

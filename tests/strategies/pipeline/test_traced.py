@@ -42,6 +42,7 @@ class Odd(nn.Module):
         self.a, self.b, self.odd = nn.Linear(6, 6), nn.Linear(6, 6), odd
         self.register_buffer("steps", torch.zeros(6))
         self.drop = nn.Dropout(0.5)
+        self.act, self.remembering = nn.ReLU(inplace=True), Remembering()
         self.found: Any = None
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -145,6 +146,27 @@ def checkpoints_a_function(self: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class Memory:
+    """Of what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+class Remembering(nn.Module):
+    """Adds up what it was given."""
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        memory.seen.append(x)
+        return torch.stack(memory.seen).sum(0)
+
+
+def remembers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    memory = Memory()
+    found: torch.Tensor = self.b(self.remembering(self.remembering(x, memory), memory))
+    return found
+
+
 def decides(self: Any, x: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = self.b(x) if x.sum() > 0 else self.a(x)
     return found
@@ -159,6 +181,7 @@ def decides(self: Any, x: torch.Tensor) -> torch.Tensor:
         (assigns, "assigns attributes, which recorded calls would not; got model.found"),
         (changes_a_buffer, "changes a parameter or a buffer between modules; got steps"),
         (checkpoints_a_function, "passes on a function of its own"),
+        (remembers, "passes on an object that keeps tensors .*; got Memory"),
         (lambda self, x: (self.b(x), self.a.bias), "returns a tensor that it has not computed"),
         (lambda self, x: self.b(self.missing(x)), "failed on tensors without values; got AttributeError"),
     ],
@@ -175,6 +198,29 @@ def test_a_forward_that_calls_do_not_tell_all_of_is_refused(odd: Any, says: str)
     assert nn.Module.__call__.__name__ != "called"
     for name, each in model.state_dict().items():
         assert torch.equal(each, before[name])
+
+
+@pytest.mark.parametrize(
+    ("other", "is_refused"),
+    [(lambda x: x.mT, True), (lambda x: x.detach(), True), (lambda x: x * 2, False), (torch.sigmoid, False)],
+)
+def test_a_stage_may_change_what_it_is_given_unless_another_tensor_has_its_memory(
+    other: Callable[[torch.Tensor], torch.Tensor], is_refused: bool
+) -> None:
+    """Changed in place by a module, whose call does not say so."""
+
+    def odd(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = other(x)
+        found: torch.Tensor = self.b(self.act(x) + y.reshape(x.shape))
+        return found
+
+    model = Odd(odd)
+    if is_refused:
+        with pytest.raises(UnsupportedError, match="together with a tensor of the same memory; got act"):
+            cut(model, ("act",), example=rows())
+        return
+    found = cut(model, ("act",), example=rows())
+    assert torch.equal(through(found, model, rows(2)), model(rows(2)))
 
 
 def test_a_model_is_as_it_was_before() -> None:

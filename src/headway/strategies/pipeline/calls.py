@@ -82,8 +82,8 @@ class Call:
     """One call: ``args`` and ``kwargs`` have values, attributes and submodules in the places of what they stand for.
 
     ``gives`` are the tensors in its result, in the order in which torch takes containers apart. ``ambience`` is what
-    the forward itself has put in force for it, where that is not what was in force around the forward. ``mutates`` says
-    that it changes its first argument.
+    the forward itself has put in force for it, where that is not what was in force around the forward. ``changes`` are
+    the earlier tensors whose memory it writes to, views included; ``mutates`` says that it writes in place at all.
     """
 
     target: Callable[..., Any] | Submodule
@@ -91,20 +91,21 @@ class Call:
     kwargs: dict[str, Any]
     gives: tuple[Value, ...]
     ambience: Ambience | None = None
+    changes: tuple[Value, ...] = ()
     mutates: bool = False
     draws: bool = False
 
     def __post_init__(self) -> None:
         self.__dict__["_uses"] = tuple(leaves((self.target, self.args, self.kwargs)))
 
-    def uses(self, kind: type[Any]) -> Iterator[Any]:
-        """The values, attributes or submodules that it needs."""
-        return _of_kind(kind, self.__dict__["_uses"])
-
     @property
     def first(self) -> Any:
         """Its first argument."""
         return next(iter((*self.args, *self.kwargs.values())), None)
+
+    def uses(self, kind: type[Any]) -> Iterator[Any]:
+        """The values, attributes or submodules that it needs."""
+        return _of_kind(kind, self.__dict__["_uses"])
 
 
 def _of_kind(kind: type[Any], found: Iterable[Any]) -> Iterator[Any]:

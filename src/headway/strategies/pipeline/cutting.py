@@ -12,6 +12,7 @@ from torch import nn
 
 from headway.errors import PlanError, UnsupportedError
 from headway.planning.stage_split import SplitLayer, split
+from headway.strategies.pipeline.changeable import changeable
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Cut:
         for name in self.stages[stage]:
             found.add_module(name, model.get_submodule(name))
         found.training = model.training
+        found.register_forward_pre_hook(_make_changeable)
         return found
 
     def arguments(self, stage: int) -> dict[str, Any]:
@@ -54,6 +56,10 @@ class Cut:
         """What the model would return."""
         del training
         return given
+
+
+def _make_changeable(_stage: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return changeable(given)
 
 
 def cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> Cut:

@@ -29,7 +29,7 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
 
     A tensor that a later stage needs is handed on by every stage between. Tensors that depend on no input, draw no
     random numbers and are not changed (masks, positions) are computed by every stage that needs them. Raises
-    UnsupportedError where a stage would change what it has received together with others, which may share memory.
+    UnsupportedError where a stage would change what it has received together with others that share its memory.
     """
     calls = recording.calls
     again = _computed_again(recording)
@@ -53,11 +53,12 @@ def divide(recording: Recording, begins: Sequence[int]) -> Divided:
     inputs[0] = recording.inputs
     outputs = [*inputs[1:], recording.outputs()]
     for given, share in zip(inputs[1:], shares[1:], strict=True):
-        changed = next((each for each in share if each.mutates and each.first in given), None)
-        if changed is not None and len(given) > 1:
+        changed = next((each for each in share if len(set(each.changes) & set(given)) > 1), None)
+        if changed is not None:
             raise UnsupportedError(
-                "a stage would change in place what it has received together with other tensors",
-                got=getattr(changed.target, "__name__", "a call"), fix="Split elsewhere, or add out of place.",
+                "a stage would change in place what it has received together with a tensor of the same memory",
+                got=getattr(changed.target, "__name__", "") or getattr(changed.target, "name", "a call"),
+                fix="Split elsewhere, or compute out of place.",
             )  # fmt: skip
     boundaries = [tuple(recording.likes[each] for each in out) for out in outputs[:-1]]
     programs = map(Program, inputs, shares, outputs, [*boundaries, ()])
@@ -75,7 +76,7 @@ def _computed_again(recording: Recording) -> Sequence[Call]:
             or any(call.uses(Submodule))
             or any(value not in fresh for value in call.uses(Value))
         ):
-            if call.mutates and call.first in fresh:
+            if any(value in fresh for value in call.changes):
                 return ()  # nor what shares its memory
             continue
         if call.mutates or not call.gives:

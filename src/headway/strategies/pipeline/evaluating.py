@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from headway.torch_private.pipelining import left_to_torch
+from headway.errors import UnsupportedError
+from headway.torch_private.pipelining import left_to_torch, merge_outputs_by
 
 
 class Evaluation:
@@ -40,7 +41,23 @@ class Evaluation:
             # What torch has worked out for one size does not fit another.
             self._schedule = ScheduleGPipe(self._make_stage(), self._parts())
             left_to_torch(self._schedule)
+            merge_outputs_by(self._schedule, _merged)
         return self._schedule.eval(*(inputs if first else ()))
 
     def _parts(self) -> int:
         return max(count for count in range(1, self._most + 1) if self._samples % count == 0)
+
+
+def _merged(parts: Sequence[Any]) -> Any:
+    """Of one tensor of the outputs: the samples of all parts, or the mean of numbers, as of a model's own loss."""
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    if parts[0].dim():
+        return torch.cat([*parts])
+    if not parts[0].is_floating_point():
+        raise UnsupportedError(
+            "the model returns a number that is no mean over samples, and it is evaluated in parts",
+            got=f"a tensor without dimensions of {parts[0].dtype}", expected="tensors of samples, or a loss",
+            fix="Have the model return what the number is computed of.",
+        )  # fmt: skip
+    return torch.stack([*parts]).mean()

@@ -11,7 +11,7 @@ from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule,
 
 
 def peak_bytes(job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
-    """The most that the rank of ``stage`` holds at once; None where no step of it was watched, or it has others."""
+    """The most that the rank of ``stage`` holds at one time; None where no step of it was watched, or it has others."""
     model = job.stages[stage]
     memory = model.stage_memory
     if memory is None or len(schedule.ranks) != schedule.stages:

@@ -8,11 +8,10 @@ from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.mesh import groups_along
 from headway.scheduling.pipeline.replicated import ReplicatedSchedule
-from headway.scheduling.pipeline.schedule import Pass
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy, check_whole_backwards
 
 
 class MeshStrategy(Strategy):
@@ -53,12 +52,7 @@ class MeshStrategy(Strategy):
                 "the mesh is for another number of stages", got=f"{mesh[PIPELINE]}",
                 expected=f"{len(pipeline.ranks)}",
             )  # fmt: skip
-        if any(action.kind is Pass.WEIGHT_GRADIENT for own in pipeline.ranks for action in own):
-            raise PlanError(
-                "DDP cannot reduce the gradients of a stage whose backwards are halved",
-                got=self.pipeline.describe(), expected="an order with whole backwards",
-                fix="Use another order than zero-bubble, or one pipeline.",
-            )  # fmt: skip
+        check_whole_backwards(pipeline, self.pipeline)
         buckets = tuple(self.data.decide(Job.of(stage, mesh[DATA])) for stage in job.stages)
         return ReplicatedSchedule(pipeline, groups_along(mesh, PIPELINE), buckets)
 

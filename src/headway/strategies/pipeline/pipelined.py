@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError, UserError
+from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.agreement import differing, together
 from headway.strategies.pipeline.clipping import watch_clipping
 from headway.strategies.pipeline.cutting import Cut, cut
@@ -23,7 +24,7 @@ from headway.strategies.pipeline.replicas import Replicas, Replicate
 from headway.strategies.pipeline.traced import TracedCut, traced_cut
 from headway.torch_private.pipelining import PipelineSteps, tensors_in
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class PipelinedModel(nn.Module):
@@ -35,6 +36,9 @@ class PipelinedModel(nn.Module):
 
     On a mesh of pipelines side by side each trains on a batch of its own, and ``replicate`` wraps the stage so that its
     replicas average gradients. ``placement`` says where this rank is; by default in one pipeline of all ranks.
+
+    Raises UserError and PlanError where the loss or the number of micro-batches is missing, and where the model cannot
+    be cut so.
     """
 
     def __init__(
@@ -42,23 +46,29 @@ class PipelinedModel(nn.Module):
         model: nn.Module,
         optimizer: Optimizer,
         strategy: PipelineStrategy,
-        loss_fn: Loss,
+        loss_fn: Loss | None,
         example: Any = None,
         *,
         placement: Placement | None = None,
         replicate: Replicate | None = None,
     ) -> None:
         super().__init__()
-        assert strategy.micro_batches is not None
+        if not callable(loss_fn):
+            raise UserError(
+                "a pipeline computes the loss behind its last stage", got=f"loss_fn={loss_fn!r}",
+                expected="a function of the model's output and the target",
+                fix="Call headway.parallelize(model, optimizer, plan, loss_fn=…).",
+            )  # fmt: skip
+        self._micro_batches = strategy.count()
         self._place = placement or Placement.of_all_ranks()
         self._rank, self._ranks = self._place.stage, self._place.stages  # of this pipeline
         state = {name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
         self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
         self._device = next((each.device for each in state.values()), torch.device("cpu"))
         _check_alike(self._like, self._device)
-        self._micro_batches = strategy.micro_batches
         self._cut = self._agreed_cut(model, strategy.split_points, example)
         self._have_begun = False
+        self._targeted = True
         for each in state.values():
             dist.broadcast(each, 0)
         self.stage = self._cut.module(model, self._rank)
@@ -68,12 +78,12 @@ class PipelinedModel(nn.Module):
         self._replicas = Replicas(self.stage, self._place, replicate, self._device)
         self._schedule = ScheduleGPipe(
             self._made_stage(self._replicas.wrapped),
-            strategy.micro_batches,
+            self._micro_batches,
             loss_fn=self._loss,
             scale_grads=False,
         )
         self._evaluation = Evaluation(
-            partial(self._made_stage, self.stage), strategy.micro_batches, self._place.group, self._device
+            partial(self._made_stage, self.stage), self._micro_batches, self._place.group, self._device
         )
         self.steps = PipelineSteps(self._schedule)
         watch_clipping(self)
@@ -90,11 +100,13 @@ class PipelinedModel(nn.Module):
             expected="model.train_step(batch, target), or model.evaluate(batch)",
         )
 
+    @lost.among("a step")
     def train_step(self, batch: Any, target: torch.Tensor | None) -> torch.Tensor:
         """Forward and backward of one batch in micro-batches; returns the mean of their losses, on every rank.
 
-        Only the first rank of a pipeline uses ``batch``, of shape (samples, …), and only the last one ``target``. A
-        model of several inputs is given them as a tuple, or by their names as a dict. The loss is the mean over all
+        Only the first rank of a pipeline uses ``batch``, of shape (samples, …), and only the last one ``target``: None
+        for a model that returns its own loss, which ``loss_fn(output, None)`` takes out of its output. A model of
+        several inputs is given them as a tuple, or by their names as a dict. The loss is the mean over all
         pipelines. Gradients are added to those that are there, as ``backward`` does. Raises UserError where the batch
         cannot be split evenly, and where pipelines are given batches of other sizes.
         """
@@ -116,6 +128,9 @@ class PipelinedModel(nn.Module):
         if self._rank == 0:
             self._schedule.step(*inputs)
         elif self._rank == self._ranks - 1:
+            self._targeted = target is not None
+            if target is None:
+                target = torch.zeros(self._micro_batches, device=self._device)  # torch wants one to split
             self._schedule.step(target=target, losses=losses, return_outputs=False)
         else:
             self._schedule.step()
@@ -125,6 +140,7 @@ class PipelinedModel(nn.Module):
         loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros(())
         return self._replicas.mean_of(loss.to(self._device, torch.float64))
 
+    @lost.among("an evaluation")
     def evaluate(self, batch: Any) -> Any:
         """The model's output for ``batch``, on the last rank of each pipeline; None on the others.
 
@@ -176,7 +192,8 @@ class PipelinedModel(nn.Module):
     def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         # torch would divide all gradients behind the last backward: those of earlier batches once more, and those that
         # replicas have not yet added up before they have.
-        found = self._loss_fn(self._cut.output(output, training=self.stage.training), target)
+        given = target if self._targeted else None
+        found = self._loss_fn(self._cut.output(output, training=self.stage.training), given)
         return found / self._micro_batches
 
     @property

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import PlanError, UnsupportedError, UserError
+from headway.errors import PlanError, UnsupportedError
 from headway.job import Job
-from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, RecordedPipelineSchedule
+from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline import memory
 from headway.strategies.pipeline.candidates import candidates, step_bound_ms
-from headway.strategies.pipeline.policy import GROUPED, RECORDED, PipelineStrategy, grouped_by
+from headway.strategies.pipeline.policy import (
+    GROUPED,
+    RECORDED,
+    PipelineStrategy,
+    check_whole_backwards,
+    grouped_by,
+)
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -134,21 +140,13 @@ def pipelined(
     On a mesh, ``placement`` says where this rank is, and ``replicate`` wraps the stage among its replicas. Raises
     UserError where something is missing, PlanError and UnsupportedError where the model cannot be cut so.
     """
+    from headway.strategies.pipeline import lost
     from headway.strategies.pipeline.pipelined import PipelinedModel
 
-    if not callable(loss_fn):
-        raise UserError(
-            "a pipeline computes the loss behind its last stage", got=f"loss_fn={loss_fn!r}",
-            expected="a function of the model's output and the target",
-            fix="Call headway.parallelize(model, optimizer, plan, loss_fn=…).",
-        )  # fmt: skip
-    if strategy.micro_batches is None:
-        raise PlanError(
-            "nothing says how many micro-batches a batch is split into", fix="Give micro_batches."
+    with lost.among("cutting the model into stages"):
+        found = PipelinedModel(
+            model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
         )
-    found = PipelinedModel(
-        model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
-    )
     if not found.steps.will_be_taken_over:  # under headway run --plan it will be, by that plan
         _Injection().take_over(found.steps, strategy)
     return found
@@ -170,26 +168,13 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
             strategy = strategy.model_copy(update={"script_micro_batches": None})
         ranks = len(set(steps.rank_of_stage))
         schedule = strategy.schedule_of(steps.stage_count, ranks)
-        for each in candidates_of(strategy):
-            _check_replicas(steps, each.schedule_of(steps.stage_count, ranks), each)
+        if steps.replicated:
+            for each in candidates_of(strategy):
+                check_whole_backwards(each.schedule_of(steps.stage_count, ranks), each)
         runtime = PipelineRuntime(steps, schedule)
         if strategy.follows_network:
             Follower(steps, runtime, strategy)
         steps.note_plan(strategy)
-
-
-def _check_replicas(steps: PipelineSteps, schedule: PipelineSchedule, strategy: PipelineStrategy) -> None:
-    """DDP reduces gradients in whole backwards only; of halved ones it would leave those of weights as they are."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    halved = any(action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own)
-    if halved and any(isinstance(each, DistributedDataParallel) for each in steps.modules.values()):
-        raise PlanError(
-            "DDP cannot reduce the gradients of a stage whose backwards are halved",
-            got=strategy.describe(),
-            expected="an order with whole backwards",
-            fix="Plan with another order than zero-bubble, or do not wrap the stages.",
-        )
 
 
 PLUGIN = _Plugin()

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.pipeline.orders import LOOPED_ORDERS, ORDERS, grouped
-from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipelineSchedule
+from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule, RecordedPipelineSchedule
 from headway.strategies.base import PIPELINE, Strategy
 from headway.strategies.pipeline.stage_times import micro_batches, recorded_actions
 
@@ -89,11 +89,18 @@ class PipelineStrategy(Strategy):
         """The same with the number of micro-batches that were recorded. Raises PlanError where none were."""
         if self.micro_batches is not None:
             return self
-        if job.computation is None or not (recorded := micro_batches(job.computation)):
+        recorded = micro_batches(job.computation) if job.computation is not None else None
+        found = self.model_copy(update={"micro_batches": recorded or None})
+        found.count()
+        return found
+
+    def count(self) -> int:
+        """The number of micro-batches. Raises PlanError where nothing says it."""
+        if self.micro_batches is None:
             raise PlanError(
                 "nothing says how many micro-batches a batch is split into", fix="Give micro_batches."
             )
-        return self.model_copy(update={"micro_batches": recorded})
+        return self.micro_batches
 
     def schedule_of(self, stages: int, ranks: int | None = None) -> PipelineSchedule:
         """The order of every rank of a pipeline of so many stages on ``ranks``, by default as many.
@@ -143,6 +150,16 @@ class PipelineStrategy(Strategy):
         if self.script_micro_batches not in (None, self.micro_batches):
             parts += f" instead of {self.script_micro_batches}"
         return f"pipeline, {order}{parts}"
+
+
+def check_whole_backwards(schedule: PipelineSchedule, strategy: PipelineStrategy) -> None:
+    """Raise PlanError for halved backwards: DDP would not see the gradients of weights, and leave them as they are."""
+    if any(action.kind is Pass.WEIGHT_GRADIENT for own in schedule.ranks for action in own):
+        raise PlanError(
+            "DDP cannot reduce the gradients of a stage whose backwards are halved",
+            got=strategy.describe(), expected="an order with whole backwards",
+            fix="Use another order than zero-bubble, one pipeline, or stages that are not wrapped.",
+        )  # fmt: skip
 
 
 def grouped_by(strategy: Strategy) -> int | None:

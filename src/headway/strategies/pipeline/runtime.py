@@ -6,6 +6,7 @@ keeps memory for every micro-batch of a batch. The program of the next step may 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -111,8 +112,10 @@ class PipelineRuntime:
     def _prepare(self, given: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Refuse what no step can be trained on; returns each micro-batch's arguments, and keyword ones."""
         trouble = self._batches.trouble(given)
+        ranks = dist.get_process_group_ranks(self._steps.group)
         if self._is_first:
-            boundaries.agree(self._steps, trouble)
+            with lost.among("the first step", ranks):
+                boundaries.agree(self._steps, trouble)
         elif trouble:
             boundaries.refuse(f"rank {self._steps.rank}: {trouble}")
         neighbour = (self._steps.rank or 2) - 1
@@ -127,7 +130,8 @@ class PipelineRuntime:
                     got=one_line(str(failure), 200), expected="a tensor, or a tuple or a list of tensors",
                 ) from failure  # fmt: skip
         if self._is_first:
-            boundaries.check(self._steps)
+            with lost.among("the first step", ranks):
+                boundaries.check(self._steps)
         self._is_first = False
         self._release_all_buffers()
         return found
@@ -151,7 +155,9 @@ class PipelineRuntime:
             self._steps.backward_of_weights(stage, micro_batch, last=not left[stage])
             return
         whole = kind is Pass.BACKWARD
-        self._steps.backward(stage, micro_batch, whole=whole, last=whole and not left[stage], send=send)
+        last = whole and not left[stage]
+        with self._named_among_replicas(stage) if last else contextlib.nullcontext():
+            self._steps.backward(stage, micro_batch, whole=whole, last=last, send=send)
         self._steps.receive_buffers(stage, micro_batch, gradients=True).release()
 
     def _named(self, message: Message) -> AbstractContextManager[None]:
@@ -162,6 +168,15 @@ class PipelineRuntime:
         stage = message.to_stage if sends else message.of.stage
         what = f"the {kind} of micro-batch {message.of.micro_batch} {way} stage {stage}"
         return lost.named(self._steps.group, neighbour, what)
+
+    def _named_among_replicas(self, stage: int) -> AbstractContextManager[None]:
+        """Name who is gone where replicas add up gradients."""
+        replicas = self._steps.replicas_of(stage)
+        if len(replicas) < 2:
+            return contextlib.nullcontext()
+        return lost.among(
+            f"adding up the gradients of stage {stage} among its replicas", replicas, self._steps.group
+        )
 
     # Messages ----------------------------------------------------------------------------------------
 

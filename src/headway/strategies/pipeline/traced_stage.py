@@ -10,6 +10,7 @@ from torch import nn
 
 from headway.errors import UserError
 from headway.strategies.pipeline.calls import Attribute, Program, Submodule
+from headway.strategies.pipeline.changeable import changeable
 
 
 class TracedStage(nn.Module):
@@ -29,7 +30,7 @@ class TracedStage(nn.Module):
             raise UserError(
                 "this pipeline has no evaluation, and its stage is in that mode", fix="Call train()."
             )
-        return program.run(self, given, self.__dict__["_headway_device"])
+        return program.run(self, changeable(given), self.__dict__["_headway_device"])
 
 
 def traced_stage(

@@ -26,8 +26,10 @@ from torch.overrides import TorchFunctionMode
 
 from headway.errors import UnsupportedError, one_line
 from headway.strategies.pipeline.calls import Ambience, Attribute, Call, Like, Recording, Submodule, Value
+from headway.strategies.pipeline.keepers import keeps_tensors, objects_in
 from headway.strategies.pipeline.untouched import HOW_TO_MEND, Drawn, left_as_it_was
 from headway.torch_private import tracing as private
+from headway.torch_private.autograd import version_of
 
 _ROOT, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
@@ -110,6 +112,7 @@ class _Recorder(TorchFunctionMode):
         self._values: dict[int, Value] = {}
         self._kept: list[torch.Tensor] = []  # so that no other tensor gets the id of one
         self._calling: list[str] = []  # modules
+        self._objects: dict[int, Any] = {}  # that are passed on
         self._suspended = False
         self._ambience, self._in_checkpoint = Ambience.now(device), private.in_checkpoint()
         self._recording = Recording(())
@@ -125,6 +128,13 @@ class _Recorder(TorchFunctionMode):
 
     def end(self, output: Any) -> Recording:
         """All calls are made, and ``output`` is returned."""
+        keeper = next((each for each in self._objects.values() if keeps_tensors(each)), None)
+        if keeper is not None:
+            raise self._refused(
+                "passes on an object that keeps tensors (in a model of Transformers, its config says use_cache=False "
+                "against it)",
+                type(keeper).__name__,
+            )
         self._recording.output = private.mapped(self._stand_in, output)
         if any(isinstance(each, Attribute | torch.Tensor) for each in private.leaves(self._recording.output)):
             raise self._refused(
@@ -177,7 +187,10 @@ class _Recorder(TorchFunctionMode):
         if name == "register_hook":
             raise self._refused("registers a hook of a tensor", name)
         stand_ins = private.mapped(self._stand_in, args), private.mapped(self._stand_in, kwargs)
+        self._objects.update((id(each), each) for each in objects_in((args, kwargs)))
         draws, drawn = self._draws.count, Drawn.now()
+        given = [each for each in private.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        versions = [version_of(each) for each in given]
         self._suspended = True
         try:
             result = carry_out(*args, **kwargs)
@@ -185,18 +198,20 @@ class _Recorder(TorchFunctionMode):
             self._suspended = False
             drawn.put_back()  # a module draws its own
         tensors = [each for each in private.leaves(result) if isinstance(each, torch.Tensor)]
-        given = [each for each in private.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        written = [each for each, was in zip(given, versions, strict=True) if version_of(each) != was]
         if not tensors and (result is not None or not given):
             return result  # a shape, a type, a mode
         ambience = Ambience.now(self._device)
-        mutates = (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
+        in_place = (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
             name in ("__setitem__", "__set__") or "out" in kwargs
         )
+        changes = self._with_memory_of(written)
         call = Call(
             target, *stand_ins, tuple(self._new(each) for each in tensors),
-            None if ambience == self._ambience else ambience, mutates, self._draws.count > draws,
+            None if ambience == self._ambience else ambience, changes,
+            in_place or bool(changes), self._draws.count > draws,
         )  # fmt: skip
-        if mutates and isinstance(call.first, Attribute):
+        if in_place and isinstance(call.first, Attribute):
             raise self._refused("changes a parameter or a buffer between modules", call.first.name)
         if private.in_checkpoint() and not self._in_checkpoint:
             raise self._refused(
@@ -205,7 +220,7 @@ class _Recorder(TorchFunctionMode):
         for each in call.uses(Submodule):  # one that is checkpointed, too
             self._begins(self._modules[id(self._model.get_submodule(each.name))])
         self._recording.calls.append(call)
-        if mutates and isinstance(call.first, Value):
+        if in_place and isinstance(call.first, Value):
             self._recording.likes[call.first] = Like.of(self._kept[call.first.number])
         return result
 
@@ -218,6 +233,15 @@ class _Recorder(TorchFunctionMode):
             self._values[id(tensor)] = value
         self._recording.likes[value] = Like.of(tensor)
         return value
+
+    def _with_memory_of(self, tensors: list[torch.Tensor]) -> tuple[Value, ...]:
+        """The tensors so far that share memory with ``tensors``."""
+        memories = {private.memory_of(each) for each in tensors}
+        if not memories:
+            return ()
+        return tuple(
+            Value(number) for number, each in enumerate(self._kept) if private.memory_of(each) in memories
+        )
 
     def _stand_in(self, each: Any) -> Any:
         if isinstance(each, nn.Module):
