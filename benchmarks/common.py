@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -36,6 +37,29 @@ def parse_arguments(description: str, cases: Sequence[str]) -> BenchmarkArgument
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     arguments = parser.parse_args()
     return BenchmarkArguments(arguments.quick, arguments.only, arguments.json)
+
+
+def commit() -> str:
+    """What is checked out, and whether it was changed."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def interval_ms(values: Sequence[float]) -> str:
+    """``median_interval`` in whole milliseconds, as pages show it."""
+    low, high = median_interval(values)
+    return f"{low:.0f} to {high:.0f}"
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % of the medians of ``values`` drawn anew."""
+    import numpy as np
+    from scipy import stats  # type: ignore[import-untyped]  # ranks import this file too, and do not need it
+
+    found: Any = stats.bootstrap((values,), np.median, method="percentile", rng=0).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def environment() -> dict[str, Any]:

@@ -9,14 +9,13 @@ without that recording, from two of half and of twice as many micro-batches.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import keep_case, parse_arguments, report
+from common import commit, keep_case, parse_arguments, report
 from memory.job import TRACE
 from memory.pipelines import MICRO_BATCHES, ORDERS, STOCK, SUBJECTS, work
 from memory.running import run
@@ -61,9 +60,6 @@ def _rows(case: str) -> list[dict[str, Any]]:
     subject, stages = CASES[case]
     replayer, fewer, more = (_recorded(subject, stages, count) for count in (MICRO_BATCHES, *AROUND))
     inside = between(fewer.job, more.job, MICRO_BATCHES).job
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     rows = []
     for method, strategy in ORDERS.items():
         print(f"{case} {method} …", file=sys.stderr, flush=True)
@@ -79,7 +75,7 @@ def _rows(case: str) -> list[dict[str, Any]]:
                 "ratio": max(predicted) / max(grown), "error": max(predicted) / max(grown) - 1,
                 "worst_error": max(errors, key=abs), "errors": _said(errors),
                 "errors_between": _said(inside_errors),
-                "stages": stages, "micro_batches": MICRO_BATCHES, "commit": commit.stdout.strip(),
+                "stages": stages, "micro_batches": MICRO_BATCHES, "commit": commit(),
             }
         )  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)

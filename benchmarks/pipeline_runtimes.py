@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import keep_case, parse_arguments, report
+from common import commit, interval_ms, keep_case, parse_arguments, report
 from pipeline_training.runtime_cases import CASES, QUICK, PipelineCase
 
 from headway.cluster import Cluster, Host
@@ -32,7 +30,6 @@ from headway.replayer.simulate import simulate
 
 WORKER = "--worker"
 TIMEOUT_S = 1800.0
-RESAMPLES = 2000
 WORDS = (
     "Median step over interleaved rounds (ms), `interval` its 95 % (bootstrap over rounds). `bound_ms`, for all of "
     "these methods: the last stage begins when a micro-batch has come through the others, works on all of them, and "
@@ -83,32 +80,22 @@ def _rows(case: PipelineCase, found: dict[str, Any]) -> list[dict[str, Any]]:
     bound_ms = others * (forward_ms + backward_ms + 2 * message_ms) + count * (forward_ms + backward_ms)
     job = _job(case, forward_ms, backward_ms, message_ms)
     predicted = {name: simulate(job, strategy).step_ms for name, strategy in strategies(case).items()}
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     rows = []
     for method, taken in found["taken_ms"].items():
         time_ms = median(taken)
-        low, high = _interval(taken)
         expected = predicted.get(method)
         rows.append(
             {
-                "case": case.name, "method": method, "time_ms": time_ms, "interval": f"{low:.0f} to {high:.0f}",
+                "case": case.name, "method": method, "time_ms": time_ms, "interval": interval_ms(taken),
                 "bound_ms": bound_ms, "ratio": time_ms / bound_ms,
                 "predicted_ms": "" if expected is None else expected,
                 "error": "" if expected is None else f"{100 * (expected / time_ms - 1):+.1f} %",
                 "forward_ms": forward_ms, "backward_ms": backward_ms, "message_ms": message_ms, "stages": case.stages,
                 "micro_batches": count, "size_bytes": case.size_bytes, "rate_mbit": case.rate_mbit, "paced": True,
-                "rounds": len(taken), "cpu": f"{found['cpu']:.0%}", "commit": commit.stdout.strip(),
+                "rounds": len(taken), "cpu": f"{found['cpu']:.0%}", "commit": commit(),
             }
         )  # fmt: skip
     return rows
-
-
-def _interval(taken: list[float]) -> tuple[float, float]:
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(taken, k=len(taken))) for _ in range(RESAMPLES))
-    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
 
 
 def _job(case: PipelineCase, forward_ms: float, backward_ms: float, message_ms: float) -> Job:

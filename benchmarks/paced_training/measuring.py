@@ -42,11 +42,11 @@ def _sample(trainer: Trainer, warm: int, steps: int, into: Samples) -> None:
     trainer.training.restart()
     for _ in range(warm):
         trainer.step()
-    cores, cpu_s, start = _cores(), _cpu_s(), time.perf_counter()
+    cores, cpu_s, start = cores_ticks(), _cpu_s(), time.perf_counter()
     taken = [trainer.step() for _ in range(steps)]
     into.step_s.append((time.perf_counter() - start) / steps)
     into.cpu_s.append((_cpu_s() - cpu_s) / steps)
-    into.busiest_core.append(_busiest(cores, _cores()))
+    into.busiest_core.append(busiest_share(cores, cores_ticks()))
     into.forward_s.append(statistics.mean(t.forward_s for t in taken))
     into.backward_s.append(statistics.mean(t.backward_s for t in taken))
     trainer.finish()
@@ -82,7 +82,7 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _cores() -> list[tuple[int, int]]:
+def cores_ticks() -> list[tuple[int, int]]:
     """For every core of the machine its busy and its total time, in ticks; others' use is in it too."""
     found = []
     for line in Path("/proc/stat").read_text().splitlines():
@@ -92,6 +92,6 @@ def _cores() -> list[tuple[int, int]]:
     return found or [(0, 0)] * (os.cpu_count() or 1)
 
 
-def _busiest(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
+def busiest_share(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
     shares = [(b1 - b0) / max(1, t1 - t0) for (b0, t0), (b1, t1) in zip(before, after, strict=True)]
     return max(shares)

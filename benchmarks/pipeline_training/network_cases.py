@@ -113,6 +113,7 @@ CASES = {
     for case in (
         NetworkCase("quiet-gpt"),
         NetworkCase("quiet-unet", UNET),
+        NetworkCase("quiet-gpt-s8-m32", GPT_8, 32),
         NetworkCase("steady-gpt", rate_mbit=150.0),
         NetworkCase("steady-unet", UNET, rate_mbit=200.0),
         NetworkCase("bursts-one-gpt", tenants=(1,)),
