@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from headway.errors import UserError
 from headway.model import ModelSpec
-from headway.scheduling.buckets import BucketSchedule
+from headway.scheduling.schedule import Schedule
 
 MESSAGE_BYTES = 64 * 2**20
 
 
 def check_agreement(
-    model: ModelSpec, schedule: BucketSchedule, group: dist.ProcessGroup, device: torch.device
+    model: ModelSpec, schedule: Schedule, group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raise UserError unless every rank of ``group``, which takes tensors on ``device``, has the same parameters and
     the same schedule.

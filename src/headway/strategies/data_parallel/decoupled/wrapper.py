@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from headway import torch_private
-from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
+from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
@@ -32,6 +32,7 @@ from headway.strategies.data_parallel.decoupled.reducer import GradientReducer
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
+from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class DecoupledDataParallel(RefusingDataParallel):
             device_mesh=device_mesh, skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
         )  # fmt: skip
-        group = _existing_group(process_group)
+        group = existing_group(process_group)
         lifecycle.release_orphans()
         check_module(module)
         self.device = next(iter(trainable_parameters(module).values())).device
@@ -295,7 +296,7 @@ class DecoupledDataParallel(RefusingDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy that can be read, evaluated and saved, and that refuses to be trained."""
         nn.Module.__setstate__(self, state)
-        self.process_group = _existing_group(None)
+        self.process_group = existing_group(None)
         self._wiring = wiring_of(self.device, self.process_group)
         self._compiled = _compiled_inside(self.module)
         self.uneven = None
@@ -359,16 +360,3 @@ class DecoupledDataParallel(RefusingDataParallel):
 def _compiled_inside(module: nn.Module) -> frozenset[int]:
     """The identities of the modules of ``module`` that are compiled."""
     return frozenset(id(each) for each in module.modules() if torch_private.is_compiled(each))
-
-
-def _existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise UserError(
-            "there is no process group", expected="torch.distributed to be initialised",
-            fix="Call torch.distributed.init_process_group('gloo') first, under torchrun.",
-        )  # fmt: skip
-    chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
-    if dist.get_rank(chosen) < 0:
-        raise UserError("this process is not in the process group it was given")
-    return chosen

@@ -1,0 +1,40 @@
+"""Asynchronous parameter servers as a strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.job import Job
+from headway.scheduling.shards import ShardSchedule
+from headway.strategies.data_parallel.asynchronous_servers import footprint
+from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway.strategies.data_parallel.unreduced_plugin import UnreducedPlugin
+from headway.strategies.footprint import Footprint
+from headway.strategies.horizon import Outcome
+
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.asynchronous_servers.runtime import AsynchronousServers
+
+
+class _Plugin(UnreducedPlugin[AsynchronousServersStrategy]):
+    policy = AsynchronousServersStrategy
+    not_replayed = (
+        "asynchronous servers have no steps that all ranks finish together, so no recording under them "
+        "is replayed"
+    )
+
+    def runtime(self) -> type[AsynchronousServers]:
+        from headway.strategies.data_parallel.asynchronous_servers.runtime import AsynchronousServers
+
+        return AsynchronousServers
+
+    def over_a_horizon(self, job: Job, strategy: AsynchronousServersStrategy) -> Outcome:
+        from headway.strategies.data_parallel.asynchronous_servers.horizon import over_a_horizon
+
+        return over_a_horizon(job, strategy.decide(job))
+
+    def footprint(self, job: Job, schedule: ShardSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule)
+
+
+PLUGIN = _Plugin()

@@ -1,0 +1,53 @@
+"""Local SGD and DiLoCo as a strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.errors import UnsupportedError
+from headway.job import Job
+from headway.scheduling.periods import PeriodicSchedule
+from headway.strategies.data_parallel.local_sgd import footprint
+from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.data_parallel.unreduced_plugin import UnreducedPlugin
+from headway.strategies.footprint import Footprint
+from headway.strategies.horizon import Outcome
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
+
+
+class _Plugin(UnreducedPlugin[LocalSGDStrategy]):
+    policy = LocalSGDStrategy
+    not_replayed = (
+        "local SGD has no steps that all ranks finish together, so no recording under it is replayed"
+    )
+
+    def runtime(self) -> type[LocalSGD]:
+        from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
+
+        return LocalSGD
+
+    def over_a_horizon(self, job: Job, strategy: LocalSGDStrategy) -> Outcome:
+        from headway.strategies.data_parallel.local_sgd.horizon import over_a_horizon
+
+        return over_a_horizon(job, strategy.decide(job))
+
+    def footprint(self, job: Job, schedule: PeriodicSchedule, stage: int) -> Footprint:
+        return footprint.footprint(job.stages[stage], schedule)
+
+    def as_run(self, strategy: LocalSGDStrategy, job: Job) -> LocalSGDStrategy:
+        """Raises UnsupportedError where the model cannot be trained so."""
+        if why := job.refusals.get(self.name):
+            raise UnsupportedError("the recorded job cannot be trained by local SGD", got=why)
+        return strategy
+
+    def refusal(self, wrapped: nn.Module, *, compiled_around: bool) -> str:
+        from headway.strategies.data_parallel import unreduced
+
+        return unreduced.refusal(wrapped, compiled_around=compiled_around, called="local SGD")
+
+
+PLUGIN = _Plugin()

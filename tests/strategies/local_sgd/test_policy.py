@@ -1,0 +1,115 @@
+"""Local SGD's decision, what a rank holds, and a job of it over a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.models import layered_model
+
+from headway.cluster import Cluster, Host
+from headway.coordination.matrices import Consensus
+from headway.errors import UnsupportedError
+from headway.graph.build import GraphBuilder
+from headway.graph.computation import Computation
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job
+from headway.scheduling.periods import OuterStep, PeriodicSchedule
+from headway.strategies.data_parallel.local_sgd.footprint import footprint
+from headway.strategies.data_parallel.local_sgd.horizon import mean_spread, over_a_horizon
+from headway.strategies.data_parallel.local_sgd.plugin import PLUGIN
+from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+
+STEP_NS = 10_000_000
+
+
+def job(world_size: int, factors: dict[int, float] | None = None) -> Job:
+    """Ranks whose steps take 10 ms and then 12 ms in turn, in the recorded order; each has a host of its own."""
+    hosts = tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(world_size))
+    steps = tuple(
+        Timeline(0, step, (Item(Part.FORWARD, "", STEP_NS + step * 2_000_000), Item(Point.STEP)))
+        for step in range(2)
+    )
+    computation = Computation({0: steps}).scaled(1.0, factors or {})
+    return Job((layered_model(3),), world_size, Cluster(hosts=hosts), computation)
+
+
+def test_the_outer_step_has_diloco_s_defaults_and_only_where_it_is_asked_for() -> None:
+    assert LocalSGDStrategy().outer is None
+    assert LocalSGDStrategy(outer_optimizer="sgd").outer == OuterStep(0.7, 0.9, nesterov=True)
+    assert LocalSGDStrategy(outer_optimizer="sgd", outer_momentum=0).outer == OuterStep(
+        0.7, 0, nesterov=False
+    )
+    assert "DiLoCo" in LocalSGDStrategy(outer_optimizer="sgd").describe()
+    schedule = LocalSGDStrategy(steps=4).decide(job(2))
+    assert schedule == PeriodicSchedule(2, 4)
+    assert [each for each in range(1, 13) if schedule.averages_after(each)] == [4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"outer_momentum": 0.5},
+        {"outer_optimizer": "sgd", "outer_momentum": 0, "nesterov": True},
+        {"steps": 0},
+    ],
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"outer|steps"):
+        LocalSGDStrategy(**options)
+
+
+def test_ranks_meet_at_the_end_of_each_period_only() -> None:
+    outcome = over_a_horizon(job(4, {3: 3.0}), PeriodicSchedule(4, 8))
+    assert outcome.iterations == (40,) * 4
+    period_ns = 3 * (4 * STEP_NS + 4 * 12_000_000)
+    first, *_, last = outcome.groups
+    took_ns = (last.end_ns - first.end_ns) / 5
+    assert period_ns < took_ns < period_ns * 1.2
+    assert outcome.step_ms == pytest.approx(took_ns / 8 / 1e6)
+    assert outcome.forming_ns[3] == 0, "nobody is later"
+    assert outcome.forming_ns[0] == pytest.approx(5 * period_ns * 2 / 3, rel=0.01)
+    ends = [own[8] - own[7] for own in outcome.finished_ns]
+    assert min(ends) > STEP_NS, "the average is between two periods"
+    assert "trains otherwise" in outcome.describe()
+
+
+def test_ranks_that_are_late_in_turn_wait_less_the_longer_a_period_is() -> None:
+    fast, slow = (Timeline(0, 0, (Item(Part.FORWARD, "", STEP_NS * n),)) for n in (1, 5))
+    steps = {rank: tuple(slow if turn == rank else fast for turn in range(4)) for rank in range(4)}
+    four = job(4)
+    of = Job((layered_model(3),), 4, four.cluster, Computation(steps))
+    each, whole = (over_a_horizon(of, PeriodicSchedule(4, count)) for count in (1, 4))
+    assert each.step_ms > 5 * STEP_NS / 1e6
+    assert 2 * STEP_NS / 1e6 < whole.step_ms < 2.3 * STEP_NS / 1e6
+
+
+def test_a_rank_alone_averages_with_nobody() -> None:
+    outcome = over_a_horizon(job(1), PeriodicSchedule(1, 5))
+    assert outcome.step_ms == pytest.approx(11.0, rel=0.01)
+    assert outcome.standing_ms == 0
+
+
+def test_how_far_apart_models_are_is_what_mixing_says() -> None:
+    consensus, apart = Consensus(3), []
+    for _ in range(4):
+        apart.append(consensus.spread(range(3)))
+        for rank in range(3):
+            consensus.iterated(rank)
+    assert mean_spread(PeriodicSchedule(3, 4)) == pytest.approx(sum(apart) / 4)
+    assert mean_spread(PeriodicSchedule(3, 1)) == 0
+
+
+def test_what_a_rank_holds() -> None:
+    model = layered_model(3)
+    plain = footprint(model, PeriodicSchedule(4, 8)).buffers_bytes
+    assert plain == model.size_bytes
+    outer = footprint(model, PeriodicSchedule(4, 8, outer=OuterStep(0.7, 0.9, nesterov=True))).buffers_bytes
+    assert outer == 3 * model.size_bytes
+
+
+def test_no_steps_are_laid_out() -> None:
+    of = job(2)
+    with pytest.raises(UnsupportedError, match="DDP"):
+        PLUGIN.reactions(GraphBuilder(of.on, LocalSGDStrategy().decide(of)), of)
+    assert PLUGIN.propose(of).strategies == ()
