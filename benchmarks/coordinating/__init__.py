@@ -1,0 +1,1 @@
+"""What benchmarks/coordinator.py measures with."""

@@ -1,0 +1,1 @@
+"""What benchmarks/decentralised.py measures with."""

@@ -1,0 +1,270 @@
+"""One rank of a case of throughput: probe, learn, try options, then all methods in turn; it writes what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from paced_training.jobs import PacedJob, optimizer_of
+from paced_training.learned import Learned, learn, shared_from_rank_0
+from paced_training.measuring import busiest_share, cores_ticks
+from torch import nn
+from torch.optim import Optimizer
+
+from decentralised_training.cases import GTX_1080_TI, THROUGHPUT, PacedPlan, ThroughputCase
+from decentralised_training.live import Coordinators, Trainer
+from decentralised_training.methods import METHODS, Method
+from headway.measuring.probe import probe_cluster
+from headway.models.paced import PacedDevice, PacedLayer, PacedModel, Pacing
+from headway.network.collective_costs import CANDIDATES, Effort, fitted, timings_of
+from headway.strategies.base import Strategy
+
+SWITCH_INTERVAL_S = (
+    1e-4  # Python's default of 5 ms would stall whoever has threads of its own; the same for all
+)
+NEEDED = ("gloo_all_reduce", "ring", "servers")  # algorithms of the methods that are predicted
+PROBE = Effort(
+    tuple(each for each in CANDIDATES if each.name in NEEDED), {1_000: 10, 60_000: 4},
+    repeats=3, most_repeats=5, longest_s=0.5, interference_rounds=1,
+)  # fmt: skip
+LINKS = replace(PROBE, candidates=())
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How much is measured; where ranks go by themselves, a block counts for ``block_s`` after ``warm_s``."""
+
+    rounds: int
+    warm_steps: int
+    steps: int
+    trial_steps: int
+    warm_s: float
+    block_s: float
+    most_options: int | None = None
+    only: tuple[str, ...] = ()
+
+
+FULL = Measuring(5, 1, 8, 2, 1.0, 5.0)
+QUICK = Measuring(
+    1,
+    1,
+    3,
+    1,
+    0.5,
+    2.0,
+    1,
+    ("all-reduce", "parameter-server", "ad-psgd", "static", "first-come", "inter-intra-stale"),
+)
+
+
+class SituatedDevice(PacedDevice):
+    """A device that is slower by the factor of the iteration."""
+
+    factor = 1.0
+
+    def hold(self, seconds: float) -> None:
+        super().hold(seconds * self.factor)
+
+
+def paced_model(case: ThroughputCase, plan: PacedPlan, rank: int) -> tuple[PacedModel, SituatedDevice]:
+    """The case's model, whose layers sleep."""
+    pacing = Pacing(scale=1 / plan.shrink, dilation=plan.dilation, rank=rank)
+    model, device = PacedModel(case.table, pacing, GTX_1080_TI), SituatedDevice()
+    model.clock = device
+    for layer in model.modules():
+        if isinstance(layer, PacedLayer):
+            layer.device = device
+    return model, device
+
+
+def work(case_name: str, folder: Path, *, quick: bool) -> None:
+    """Run the case as one rank of the process group in the environment."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    dist.init_process_group("gloo")
+    case, effort = THROUGHPUT[case_name], QUICK if quick else FULL
+    plan, rank = case.plan(quick=quick), dist.get_rank()
+    _say("probing")
+    cluster = probe_cluster(busy_cores=False, effort=LINKS)
+    timings = timings_of(cluster, busy_cores=False, effort=PROBE)
+    _say("learning")
+    learned, optimizer_s = _learned(case, plan, rank)
+    coordinators = Coordinators()
+    found = _measured(case, plan, effort, coordinators)
+    found["rank"] = rank
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    if rank == 0:
+        cluster = fitted(cluster, timings, PROBE)  # here alone: ranks share cores
+        cluster.save(folder / "cluster.yaml")
+        (folder / "learned.json").write_text(
+            json.dumps(
+                {"spec": learned.spec.model_dump(mode="json"), "ready_s": learned.ready_s, "needed_s": learned.needed_s,
+                 "optimizer_s": optimizer_s, "passes_s": found["passes_s"]}
+            )
+        )  # fmt: skip
+    dist.barrier()
+    coordinators.close()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # channels and groups of several methods would wait for each other at length
+
+
+def _learned(case: ThroughputCase, plan: PacedPlan, rank: int) -> tuple[Learned, float]:
+    """What rank 0's steps without communication teach, and what an optimizer's step takes."""
+
+    def make() -> nn.Module:
+        return paced_model(case, plan, rank)[0]
+
+    learned = shared_from_rank_0(learn(PacedJob(make, _loss, 1 / plan.shrink)))
+    model = make()
+    optimizer = optimizer_of(model.parameters())
+    taken = []
+    for _ in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        begun = time.perf_counter()
+        optimizer.step()
+        taken.append(time.perf_counter() - begun)
+    return learned, statistics.median(taken)
+
+
+def _say(what: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"{time.strftime('%X')} {what}", file=sys.stderr, flush=True)
+
+
+def _loss(model: nn.Module, _step: int) -> torch.Tensor:
+    loss: torch.Tensor = model()
+    return loss
+
+
+class Steps:
+    """Iterations of one model, slowed as the case says; it takes the time of passes."""
+
+    def __init__(self, case: ThroughputCase, model: PacedModel, device: SituatedDevice, rank: int) -> None:
+        self._case, self._model, self._device, self._rank = case, model, device, rank
+        self.passes_s: list[tuple[float, float]] = []
+
+    def __call__(self, wrapped: nn.Module, optimizer: Optimizer, iteration: int) -> None:
+        self._device.factor = self._case.situation.factor(self._rank, iteration)
+        begun = time.perf_counter()
+        loss = wrapped()
+        middle = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._model.clock.mark()
+        self.passes_s.append((middle - begun, time.perf_counter() - middle))
+        optimizer.step()
+        self._model.clock.mark()
+
+
+def _measured(
+    case: ThroughputCase, plan: PacedPlan, effort: Measuring, coordinators: Coordinators
+) -> dict[str, Any]:
+    trainers: dict[str, Trainer] = {}
+    tried: dict[str, dict[str, float]] = {}
+    errors: dict[str, str] = {}
+    alone = _alone(case, plan)
+    for method in METHODS:
+        if effort.only and method.name not in effort.only:
+            continue
+        _say(method.name)
+        try:
+            trainers[method.name], tried[method.name] = _tuned(case, plan, method, effort, coordinators)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            errors[method.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        dist.barrier()
+    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
+    names = list(trainers)
+    for number in range(effort.rounds):
+        _say(f"round {number + 1}")
+        shift = number * len(names) // effort.rounds
+        for name in (*names[shift:], *names[:shift]):
+            blocks[name].append(_block(trainers[name], effort))
+    strategies = {name: _written(trainer.strategy) for name, trainer in trainers.items()}
+    for trainer in trainers.values():
+        trainer.close()
+    return {"blocks": blocks, "tried": tried, "errors": errors, "strategies": strategies, "passes_s": alone}
+
+
+def _written(strategy: Strategy) -> dict[str, Any]:
+    return {"name": strategy.name, **strategy.model_dump(mode="json")}
+
+
+def _alone(case: ThroughputCase, plan: PacedPlan) -> list[float]:
+    """The median forward and backward of rank 0 (not slowed) without communication."""
+    model, device = paced_model(case, plan, dist.get_rank())
+    steps = Steps(case, model, device, -1 if not case.situation.by_chance else dist.get_rank())
+    optimizer = optimizer_of(model.parameters())
+    device.restart()
+    for iteration in range(5):
+        steps(model, optimizer, iteration)
+    return [statistics.median(each) for each in zip(*steps.passes_s[1:], strict=True)]
+
+
+def _trainer(
+    case: ThroughputCase, plan: PacedPlan, strategy: Strategy, coordinators: Coordinators
+) -> Trainer:
+    rank = dist.get_rank()
+    model, device = paced_model(case, plan, rank)
+    steps = Steps(case, model, device, rank)
+    trainer = Trainer(model, optimizer_of(model.parameters()), strategy, steps, case.hosts, coordinators)
+    device.restart()
+    return trainer
+
+
+def _tuned(
+    case: ThroughputCase, plan: PacedPlan, method: Method, effort: Measuring, coordinators: Coordinators
+) -> tuple[Trainer, dict[str, float]]:
+    """The fastest of a method's options, by some iterations of each."""
+    options = method.options(1 / plan.shrink)[: effort.most_options]
+    tried: dict[str, float] = {}
+    best: tuple[float, Strategy] | None = None
+    for strategy in options if len(options) > 1 else ():
+        trainer = _trainer(case, plan, strategy, coordinators)
+        block = trainer.block(1 + effort.trial_steps, 0.0)
+        took = torch.tensor([(block.ends_s[-1] - block.ends_s[0]) / effort.trial_steps])
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        trainer.close()
+        tried[strategy.describe()] = round(float(took) * 1e3, 1)
+        if best is None or float(took) < best[0]:
+            best = float(took), strategy
+    trainer = _trainer(case, plan, options[0] if best is None else best[1], coordinators)
+    trainer.block(effort.warm_steps + 1, effort.warm_s)  # connections, DDP's order of readiness
+    return trainer, tried
+
+
+def _block(trainer: Trainer, effort: Measuring) -> dict[str, Any]:
+    dist.barrier()
+    device = getattr(trainer.module, "clock", None)
+    if device is not None:
+        device.restart()
+    before, used = cores_ticks(), _cpu_s()
+    block = trainer.block(effort.warm_steps + effort.steps, effort.warm_s + effort.block_s)
+    after = cores_ticks()
+    return {
+        **asdict(block), "by_itself": trainer.by_itself, "warm_steps": effort.warm_steps, "warm_s": effort.warm_s,
+        "until_s": effort.warm_s + effort.block_s, "cpu_s": _cpu_s() - used,
+        "busiest_core": busiest_share(before, after), "busy_cores": _busy(before, after),
+    }  # fmt: skip
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _busy(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
+    """Of all cores, what anybody used."""
+    return sum(b1 - b0 for (b0, _), (b1, _) in zip(before, after, strict=True)) / max(
+        1, sum(t1 - t0 for (_, t0), (_, t1) in zip(before, after, strict=True))
+    )
