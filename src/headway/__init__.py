@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headway.api import Optimized, Replayed, diagnose, optimize, predict, replay, strategy
     from headway.cluster import Cluster
     from headway.diagnosis.diagnosis import Diagnosis
-    from headway.integrations.parallelize import parallelize
+    from headway.integrations.parallelize import finish, parallelize
     from headway.plan import Plan
     from headway.recording.attach import record
     from headway.trace.folder import load_trace
@@ -58,6 +58,7 @@ __all__ = [
     "UserError",
     "__version__",
     "diagnose",
+    "finish",
     "load_trace",
     "optimize",
     "parallelize",
@@ -77,6 +78,7 @@ _LAZY = {
     "Replayed": "headway.api",
     "Trace": "headway.trace.format",
     "diagnose": "headway.api",
+    "finish": "headway.integrations.parallelize",
     "load_trace": "headway.trace.folder",
     "optimize": "headway.api",
     "parallelize": "headway.integrations.parallelize",

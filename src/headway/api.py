@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,17 @@ def optimize(
     cluster: Cluster | None = None,
     memory_limit_bytes: int | None = None,
     follow_network: bool = False,
+    allow: Collection[str] = (),
 ) -> Optimized:
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
-    The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change what
-    is trained are not proposed. ``others`` are recordings of the same pipeline with other numbers of micro-batches:
-    these, and those between them, are tried too. With ``strategy``, the best plan of the strategy of this name is
-    returned; with "stages" the best of stages that the script does not have, for ``headway.parallelize``. With
-    ``memory_limit_bytes``, plans under which a rank would need more memory are left out. With
-    ``follow_network``, the plan changes with the network while the job trains: of a pipeline, the size of its groups.
+    The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change
+    what is trained are proposed only where ``allow`` has "asynchronous"; ``plan.changes_training`` says what.
+    ``others`` are recordings of the same pipeline with other numbers of micro-batches: these, and those between
+    them, are tried too. With ``strategy``, the best plan of the strategy of this name is returned; with "stages"
+    the best of stages that the script does not have, for ``headway.parallelize``. With ``memory_limit_bytes``,
+    plans under which a rank would need more memory are left out. With ``follow_network``, the plan changes with the
+    network while the job trains: of a pipeline, the size of its groups.
     Takes seconds to minutes.
 
     Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found, none
@@ -145,7 +147,7 @@ def optimize(
     """
     replayer = Replayer(_loaded(trace), cluster)
     more = others_of(replayer, [_loaded(each) for each in others])
-    found = search(replayer, memory_limit_bytes=memory_limit_bytes, others=more)
+    found = search(replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow)
     plan = plan_of(following(found, strategy) if follow_network else found.best(strategy), replayer)
     return Optimized(plan, found.candidates, found.bound_ms, found.note)
 

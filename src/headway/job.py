@@ -10,6 +10,7 @@ from types import MappingProxyType
 from headway.cluster import Cluster
 from headway.errors import UserError
 from headway.graph.computation import Computation
+from headway.incidents import Incidents
 from headway.model import ModelSpec
 
 
@@ -30,7 +31,8 @@ class Job:
     its model and its ``world_size``. ``refusals`` says, by the name of a strategy, why its model cannot be trained
     under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
     ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch. ``mesh`` is the size of each
-    dimension along which ranks share the work, the outermost first, where there are several.
+    dimension along which ranks share the work, the outermost first, where there are several. ``incidents`` are what a
+    simulated job lives through.
     """
 
     stages: tuple[ModelSpec, ...]
@@ -42,6 +44,7 @@ class Job:
     has_parameters: bool = True
     boundary_bytes: tuple[int, ...] = ()
     mesh: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    incidents: Incidents = field(default_factory=Incidents)
 
     def __post_init__(self) -> None:
         assert self.cluster is None or self.cluster.world_size == self.world_size

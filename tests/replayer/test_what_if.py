@@ -17,7 +17,9 @@ def test_what_ifs_compose() -> None:
 @pytest.mark.parametrize(
     "text", ["bandwidth", "bandwidth=", "bandwidth=0x", "bandwidth=-2x", "workers=0", "workers=2.5", "workers=99999",
              "magic=2x", "", "compute=nan", "latency=1e20x", "bandwidth=1e-200x",
-             "bandwidth:=2x", "compute:x=2x", "compute:-1=2x", "latency:a=2x", "compute:1=1e9x", "bandwidth:a=0x"],
+             "bandwidth:=2x", "compute:x=2x", "compute:-1=2x", "latency:a=2x", "compute:1=1e9x", "bandwidth:a=0x",
+             "dies:3", "dies:3@", "dies:3@0s", "dies:x@2s", "dies:3@2s=1x", "joins:-1@2s", "random-slowdown=2x",
+             "random-slowdown:10=2x", "random-slowdown:0%=2x", "random-slowdown:101%=2x", "random-slowdown:10%"],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused_on_one_line(text: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -28,6 +30,22 @@ def test_what_has_no_meaning_is_refused_on_one_line(text: str) -> None:
 def test_how_many_workers_there_are_is_said_once() -> None:
     with pytest.raises(UserError, match="given twice"):
         WhatIf.parse(["workers=4", "workers=8"])
+
+
+def test_incidents() -> None:
+    what_if = WhatIf.parse(["dies:3@2s", "joins:3@5s", "random-slowdown:10%=3x", "joins:1@500ms"])
+    incidents = what_if.incidents
+    assert (incidents.slow_share, incidents.slow_factor) == (0.1, 3.0)
+    assert incidents.deaths == ((2 * 10**9, 3),)
+    assert incidents.joins == ((5 * 10**9, 3), (5 * 10**8, 1))
+    assert "rank 3 dies after 2 s" in what_if.describe()
+    assert not what_if.without_members().incidents.change_members
+    with pytest.raises(UserError, match="twice"):
+        WhatIf.parse(["dies:3@2s", "dies:3@5s"])
+    with pytest.raises(UserError, match="twice"):
+        WhatIf.parse(["random-slowdown:10%=3x", "random-slowdown:20%=3x"])
+    with pytest.raises(UserError, match="no such rank"):
+        WhatIf.parse(["dies:4@2s"]).apply(TWO)
 
 
 def test_quicker_hosts_spend_less_on_optimizers_calls() -> None:

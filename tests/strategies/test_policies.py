@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.cluster import Cluster, Host
-from headway.errors import PlanError
+from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import GraphBuilder
+from headway.graph.computation import Computation
+from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.scheduling.buckets import Wire
 from headway.strategies.data_parallel import module_spec
@@ -21,9 +23,14 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.registry import names, plugin_named, plugin_of
 
-REDUCES_GRADIENTS = [
-    name for name in names() if plugin_named(name).policy.dimension == "data" and name != "partial-all-reduce"
-]
+DATA_PARALLEL = [name for name in names() if plugin_named(name).policy.dimension == "data"]
+TRAINS_OTHERWISE = [name for name in DATA_PARALLEL if plugin_named(name).policy().changes_training]
+REDUCES_GRADIENTS = [name for name in DATA_PARALLEL if name not in TRAINS_OTHERWISE]
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_an_unmodified_script_can_follow_every_data_parallel_strategy(name: str) -> None:
+    assert plugin_named(name).injection is not None
 
 
 @pytest.mark.parametrize("name", REDUCES_GRADIENTS)
@@ -39,7 +46,35 @@ def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str
     cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(4)))
     assert plugin.reactions(GraphBuilder(cluster, schedule), job)
     assert plugin.footprint(job, schedule, 0).buffers_bytes >= job.model.size_bytes
-    assert plugin.injection is not None
+
+
+def test_strategies_say_whether_they_change_what_is_trained() -> None:
+    assert REDUCES_GRADIENTS == ["ddp", "decoupled", "parameter_server"]
+    assert set(TRAINS_OTHERWISE) == {"partial-all-reduce", "local-sgd", "asynchronous-parameter-server"}
+    assert plugin_named("pipeline").policy().changes_training == ""
+    assert "model of its own" in plugin_named("partial-all-reduce").policy().changes_training
+
+
+@pytest.mark.parametrize("name", TRAINS_OTHERWISE)
+def test_what_trains_otherwise_is_simulated_over_a_time(name: str) -> None:
+    plugin = plugin_named(name)
+    strategy = plugin.policy()
+    steps = Computation({0: (Timeline(0, 0, (Item(Part.FORWARD, "", 1_000_000), Item(Point.STEP))),)})
+    cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(4)))
+    job = Job((layered_model(5),), 4, cluster, steps)
+    schedule = strategy.decide(job)
+    assert schedule == strategy.decide(job)
+    assert schedule.parts
+    assert schedule.collectives >= 1
+    assert plugin_of(strategy) is plugin
+    assert all(each.changes_training for each in plugin.propose(job).strategies)
+    assert plugin.footprint(job, schedule, 0).buffers_bytes >= job.model.size_bytes
+    outcome = plugin.over_a_horizon(job, strategy)
+    assert outcome is not None
+    assert outcome.total_per_s > 0
+    assert "trains otherwise" in outcome.describe()
+    with pytest.raises(UnsupportedError):
+        plugin.reactions(GraphBuilder(cluster, schedule), job)
 
 
 def test_ddp_closes_a_bucket_once_it_is_full() -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from headway import files
+from headway.errors import PlanError
+
+if TYPE_CHECKING:
+    from headway.coordination.service.generator_choice import GeneratorChoice
 
 DEFAULT_LISTEN = "127.0.0.1:29650"
 
@@ -26,7 +31,9 @@ DEFAULT_LISTEN = "127.0.0.1:29650"
               help="Workers that are silent for so long are taken for dead.")  # fmt: skip
 @click.option("--generator", metavar="NAME[:OPTION=VALUE,…]", default="first-come", show_default=True,
               help="Which workers average together.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True,
+@click.option("--plan", type=click.Path(path_type=Path, dir_okay=False),
+              help="Take generator, its options and the seed from a plan with partial all-reduce.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
               help="Of what the generator draws.")  # fmt: skip
 @click.option(
     "--metrics", metavar="[HOST:]PORT", help="Serve metrics for Prometheus there; on loopback by default."
@@ -40,6 +47,7 @@ def coordinate(
     journal: Path | None,
     lease: str,
     generator: str,
+    plan: Path | None,
     seed: int,
     metrics: str | None,
     as_json: bool,
@@ -64,7 +72,7 @@ def coordinate(
         write_secret(new_secret)
         click.echo(f"secret written to {new_secret}")
         return
-    choice = GeneratorChoice.parse(generator, seed)
+    choice = _planned(plan) if plan else GeneratorChoice.parse(generator, seed)
     options = ServiceOptions(
         lease_s=parse_duration_s(lease, "lease"),
         journal=journal,
@@ -88,6 +96,20 @@ def coordinate(
     finally:
         if port:
             port.close()
+
+
+def _planned(path: Path) -> GeneratorChoice:
+    from headway.plan import Plan
+    from headway.strategies.decentralised.launching import choice_of
+    from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+
+    strategy = Plan.load(path).strategy
+    if not isinstance(strategy, PartialAllReduceStrategy) or strategy.is_static:
+        raise PlanError(
+            "the plan needs no coordinator", got=strategy.describe(),
+            expected="partial all-reduce whose groups are not static", fix="Leave out --plan, or the coordinator.",
+        )  # fmt: skip
+    return choice_of(strategy)
 
 
 def _metrics_address(text: str) -> tuple[str, int]:

@@ -21,7 +21,7 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
         outcome = replayer.replay_horizon(plan.strategy, what_if, passes=plan.passes)
         if outcome is None:
             return False
-        recorded = replayer.replay(None, what_if, passes=plan.passes)
+        recorded = replayer.replay(None, what_if.without_members(), passes=plan.passes)
     together_per_s = recorded.graph.world_size / recorded.step_ms * 1e3
     speedup = outcome.total_per_s / together_per_s
     if as_json:
@@ -38,10 +38,11 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
         )
         return True
     console = output.console()
+    stays = ", if no rank died or joined," if what_if.incidents.change_members else ""
     said = one_line(", ".join(filter(None, [what_if.describe(), plan.strategy.describe()])))
     console.print(
         f"{outcome.total_per_s:.2f} iterations/s of all ranks together with {said}: {speedup:.2f} times as many as the "
-        f"recorded strategy would have under the same conditions ({together_per_s:.2f})."
+        f"recorded strategy would have under the same conditions{stays} ({together_per_s:.2f})."
     )
     for note in (*replayer.notes, outcome.describe()):
         console.print(f"Note: {one_line(note)}")

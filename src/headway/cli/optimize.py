@@ -9,6 +9,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
+from headway.cli.allowing import allow_option
 from headway.units import format_bytes, parse_size_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ FOLLOWED_BY = ("headway run", "headway.parallelize")
     "--follow-network", "follow", is_flag=True,
     help="Write a plan that changes with the network while the job trains: of a pipeline, the size of its groups.",
 )  # fmt: skip
+@allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def optimize(
     traces: tuple[Path, ...],
@@ -54,6 +56,7 @@ def optimize(
     only: str,
     limit: str | None,
     follow: bool,
+    allow: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file.
@@ -77,7 +80,7 @@ def optimize(
     with output.progress("searching") as advance:
         replayer = Replayer(loaded[0], cluster)
         others = others_of(replayer, loaded[1:])
-        found = search(replayer, advance, memory_limit_bytes=limit_bytes, others=others)
+        found = search(replayer, advance, memory_limit_bytes=limit_bytes, others=others, allow=allow)
     wanted = None if only == ANY else only
     best = following(found, wanted) if follow else found.best(wanted)
     plan_of(best, replayer).save(plan_path)
@@ -98,6 +101,7 @@ def optimize(
                         "dominated": found.dominated(candidate),
                         "followed_by": FOLLOWED_BY[candidate.recut is not None],
                         "changes": list(candidate.changes),
+                        "changes_training": candidate.changes_training,
                     }
                     for candidate in found.candidates
                 ],
@@ -111,6 +115,7 @@ def optimize(
                 "plan": str(plan_path),
                 "like_best": [candidate.name for candidate in found.like(best)],
                 "may_gain_nothing": best.expected.may_gain_nothing,
+                "changes_training": best.changes_training,
                 "note": found.note,
             },
         )
@@ -119,6 +124,7 @@ def optimize(
     console.print(
         f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step, "
         f"{best.expected.speedup:.2f} times as fast as recorded ({found.baseline_ms:.1f} ms); written to {plan_path}."
+        + (f" It changes what is trained: {best.changes_training}." if best.changes_training else "")
     )
     for sentence in doubts_of(best, found.like(best)):
         console.print(sentence)
@@ -149,12 +155,13 @@ def plans_table(found: SearchResult) -> Table:
     """The ranked candidates, with the bound that no plan can beat."""
     table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "memory", "changes")
     for candidate in found.candidates:
+        has_bound = candidate.recut is None and not candidate.changes_training
         table.add_row(
-            candidate.name + " †" * (candidate.recut is not None),
+            candidate.name + " †" * (candidate.recut is not None) + " ‡" * bool(candidate.changes_training),
             f"{candidate.predicted_ms:.1f}",
             f"{candidate.uncertainty_ms:.1f}",
             f"{candidate.expected.speedup:.2f}x",
-            f"{candidate.predicted_ms / found.bound_ms:.2f}" if candidate.recut is None else "",
+            f"{candidate.predicted_ms / found.bound_ms:.2f}" if has_bound else "",
             _memory(found, candidate),
             "; ".join(candidate.changes),
         )
@@ -164,6 +171,10 @@ def plans_table(found: SearchResult) -> Table:
         table.caption += "; * another plan is no slower and needs no more memory"
     if any(candidate.recut for candidate in found.candidates):
         table.caption += "; † only with headway.parallelize in the script, without a bound"
+    if any(candidate.changes_training for candidate in found.candidates):
+        table.caption += (
+            "; ‡ changes what is trained, as was allowed: the mean iteration of a rank, without a bound"
+        )
     return table
 
 

@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from headway.cli import output
+from headway.cli.allowing import allow_option
 from headway.errors import UserError, one_line
 from headway.units import format_bytes
 
@@ -44,6 +45,11 @@ LONGEST = 2000  # of a sentence, in characters
     metavar="DEVICE",
     help="The device that computes: a name, or 'here' to time this machine's.",
 )
+@click.option(
+    "--what-if", "what_ifs", multiple=True, metavar="K=V",
+    help="As of headway replay: compute:RANK=2x, bandwidth:HOST=0.5x, random-slowdown:10%=3x, dies:RANK@2s, …; may be "
+    "repeated.",
+)  # fmt: skip
 @click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
 @click.option(
@@ -52,6 +58,7 @@ LONGEST = 2000  # of a sentence, in characters
     type=click.Path(path_type=Path),
     help="Plot step and efficiency over world sizes to a file.",
 )
+@allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def predict(
     model: str,
@@ -59,8 +66,10 @@ def predict(
     strategies: tuple[str, ...],
     workers_text: str | None,
     device_name: str | None,
+    what_ifs: tuple[str, ...],
     optimizer_name: str,
     plot_path: Path | None,
+    allow: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Predict the step of MODEL on a cluster, without any trace.
@@ -70,9 +79,11 @@ def predict(
     """
     from headway.prediction.clusters import cluster_named
     from headway.prediction.models import workload_named
-    from headway.prediction.scaling import crossovers, scaling
+    from headway.prediction.scaling import best_of, crossovers, scaling
     from headway.prediction.strategies import strategies_named
+    from headway.replayer.what_if import WhatIf
 
+    what_if = WhatIf.parse(what_ifs)
     if plot_path is not None:
         from headway.report.scaling import kind_of_picture
 
@@ -84,13 +95,13 @@ def predict(
         workload = workload_named(model, device_name, optimizer_name)
     chosen = strategies_named(strategies, workload)
     with output.progress("predicting") as advance:
-        found = scaling(workload, cluster, chosen, world_sizes, advance)
+        found = scaling(workload, cluster, chosen, world_sizes, advance, what_if)
     if plot_path is not None:
         from headway.report.scaling import draw_scaling
 
         draw_scaling(found, f"{workload.name}, {workload.batch} a worker, {workload.times}", plot_path)
     largest = [each for each in found if each.workers == world_sizes[-1]]
-    best = min(largest, key=lambda each: round(each.step_ms, 1))  # of those that look alike, the first named
+    best = best_of(largest, allow)
     overtakings = crossovers(found)
     if as_json:
         ranks = [str(rank) for rank in range(best.workers)]
@@ -100,7 +111,10 @@ def predict(
                 "model": workload.name,
                 "cluster": cluster.source,
                 "workers": best.workers,
+                "what_if": what_if.describe(),
                 "strategy": best.strategy,
+                "changes_training": best.changes_training,
+                "recommended": best.recommended(allow),
                 "step_ms": best.step_ms,
                 "uncertainty_ms": best.uncertainty_ms,
                 "breakdown_ms": dict.fromkeys(ranks, best.breakdown_ms),
@@ -117,10 +131,11 @@ def predict(
     second = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
     answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
-        f"{best.strategy}{second}: "
+        f"{best.strategy}{f', {asked}' if (asked := what_if.describe()) else ''}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
     )
-    console.print(one_line(answer, LONGEST))
+    for sentence in (answer, *_of_other_training(best, largest, allow)):
+        console.print(one_line(sentence, LONGEST))
     console.print(_table(found, workload))
     for each in overtakings:
         overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
@@ -132,17 +147,36 @@ def predict(
     console.print(one_line(basis, LONGEST))
 
 
+def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple[str, ...]) -> list[str]:
+    """What must be said of strategies that change what is trained: of the chosen one, or of those not chosen."""
+    if best.recommended(allow):
+        said = [f"It changes what is trained: {best.changes_training}."] if best.changes_training else []
+        faster = [each for each in largest if not each.recommended(allow) and each.step_ms < best.step_ms]
+        return said + [
+            f"{each.strategy} would take {each.step_ms:.1f} ms, but changes what is trained: {each.changes_training}. "
+            "It is recommended only with --allow asynchronous."
+            for each in faster
+        ]
+    return [
+        f"This is no recommendation, as it changes what is trained: {best.changes_training}. Compare it with a "
+        "strategy that does not, or give --allow asynchronous."
+    ]
+
+
 def _table(predictions: list[Prediction], workload: Workload) -> Table:
     table = Table(
         "workers", "strategy", "ms a step", "exposed ms", "samples/s", "efficiency", "peak memory a worker"
     )
     for each in predictions:
         table.add_row(
-            str(each.workers), one_line(each.strategy), f"{each.step_ms:.1f} ± {each.uncertainty_ms:.1f}",
+            str(each.workers), one_line(each.strategy) + " ‡" * bool(each.changes_training),
+            f"{each.step_ms:.1f} ± {each.uncertainty_ms:.1f}",
             f"{each.exposed_ms:.1f}",
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip
     table.caption = f"{workload.computation_ns / 1e6:.1f} ms of computation, the update included"
+    if any(each.changes_training for each in predictions):
+        table.caption += "; ‡ changes what is trained, ms a step is the mean iteration of a rank"
     return table
 
 

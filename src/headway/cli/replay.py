@@ -20,7 +20,8 @@ from headway.errors import one_line
     multiple=True,
     metavar="K=V",
     help="bandwidth=2x, latency=0.5x, compute=0.5x (half the time), workers=8 or 4x8, bandwidth:HOST=0.5x, "
-    "compute:RANK=2x, kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit or 100mbit@0s-2s; may be repeated.",
+    "compute:RANK=2x, kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit or 100mbit@0s-2s, random-slowdown:10%=3x, and "
+    "under plans whose ranks go on without each other dies:RANK@2s, joins:RANK@5s; may be repeated.",
 )
 @click.option(
     "--plan", "plan_path", type=click.Path(path_type=Path), help="Replay under this plan's strategy."

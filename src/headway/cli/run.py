@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,11 +52,25 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None) -> None:
     folder = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None
     if folder is not None and not os.access(folder, os.W_OK):
         folder = None
-    with tempfile.TemporaryDirectory(prefix=".headway-run-", dir=folder) as reports:
+    with (
+        _kept_with(plan, command) as served,
+        tempfile.TemporaryDirectory(prefix=".headway-run-", dir=folder) as reports,
+    ):
+        environment |= served
         ended = run_command(command, environment, Path(reports))
     if ended.exit_status == 0:
         _check_applied(ended)
     ctx.exit(ended.exit_status)
+
+
+def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:
+    """What is kept here while the command runs: nothing where it starts ranks on other hosts too."""
+    from headway.integrations.torchrun import starts_all_here
+    from headway.strategies.registry import plugin_of
+
+    if Path(command[0]).name in _SPREAD or not starts_all_here(command, os.environ):
+        return nullcontext({})
+    return plugin_of(plan.strategy).launched_with(plan.strategy)
 
 
 def _noted(plan: Plan, decisions: Path) -> dict[str, str]:

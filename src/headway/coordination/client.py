@@ -37,6 +37,7 @@ class _State:
     ended: str | None = None  # why there will be no connection again
     last_failure: str = "nobody answers"
     incarnation: int = 0
+    generator: str | None = None
     rejoined: int = 0
     others: tuple[Member, ...] = ()
     asked: bool = False
@@ -91,6 +92,11 @@ class CoordinatorClient:
     def incarnation(self) -> int:
         """This worker's incarnation, 0 before it has joined. It grows where the coordinator took it for dead."""
         return self._state.incarnation
+
+    @property
+    def generator(self) -> str | None:
+        """Who forms the coordinator's groups, as ``str`` of a ``GeneratorChoice``; None before this worker joined."""
+        return self._state.generator
 
     @property
     def rejoined(self) -> int:
@@ -230,7 +236,7 @@ class CoordinatorClient:
     def _on_welcome(self, state: _State, welcome: messages.Welcome) -> None:
         with self._condition:
             before, state.incarnation = state.incarnation, welcome.incarnation
-            state.connected = True
+            state.connected, state.generator = True, welcome.generator
             state.others = tuple(member.value() for member in welcome.members)
             if before and not welcome.resumed:
                 state.rejoined += 1

@@ -123,7 +123,8 @@ class Start(_Model):
 class Welcome(_Model):
     """The worker is a member: ``incarnation`` is its own, ``members`` the others, ``running`` a group that has begun.
 
-    ``resumed``: it is the membership that it had before its connection was lost.
+    ``resumed``: it is the membership that it had before its connection was lost. ``generator`` says who forms groups,
+    with its options and seed.
     """
 
     kind: Literal["welcome"] = "welcome"
@@ -132,6 +133,7 @@ class Welcome(_Model):
     lease_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     members: Annotated[list[MemberModel], Field(max_length=MAX_WORKERS)]
     running: Start | None
+    generator: Annotated[str, Field(max_length=1000)] | None = None
 
 
 class Decided(_Model):

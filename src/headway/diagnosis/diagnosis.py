@@ -9,11 +9,13 @@ import numpy as np
 
 from headway import files
 from headway.cluster import Cluster
+from headway.diagnosis.averaging import Averaging, find_averaging
 from headway.diagnosis.breakdown import NS_A_MS, Breakdown, breakdown, mean_breakdown, overlap_percent
 from headway.diagnosis.causes import find_causes
 from headway.diagnosis.communication import Communications, match
 from headway.diagnosis.critical_path import PathPiece, critical_path, typical_step
 from headway.diagnosis.findings import Finding
+from headway.diagnosis.group_findings import NOT_TOGETHER, of_groups
 from headway.diagnosis.links import Link, find_links
 from headway.diagnosis.stragglers import Straggler, blames, find_stragglers
 from headway.diagnosis.timeline import RankTime, rank_time
@@ -56,6 +58,7 @@ class Diagnosis:
     notes: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
     step_times_ms: tuple[float, ...] = ()  # of each recorded step, the mean over ranks
+    averaging: Averaging | None = None  # where ranks average their models in groups
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it: the verdict, and what makes steps longer."""
@@ -95,6 +98,7 @@ class Diagnosis:
             },
             links=[_link_document(link) for link in self.links],
             notes=list(self.notes),
+            **({} if self.averaging is None else {"averaging": self.averaging.to_document()}),
         )
 
 
@@ -121,10 +125,14 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         step_ms=step_ms,
         uncertainty_ms=max((one.uncertainty_us for one in clock.values()), default=0.0) / 1e3,
     )
+    apart = (NOT_TOGETHER,) if trace.rounds else ()
     path = critical_path(trace, times, rows)
     index, rank = typical_step(times)
     length_ns = int(times[rank].step_end_ns[index] - times[rank].step_start_ns[index])
+    averaging = find_averaging(trace)
     findings = find_causes(trace, times, rows, mean, stragglers, found, steps)
+    if averaging is not None:
+        findings = of_groups(findings, averaging, step_ms)
     return Diagnosis(
         verdict=verdict(mean, findings, stragglers, world_size=len(times)),
         findings=tuple(findings),
@@ -138,8 +146,9 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         links=find_links(trace, times, rows, cluster),
         critical_path=path,
         clock=clock,
-        notes=(*trace.manifest.notes, *_notes(trace, times, rows, clock, step_ms)),
+        notes=(*trace.manifest.notes, *apart, *_notes(trace, times, rows, clock, step_ms)),
         step_times_ms=_step_times_ms(times),
+        averaging=averaging,
     )
 
 

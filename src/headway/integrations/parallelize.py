@@ -12,7 +12,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
-from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of
+from headway.strategies.registry import WITHOUT_A_PLAN, plugin_of, plugins
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +85,32 @@ def parallelize(
         for each in plan.passes:
             model = each.apply(model, optimizer)
     _check_updates(optimizer, model)
-    return plugin_of(strategy).wrap(model, strategy, **ddp_options)
+    plugin = plugin_of(strategy)
+    wrapped = plugin.wrap(model, strategy, **ddp_options)
+    plugin.updated_by(wrapped, optimizer)
+    return wrapped
+
+
+def finish(model: nn.Module, *, timeout_s: float = 300.0) -> tuple[int, ...]:
+    """End the training of ``model``, which a plan has wrapped, with the same model on all ranks.
+
+    Call it once, on every rank, after the last step, before the model is evaluated or saved for good. Under partial
+    all-reduce each rank has trained a model of its own: all get the mean of them. Local SGD averages as at the end of a
+    period, and asynchronous servers give all ranks the parameters that they end with: both wait for all ranks, not
+    bounded by ``timeout_s``, and end with an error where one is lost. Under any other strategy ranks have the same
+    model anyway, and nothing happens. Returns the ranks whose models are in it: under partial all-reduce one that was
+    lost, or did not come within half of ``timeout_s``, is not.
+
+    Raises CommunicationError where no rank gives the final model in time, or where local SGD or servers lost a rank;
+    the model is then this rank's own. Raises UserError where ranks made different numbers of steps under local SGD.
+    """
+    import torch.distributed as dist
+
+    for plugin in plugins().values():
+        if (ranks := plugin.finish(model, timeout_s)) is not None:
+            return ranks
+    alone = not dist.is_available() or not dist.is_initialized()
+    return tuple(range(1 if alone else dist.get_world_size()))
 
 
 def _pipelined(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_RANK_BY_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+"""Set where a command is started once for each rank."""
 _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
 
 
@@ -17,6 +19,14 @@ def stated_world_size(command: Sequence[str], environment: Mapping[str, str]) ->
     per_node = _stated(options, _PER_NODE, environment.get("PET_NPROC_PER_NODE", ""))
     nodes = _stated(options, _NODES, environment.get("PET_NNODES", "1"))
     return int(per_node) * int(nodes) if per_node.isdecimal() and nodes.isdecimal() else None
+
+
+def starts_all_here(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether all ranks of the job are on this host, as far as can be read off ``command`` and where it is started."""
+    if any(environment.get(name) for name in _RANK_BY_RANK):
+        return False
+    options = _options(command)
+    return options is None or _stated(options, _NODES, environment.get("PET_NNODES", "1")) == "1"
 
 
 def _options(command: Sequence[str]) -> Sequence[str] | None:

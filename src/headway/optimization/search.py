@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.recut import Recut, recuts
 from headway.optimization.sizes import Size, for_script, script_micro_batches, sizes
+from headway.permission import check_allowed, permitted
 from headway.plan import Plan, Prediction
 from headway.replayer.expectation import Expectation
+from headway.replayer.memory import peak_bytes
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
 from headway.scheduling.schedule import Schedule
@@ -58,6 +60,11 @@ class Candidate:
         return self.changes != UNCHANGED
 
     @property
+    def changes_training(self) -> str:
+        """What it changes of what is trained, in words; "" for nothing."""
+        return self.strategy.changes_training
+
+    @property
     def uncertainty_ms(self) -> float:
         """By how much that may be off."""
         return self.expected.uncertainty_ms
@@ -82,12 +89,13 @@ class SearchResult:
     def dominated(self, candidate: Candidate) -> bool:
         """Whether another one is no slower and needs no more memory, and is better in one of both.
 
-        What is predicted of a script as it is and what is not are not compared.
+        What is predicted of a script as it is and what is not are not compared, and nothing that changes what is
+        trained dominates what does not.
         """
         return any(
             is_better(each, candidate)
             for each in self.candidates
-            if (each.recut is None) == (candidate.recut is None)
+            if (each.recut is None) == (candidate.recut is None) and _no_other_training(each, candidate)
         )
 
     def like(self, best: Candidate) -> tuple[Candidate, ...]:
@@ -98,6 +106,7 @@ class SearchResult:
             if each is not best
             and best.expected.like(each.expected)
             and (each.recut is None or best.recut is not None)
+            and _no_other_training(each, best)
         )
 
     def best(self, strategy: str | None = None) -> Candidate:
@@ -121,7 +130,8 @@ class SearchResult:
         raise UserError(
             "no plan of this strategy was found" + (f": {self.note}" if self.note else ""),
             got=strategy,
-            fix="Leave out --strategy. Parameter servers need Gloo and a --cluster that headway probe measured.",
+            fix="Leave out --strategy. Parameter servers need Gloo and a --cluster that headway probe measured; "
+            "strategies that change what is trained, such as partial-all-reduce, need --allow asynchronous.",
         )
 
 
@@ -132,13 +142,13 @@ def candidate_strategies(
 
     ``recorded`` comes first, so that a job that was tuned by hand is never given something slower.
     """
-    found: dict[tuple[str, Schedule], Strategy] = {}
+    found: dict[tuple[str, Schedule, str], Strategy] = {}
     options = [] if recorded is None else [recorded.spelled_out(job)]
     proposed = [strategy for proposal in proposals for strategy in proposal.strategies]
     options += proposed if recorded is None else [recorded.beside(strategy) for strategy in proposed]
     for strategy in options:
-        found.setdefault((strategy.name, strategy.decide(job)), strategy)
-    return [(strategy, schedule) for (_, schedule), strategy in found.items()]
+        found.setdefault((strategy.name, strategy.decide(job), strategy.changes_training), strategy)
+    return [(strategy, schedule) for (_, schedule, _), strategy in found.items()]
 
 
 def search(
@@ -147,28 +157,30 @@ def search(
     *,
     memory_limit_bytes: int | None = None,
     others: Sequence[Replayer] = (),
+    allow: Collection[str] = (),
 ) -> SearchResult:
     """Replay every candidate that a strategy proposes. ``progress`` is told how many of how many are done.
 
     With ``memory_limit_bytes`` plans are left out under which a rank needs more. ``others`` are recordings of the same
-    pipeline with other numbers of micro-batches, each of which is tried too, and those between them. Raises UserError
-    where no plan is left, and for ``others`` of another job.
+    pipeline with other numbers of micro-batches, each of which is tried too, and those between them. Plans that change
+    what is trained are candidates only where ``allow`` has "asynchronous". Raises UserError where no plan is left, for
+    ``others`` of another job, and for a permission that there is not.
     """
+    check_allowed(allow)
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
     in_force, script = recorded.decide(job), script_micro_batches(recorded, job)
     sized = sizes(replayer, others)
-    proposals, decided = _proposed(job, recorded, script)
-    more = [(each, *_proposed(each.job, recorded, script, recorded_too=False)) for each in sized]
+    proposals, decided = _proposed(job, recorded, script, allow)
+    more = [(each, *_proposed(each.job, recorded, script, allow, recorded_too=False)) for each in sized]
     asked: list[tuple[Replayer | Size, str, Strategy, Schedule]] = [(replayer, "", *each) for each in decided]
     asked += [(size, size.said, *each) for size, _, own in more for each in own]
     candidates = []
     for number, (played_by, said, strategy, schedule) in enumerate(asked, start=1):
-        played = played_by.replay(strategy)
-        expected = played_by.expect(played)
+        expected, held_bytes = _played(played_by, strategy, schedule)
         changes = _changes(recorded, in_force, strategy, schedule)
         name = strategy.describe() + (f" ({said})" if said else "")
-        candidates.append(Candidate(name, strategy, schedule, expected, changes, played.peak_bytes))
+        candidates.append(Candidate(name, strategy, schedule, expected, changes, held_bytes))
         if progress:
             progress(number, len(asked))
     so_far = sorted(candidates, key=lambda each: each.predicted_ms)
@@ -199,12 +211,34 @@ def search(
     )
 
 
+def _played(
+    played_by: Replayer | Size, strategy: Strategy, schedule: Schedule
+) -> tuple[Expectation, int | None]:
+    """What to expect of a plan, and what a rank holds; of ranks that come as they will, over a time."""
+    if isinstance(played_by, Replayer) and (outcome := played_by.replay_horizon(strategy)) is not None:
+        job = played_by.job
+        held_bytes = peak_bytes(job, strategy, schedule) if job.has_parameters else None
+        return played_by.expect_outcome(outcome), held_bytes
+    played = played_by.replay(strategy)
+    return played_by.expect(played), played.peak_bytes
+
+
+def _permitted(made: Proposal, allow: Collection[str]) -> Proposal:
+    """What is left of a proposal with what the user has permitted."""
+    kept = tuple(each for each in made.strategies if permitted(each.changes_training, allow))
+    return replace(made, strategies=kept, note=made.note * (not made.about_permitted or bool(allow)))
+
+
 def _proposed(
-    job: Job, recorded: Strategy, script: int | None, *, recorded_too: bool = True
+    job: Job, recorded: Strategy, script: int | None, allow: Collection[str], *, recorded_too: bool = True
 ) -> tuple[list[Proposal], list[tuple[Strategy, Schedule]]]:
     """What strategies propose for ``job``, of a script whose batches are split into ``script`` micro-batches."""
     with times_in_range():
-        made = [plugin.propose(job) for plugin in plugins().values() if fits(job, plugin.policy)]
+        made = [
+            _permitted(plugin.propose(job), allow)
+            for plugin in plugins().values()
+            if fits(job, plugin.policy)
+        ]
     proposals = [
         replace(each, strategies=tuple(for_script(own, script) for own in each.strategies)) for each in made
     ]
@@ -257,6 +291,11 @@ def is_better(one: Candidate, other: Candidate) -> bool:
     return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
 
 
+def _no_other_training(one: Candidate, other: Candidate) -> bool:
+    """Whether ``one`` changes nothing of what is trained unless ``other`` does too."""
+    return not one.changes_training or bool(other.changes_training)
+
+
 def _names(strategy: Strategy) -> tuple[str, str]:
     return strategy.name, strategy.dimension
 
@@ -287,14 +326,16 @@ def _bound_ms(proposals: Iterable[Proposal], reproduced: float) -> float:
 def _best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candidate, ...]:
     """By predicted time; of plans within TIE of each other the one with fewer buckets, and less risk, comes first.
 
+    Of these in turn come first those that change nothing of what is trained.
     No plan that is slower than the recorded job, which took ``baseline_ms``, comes before it.
     """
     best_ms = min(candidate.predicted_ms for candidate in candidates)
 
-    def key(candidate: Candidate) -> tuple[int, bool, int, float]:
+    def key(candidate: Candidate) -> tuple[int, bool, bool, int, float]:
         band = int((candidate.predicted_ms / best_ms - 1) / TIE)
         slower = candidate.predicted_ms > baseline_ms
-        return band, slower, candidate.schedule.collectives, candidate.predicted_ms
+        changes = bool(candidate.changes_training)
+        return band, slower, changes, candidate.schedule.collectives, candidate.predicted_ms
 
     return tuple(sorted(candidates, key=key))
 

@@ -108,6 +108,9 @@ class Plan(BaseModel):
     stages: tuple[PlannedModel, ...] | None = None
     """Of a pipeline, the model of every stage."""
 
+    changes_training: str | None = None
+    """What the plan changes of what is trained, in words, which its user has permitted; null for nothing."""
+
     prediction: Prediction | None = None
     """What is expected of the plan, if it was replayed."""
 
@@ -129,6 +132,7 @@ class Plan(BaseModel):
             mesh={DATA: world_size},
             parallel={DATA: strategy},
             model=PlannedModel.of(model),
+            changes_training=strategy.changes_training or None,
             prediction=prediction,
             cluster=cluster,
         )

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headway.cluster import Cluster
+from headway.errors import UserError
 from headway.graph.timeline import Part
+from headway.job import Job
+from headway.permission import permitted
 from headway.prediction.pipelines import PredictedPipeline, play_pipeline
 from headway.prediction.workload import Workload
 from headway.replayer.memory import peak_bytes
-from headway.replayer.simulate import simulate
+from headway.replayer.simulate import check_lives_through, simulate
 from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import unfitted
+from headway.replayer.what_if import WhatIf
 from headway.strategies.base import Strategy
 from headway.strategies.horizon import Outcome
 from headway.strategies.registry import plugin_of
+
+CHANCE_STEPS = 40  # that are played where some are slow by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Prediction:
     ``uncertainty_ms`` is by how much the step may be off because of errors in the times of layers and the costs of
     collectives. ``efficiency`` is the share of the throughput that as many workers would have without communication.
     ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how a model was cut into stages,
-    and what the prediction leaves out.
+    and what the prediction leaves out. ``changes_training`` says what the strategy changes of what is trained.
     """
 
     workers: int
@@ -42,36 +48,51 @@ class Prediction:
     peak_bytes: int
     operations: int
     notes: tuple[str, ...] = ()
+    changes_training: str = ""
+
+    def recommended(self, allow: Collection[str]) -> bool:
+        """Whether its strategy may be chosen with what the user has permitted."""
+        return permitted(self.changes_training, allow)
 
     def to_document(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
         return asdict(self)
 
 
-def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy) -> Prediction:
-    """Play ``workload`` on ``cluster``, whose workers are all alike, until its steps are the same, and take the last.
+def predict(
+    workload: Workload,
+    cluster: Cluster,
+    name: str,
+    strategy: Strategy,
+    what_if: WhatIf = WhatIf(),  # noqa: B008
+) -> Prediction:
+    """Play ``workload`` on ``cluster`` under ``what_if``, until its steps are the same, and take the last.
 
-    Raises UserError if the graph would be too large or times are out of range, and where it cannot be the pipelines
-    that ``strategy`` says.
+    Workers are all alike but for ``what_if``; where steps are slow by chance it is the mean of several. Raises
+    UserError if the graph would be too large or times are out of range, where it cannot be the pipelines that
+    ``strategy`` says, and for what-ifs of pipelines.
     """
+    job = _job(workload, cluster, strategy, what_if)
+    cluster = job.on
     with times_in_range():
-        outcome = plugin_of(strategy).over_a_horizon(workload.job(cluster), strategy)
+        check_lives_through(job, strategy)
+        outcome = plugin_of(strategy).over_a_horizon(job, strategy)
     if outcome is not None:
-        return _of_horizon(workload, cluster, name, strategy, outcome)
+        return _of_horizon(workload, job, name, strategy, outcome)
     notes: tuple[str, ...] = ()
     tied_bytes = 0
     if isinstance(strategy, PredictedPipeline):
         pipeline = play_pipeline(workload, cluster, strategy)
         played, notes, tied_bytes = pipeline.simulation, pipeline.notes, pipeline.tied_bytes
     else:
-        played = simulate(workload.job(cluster), strategy)
-    (step_ns,) = played.step_times_ns.tolist()
+        played = simulate(job, strategy)
+    step_ns = played.step_ms * 1e6
+    steps = len(played.step_times_ns)
     parts_ns: dict[str, float] = defaultdict(float)
     for span in played.graph.spans:
-        if (
-            span.step == played.first_step
-        ):  # of folded ranks, and of all but a pipeline's, one is as the others
-            parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks
+        if played.first_step <= span.step < played.first_step + steps:
+            # Of folded ranks, and of all but a pipeline's, one is as the others.
+            parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks / steps
     exposed_ns = step_ns - sum(parts_ns.values())
     tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
     held_bytes = played.peak_bytes
@@ -96,17 +117,33 @@ def predict(workload: Workload, cluster: Cluster, name: str, strategy: Strategy)
         peak_bytes=held_bytes,
         operations=played.operations,
         notes=notes,
+        changes_training=strategy.changes_training,
     )
 
 
-def _of_horizon(
-    workload: Workload, cluster: Cluster, name: str, strategy: Strategy, outcome: Outcome
-) -> Prediction:
+def _job(workload: Workload, cluster: Cluster, strategy: Strategy, what_if: WhatIf) -> Job:
+    if what_if == WhatIf():
+        return workload.job(cluster)
+    if what_if.workers is not None:
+        raise UserError("--what-if workers is not for predictions", fix="Use --workers.")
+    if isinstance(strategy, PredictedPipeline):
+        raise UserError(
+            "what-ifs of pipelines are not predicted", got=what_if.describe(), expected="other strategies",
+            fix="Replay a recording of the pipeline.",
+        )  # fmt: skip
+    job = what_if.rewrite(workload.job(cluster))
+    if not job.incidents.slow_share:
+        return job
+    computation = job.steps
+    repeated = {rank: own * CHANCE_STEPS for rank, own in computation.timelines.items()}
+    return replace(job, computation=replace(computation, timelines=repeated))
+
+
+def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, outcome: Outcome) -> Prediction:
     """The mean iteration of a rank where ranks do not finish steps together."""
-    job = workload.job(cluster)
     step_ms, standing_ms = outcome.step_ms, outcome.standing_ms
     return Prediction(
-        workers=cluster.world_size,
+        workers=job.world_size,
         strategy=name,
         step_ms=step_ms,
         uncertainty_ms=math.hypot(
@@ -123,4 +160,5 @@ def _of_horizon(
         peak_bytes=peak_bytes(job, strategy, strategy.decide(job)),
         operations=outcome.operations,
         notes=(outcome.describe(),),
+        changes_training=strategy.changes_training,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from headway.cluster import Cluster
 from headway.prediction.pipelines import PredictedPipeline
 from headway.prediction.replayed import Prediction, predict
 from headway.prediction.workload import Workload
+from headway.replayer.what_if import WhatIf
 from headway.strategies.base import Strategy
 
 NOTICED = 0.002  # a difference that is said to be one
@@ -36,8 +37,9 @@ def scaling(
     strategies: Mapping[str, Strategy],
     world_sizes: Sequence[int],
     progress: Callable[[int, int], None] = lambda _done, _total: None,
+    what_if: WhatIf = WhatIf(),  # noqa: B008
 ) -> list[Prediction]:
-    """Every strategy at every world size, whose hosts are those of ``cluster`` in turn.
+    """Every strategy at every world size, whose hosts are those of ``cluster`` in turn, under ``what_if``.
 
     Sizes below the last at which workers make no whole pipelines are left out for pipelines.
     """
@@ -48,9 +50,18 @@ def scaling(
             skipped = isinstance(strategy, PredictedPipeline) and not strategy.applies(workers)
             if skipped and workers != world_sizes[-1]:
                 continue
-            found.append(predict(workload, sized, name, strategy))
+            found.append(predict(workload, sized, name, strategy, what_if))
             progress(len(found), len(world_sizes) * len(strategies))
     return found
+
+
+def best_of(predictions: Sequence[Prediction], allow: Collection[str] = ()) -> Prediction:
+    """The fastest of those that may be recommended with what is permitted; where none may, the fastest of all.
+
+    Of those that look alike it is the first named, and one that changes nothing of what is trained.
+    """
+    among = [each for each in predictions if each.recommended(allow)] or predictions
+    return min(among, key=lambda each: (round(each.step_ms, 1), bool(each.changes_training)))
 
 
 def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:

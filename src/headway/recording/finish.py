@@ -12,10 +12,12 @@ from headway import files
 from headway.clocks import aligned, fit_clocks, meetings_of
 from headway.clocks.comparing import UNKNOWN_NS
 from headway.errors import LaunchError, TraceError, UserError
+from headway.recording.averaging import realigned
 from headway.recording.place import ATTEMPT, Recording, described
 from headway.trace.events import Events
 from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
 from headway.trace.format import ClockFit
+from headway.trace.rounds import RankRounds
 
 WAIT_FOR_RANKS_S = 60.0
 
@@ -126,7 +128,7 @@ def _compare_clocks(folder: Path) -> None:
         else:
             unknown.append(info)
     fits = {info.rank: known[info.host] for info in unknown if info.host in known}
-    events = _brought_on(trace.events, fits)
+    events, rounds = _brought_on(trace.events, fits), _rounds_brought_on(trace.rounds, fits)
     notes = trace.manifest.notes
     if len(fits) < len(unknown):
         # Events of the known ones are on rank 0's clock by now.
@@ -139,17 +141,21 @@ def _compare_clocks(folder: Path) -> None:
             notes = (*notes, f"Clocks were not compared: {missing}")
         else:
             told = {info.rank: found[info.host] for info in unknown if info.host not in known}
-            events = _brought_on(events, told)
+            events, rounds = _brought_on(events, told), _rounds_brought_on(rounds, told)
             fits |= told
     ranks = tuple(
         info.model_copy(update={"clock": fits.get(info.rank, info.clock)}) for info in trace.manifest.ranks
     )
     manifest = trace.manifest.model_copy(update={"ranks": ranks, "notes": notes})
-    write_trace(folder, manifest, trace.model, events)
+    write_trace(folder, manifest, trace.model, events, rounds=rounds)
 
 
 def _brought_on(events: dict[int, Events], fits: dict[int, ClockFit]) -> dict[int, Events]:
     return {rank: aligned(rows, fits[rank]) if rank in fits else rows for rank, rows in events.items()}
+
+
+def _rounds_brought_on(rounds: dict[int, RankRounds], fits: dict[int, ClockFit]) -> dict[int, RankRounds]:
+    return {rank: realigned(own, fits[rank]) if rank in fits else own for rank, own in rounds.items()}
 
 
 def _stated_world_size(recorded: Sequence[Path], idle: Sequence[dict[str, object]]) -> int | None:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from headway import files, torch_private
 from headway.clocks import aligned
 from headway.errors import HeadwayWarning, UnsupportedError
+from headway.recording.averaging import RoundWatch
 from headway.recording.chains import COMPILED, ChainWatch
 from headway.recording.collectives import CollectiveTap
 from headway.recording.compiled import FORWARD_UNSEEN, MODULES_UNSEEN, unseen_uses
@@ -67,6 +68,7 @@ MAX_ROWS = 5_000_000
 LINK_STEPS = 2  # in which modules of stages are timed, before that in which memory is watched
 PATIENCE_S = 20.0  # with other ranks when a recording ends
 PATIENCE_WHEN_FAILED_S = 3.0  # where the job failed or was told to end
+PATIENCE_APART_S = 2.0  # where ranks do not take their steps together
 
 _recordings = itertools.count()  # the same on every rank, for recordings begin on all of them
 
@@ -112,8 +114,10 @@ class Recorder:
         self._messages = MessageWatch(self._now, self._groups, self._pipelines)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
+        self._rounds = RoundWatch(self._now)
         self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
+        self._last_handle: Any = None  # of the hook behind an optimizer's step
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
         self._others: list[str] = []  # models that were wrapped and are not recorded
@@ -155,9 +159,10 @@ class Recorder:
     def resume(self) -> None:
         """Lay every hook, for the first time or again after ``detach``."""
         self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
-        self._handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        self._last_handle = register_optimizer_step_post_hook(self._optimizer_ends)
         self._tap.attach()
         self._pauses.attach()
+        self._rounds.attach()
         self._messages.attach()
         self._pipelines.attach()
         self._reads.attach()
@@ -263,6 +268,10 @@ class Recorder:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._reads.looking_ends()
+        if self._rounds.averages and self._last_handle is not None:
+            # Behind the averaging, which is part of the step. A hook that is removed while it runs must be the last.
+            self._last_handle.remove()
+            self._last_handle = register_optimizer_step_post_hook(self._optimizer_ends)
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
     def _update_begins(self) -> None:
@@ -350,12 +359,16 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._last_handle is not None:
+            self._last_handle.remove()
+            self._last_handle = None
         self._watch.detach()
         self._memory.end()
         self._chain.disarm()
         self._pipelines.detach()
         self._messages.detach()
         self._pauses.detach()
+        self._rounds.detach()
         self._reads.detach()
         self._tap.detach()
         if self._original_next is not None:
@@ -373,6 +386,8 @@ class Recorder:
         self.writing = True
         patience_s = PATIENCE_S if patience_s is None else patience_s
         self.in_order = patience_s >= PATIENCE_S
+        if self._rounds.averages:  # others may have many steps to go, in groups with this rank
+            patience_s = min(patience_s, PATIENCE_APART_S)
         self._stop(self._may_use_store())
         try:
             if any(row.kind == Kind.STEP for row in self._rows):
@@ -444,6 +459,7 @@ class Recorder:
             model = of_stage if self._root is None else of_replica(model, of_stage)
         events += collective_rows(self._tap.observed, self._spans) + transfer_rows(self._spans)
         events += message_rows(self._messages.observed)
+        events += self._rounds.rows()
         peers = {}
         if self._may_use_store():
             peers = connection_peers(self._number, self._connections, rank, world_size, patience_s)
@@ -475,7 +491,8 @@ class Recorder:
                 self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
             ),
         )
-        write_rank(self.options.folder, info, model, recorded, of_stages if len(stages) > 1 else {})
+        several = of_stages if len(stages) > 1 else {}
+        write_rank(self.options.folder, info, model, recorded, several, self._rounds.described(fit))
 
     def _notes(self, rows: list[Event]) -> tuple[str, ...]:
         """What a reader of the recording must know."""

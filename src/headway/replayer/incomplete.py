@@ -46,6 +46,7 @@ def check_takes_plans(trace: Trace) -> None:
             got=f"{', '.join(info.other_models)} in addition to the recorded one",
             fix="Record a job that trains one of them.",
         )
+    check_not_averaged(trace)
     check_pipeline(trace)
     check_messages(trace)
     if not trace.stages and (share := _waits_of_its_own(trace)) > MOST_WAITS:
@@ -96,6 +97,18 @@ def check_messages(trace: Trace) -> None:
             got=f"waits for asynchronous communication of the script for {share:.0%} of the step",
             expected=f"at most {MOST_WAITS:.0%}",
             fix="Use headway diagnose, or record a job whose ranks wait for collectives only.",
+        )
+
+
+def check_not_averaged(trace: Trace) -> None:
+    """Raise TraceError where ranks averaged their models in groups: replay has no steps that all of them finish."""
+    if trace.rounds:
+        raise TraceError(
+            "replay does not support recordings of jobs whose ranks average their models in groups",
+            got=f"rounds of averaging on {len(trace.rounds)} ranks",
+            expected="a recording under DistributedDataParallel",
+            fix="Use headway diagnose for this one. To replay or optimize groups, record the job under "
+            "DistributedDataParallel, and use headway replay --plan or headway optimize --allow asynchronous.",
         )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from headway.graph.timeline import Point, Timeline
+from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.folding import period_of
 from headway.replayer.size import operations_of
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
+from headway.strategies.slowing import slowed
 
 MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
 LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
@@ -39,11 +41,15 @@ def draws_of(job: Job, strategy: Strategy, schedule: Schedule) -> int:
 
 
 def ranks_of(
-    recorded: Recorded, draws: int, factors: Iterable[float], warm_up_steps: int = 1
+    recorded: Recorded,
+    draws: int,
+    factors: Iterable[float],
+    warm_up_steps: int = 1,
+    incidents: Incidents = Incidents(),  # noqa: B008
 ) -> list[list[Timeline]]:
     """One list of timelines per rank, whose computation takes ``factors`` times as long.
 
-    The first of them is repeated ``warm_up_steps`` times.
+    Some of the steps are slow by chance, by ``incidents``. The first of them is repeated ``warm_up_steps`` times.
     """
     names = sorted(recorded)
     ranks = []
@@ -53,6 +59,9 @@ def ranks_of(
         own = [*timelines[first:], *timelines[:first]]
         if factor != 1.0:
             own = [timeline.scaled(factor) for timeline in own]
+        if incidents.slow_share:
+            share, slow = incidents.slow_share, incidents.slow_factor
+            own = [each.scaled(slowed(share, slow, 0, rank, step)) for step, each in enumerate(own)]
         ranks.append([own[0]] * warm_up_steps + own)
     return ranks
 

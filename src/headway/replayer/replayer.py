@@ -29,6 +29,7 @@ from headway.replayer.expectation import (
 from headway.replayer.fidelity import check_fidelity
 from headway.replayer.gaps import gap_note
 from headway.replayer.incomplete import (
+    check_not_averaged,
     check_pipeline,
     check_same_steps,
     check_takes_plans,
@@ -38,7 +39,7 @@ from headway.replayer.incomplete import (
 from headway.replayer.recorded_job import recorded_job
 from headway.replayer.recorded_mesh import recorded_on_mesh
 from headway.replayer.recut import CUT_SHARE, SPLIT_SHARE, job_under, names_stages
-from headway.replayer.simulate import Simulation, Simulator
+from headway.replayer.simulate import Simulation, Simulator, check_lives_through
 from headway.replayer.size import times_in_range
 from headway.replayer.uncertainty import doubts, unfitted
 from headway.replayer.what_if import WhatIf
@@ -63,6 +64,7 @@ class Replayer:
     """
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
+        check_not_averaged(trace)
         check_pipeline(trace)
         check_same_steps(trace)
         self.trace = trace if trace.model.parameters else of_recorded_buckets(trace)
@@ -133,24 +135,15 @@ class Replayer:
 
     def expect(self, result: Simulation) -> Expectation:
         """The expected step of the live job of which ``result`` is the replay, compared with the recorded one."""
-        recorded_ms, reproduced_ms = self.recorded_step_ms, self.base.step_ms
+        recorded_ms = self.recorded_step_ms
         same = result.strategy.name == self.recorded_strategy.name
-        step_ms = expected_ms(
-            result.step_ms, recorded_ms=recorded_ms, reproduced_ms=reproduced_ms, same_strategy=same
-        )
+        step_ms = self._expected_ms(result.step_ms, same_strategy=same)
         graph = result.graph
         full = crowded(
             graph.world_size, step_ms, self.trace.world_size, recorded_ms, graph.cluster.shared_cores
         )
-        uncertainty_ms = half_width_ms(
-            step_ms,
-            recorded_error_ms=self.recorded_error_ms,
-            reproduction_error=abs(reproduced_ms / recorded_ms - 1),
-            model_share=share_of_replay(
-                same_strategy=same, busy=graph.cluster.compute_slowdown > 0, crowded=full
-            ),
-            links_ms=unfitted(graph) * result.waiting_ms,
-        )
+        share = share_of_replay(same_strategy=same, busy=graph.cluster.compute_slowdown > 0, crowded=full)
+        uncertainty_ms = self._half_width_ms(step_ms, share, links_ms=unfitted(graph) * result.waiting_ms)
         if result.job.stages != self.job.stages:
             share = CUT_SHARE if len(self.job.stages) == 1 else SPLIT_SHARE
             slower = self._slower.get(result.job)
@@ -159,6 +152,33 @@ class Replayer:
             )
             uncertainty_ms = math.hypot(uncertainty_ms, share * step_ms, max(0.0, more_ms))
         return Expectation(recorded_ms, step_ms, uncertainty_ms)
+
+    def expect_outcome(self, outcome: Outcome) -> Expectation:
+        """The same of ranks that do not finish steps together: the mean iteration of a rank.
+
+        Uncertainties are those of other strategies, and were not measured on such.
+        """
+        step_ms = self._expected_ms(outcome.step_ms, same_strategy=False)
+        share = share_of_replay(same_strategy=False, busy=self.cluster.compute_slowdown > 0, crowded=False)
+        uncertainty_ms = self._half_width_ms(step_ms, share, outcome.cost_error * outcome.standing_ms)
+        return Expectation(self.recorded_step_ms, step_ms, uncertainty_ms)
+
+    def _expected_ms(self, step_ms: float, *, same_strategy: bool) -> float:
+        return expected_ms(
+            step_ms,
+            recorded_ms=self.recorded_step_ms,
+            reproduced_ms=self.base.step_ms,
+            same_strategy=same_strategy,
+        )
+
+    def _half_width_ms(self, step_ms: float, model_share: float, links_ms: float) -> float:
+        return half_width_ms(
+            step_ms,
+            recorded_error_ms=self.recorded_error_ms,
+            reproduction_error=abs(self.base.step_ms / self.recorded_step_ms - 1),
+            model_share=model_share,
+            links_ms=links_ms,
+        )
 
     def job_under(self, strategy: Strategy, mesh: Mapping[str, int] | None = None) -> Job:
         """The recorded job with the stages of ``strategy``, along ``mesh``, if it names others than were recorded.
@@ -229,6 +249,7 @@ class Replayer:
             job = what_if.rewrite(self._faithful_job)
             for each in passes:
                 job = each.rewrite(job)
+            check_lives_through(job, played)
             return plugin_of(played).over_a_horizon(job, played)
 
     def lay_out(

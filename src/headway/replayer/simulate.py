@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headway.cluster import Cluster
 from headway.collectives.resources import ClusterResources
-from headway.errors import PlanError
+from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import ComputeSpan, GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
@@ -143,15 +143,20 @@ class Simulator:
     ) -> tuple[GraphBuilder[Any], OperationGraph]:
         cluster, computation = job.on, job.steps
         check_dimension(job, strategy)
+        check_members_stay(job, strategy)
         schedule = strategy.decide(job)
         known = computation.timelines
         draws = draws_of(job, strategy, schedule)
         alike = (
-            fold and not computation.rank_factors and may_fold(known) and isinstance(schedule, BucketSchedule)
+            fold
+            and not computation.rank_factors
+            and not job.incidents.slow_share
+            and may_fold(known)
+            and isinstance(schedule, BucketSchedule)
         )
         period = period_of(cluster, draws * len(known)) if alike else cluster.world_size
         factors = (computation.factor_of(rank) for rank in range(period))
-        ranks = ranks_of(known, draws, factors, computation.warm_up_steps)
+        ranks = ranks_of(known, draws, factors, computation.warm_up_steps, job.incidents)
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
@@ -172,6 +177,28 @@ def check_dimension(job: Job, strategy: Strategy) -> None:
             "this strategy trains a whole model on every rank",
             got=f"{strategy.describe()}, and a model that is cut into {len(job.stages)} stages",
             expected="a pipeline",
+        )
+
+
+def check_members_stay(job: Job, strategy: Strategy) -> None:
+    """Raise UnsupportedError where ranks of ``job`` die or join, and ``strategy`` has all finish steps together."""
+    if job.incidents.change_members:
+        raise UnsupportedError(
+            "ranks finish their steps together under this strategy: a death would stop the job, and nobody can join it",
+            got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
+            expected="a strategy whose ranks go on without each other, such as partial-all-reduce",
+            fix="Leave dies: and joins: out, or replay such a plan.",
+        )
+
+
+def check_lives_through(job: Job, strategy: Strategy) -> None:
+    """Raise UnsupportedError where the simulation of ``strategy`` over a time, if it has one, knows no incidents."""
+    plugin = plugin_of(strategy)
+    if job.incidents.are_there and plugin.has_horizon and not plugin.simulates_incidents:
+        raise UnsupportedError(
+            "no random slowdowns, deaths or joins are simulated under this strategy",
+            got=f"{strategy.describe()}, and {', '.join(job.incidents.describe())}",
+            expected="partial-all-reduce, or for slowdowns a strategy whose ranks finish steps together",
         )
 
 

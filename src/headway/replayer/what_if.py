@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 from headway import files
 from headway.cluster import Cluster, Host, Traffic
 from headway.errors import UserError
+from headway.incidents import Incidents
 from headway.job import Job
+from headway.replayer.incident_forms import FORMS as INCIDENT_FORMS
+from headway.replayer.incident_forms import incidents_of
 from headway.units import format_rate, parse_duration_s, parse_factor, parse_rate_gbps
 
 MAX_WORKERS = 65_536
@@ -16,7 +19,7 @@ MAX_WORKERS_A_HOST = 4096
 LEAST_FACTOR = 1e-6
 FORMS = (
     "bandwidth=2x, latency=0.5x, compute=0.5x, workers=8, workers=4x8, bandwidth:HOST=0.5x, compute:RANK=2x, "
-    "kernels:PATTERN=0.5x or traffic:HOST:HOST=100mbit"
+    f"kernels:PATTERN=0.5x, traffic:HOST:HOST=100mbit, {INCIDENT_FORMS}"
 )
 TRAFFIC_FORM = "a rate such as 100mbit, or a rate for a while such as 100mbit@200ms-1s"
 UP, DOWN = "up", "down"
@@ -30,8 +33,8 @@ class WhatIf:
     means devices twice as fast). ``link_factors`` multiplies the rate of single links, by the name of their host
     and their direction ("up" or "down"), ``rank_factors`` the time that computation takes on single ranks,
     ``kernel_factors`` that of operators, kernels or modules whose names match a pattern (``fnmatch``). ``traffic`` is
-    what others send over the same links, in addition to the cluster's. Each worker keeps its batch if their number
-    changes.
+    what others send over the same links, in addition to the cluster's, ``incidents`` what the job lives through. Each
+    worker keeps its batch if their number changes.
     """
 
     bandwidth: float = 1.0
@@ -43,6 +46,7 @@ class WhatIf:
     rank_factors: Mapping[int, float] = field(default_factory=dict)
     kernel_factors: Mapping[str, float] = field(default_factory=dict)
     traffic: tuple[Traffic, ...] = ()
+    incidents: Incidents = field(default_factory=Incidents)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> WhatIf:
@@ -53,7 +57,8 @@ class WhatIf:
         workers = workers_a_host = None
         traffic: list[Traffic] = []
         kernel_factors: dict[str, float] = {}
-        for text in texts:
+        incidents, others = incidents_of(texts)
+        for text in others:
             key, equals, value = text.partition("=")
             what, colon, whose = key.partition(":")
             if equals and key == "workers":
@@ -95,6 +100,7 @@ class WhatIf:
             rank_factors=rank_factors,
             kernel_factors=kernel_factors,
             traffic=tuple(traffic),
+            incidents=incidents,
             bandwidth=factors["bandwidth"],
             latency=factors["latency"],
             compute=factors["compute"],
@@ -109,7 +115,13 @@ class WhatIf:
         if self.kernel_factors:
             computation = computation.kernels_scaled(self.kernel_factors)
         computation = computation.scaled(self.compute, self.rank_factors)
-        return replace(job.moved_to(self.apply(job.on)), computation=computation)
+        moved = job.moved_to(self.apply(job.on))
+        incidents = self.incidents if self.incidents.are_there else job.incidents
+        return replace(moved, computation=computation, incidents=incidents)
+
+    def without_members(self) -> WhatIf:
+        """The same without deaths and joins."""
+        return replace(self, incidents=self.incidents.without_members())
 
     def apply(self, cluster: Cluster) -> Cluster:
         """The cluster under this what-if. Raises UserError for hosts and ranks that it does not have."""
@@ -123,10 +135,12 @@ class WhatIf:
             if name not in names:
                 known = ", ".join(sorted(names)[:8]) + (" and more" if len(names) > 8 else "")
                 raise UserError(f"--what-if {key}: there is no such host", got=repr(name), expected=known)
-        for rank in self.rank_factors:
+        named = [("compute", rank) for rank in self.rank_factors]
+        named += [("dies or joins", rank) for rank in sorted(self.incidents.ranks)]
+        for key, rank in named:
             if rank >= changed.world_size:
                 expected = f"0 to {changed.world_size - 1}"
-                raise UserError("--what-if compute: there is no such rank", got=rank, expected=expected)
+                raise UserError(f"--what-if {key}: there is no such rank", got=rank, expected=expected)
         return changed.model_copy(
             update={
                 "hosts": tuple(map(self._linked, changed.hosts)) if self.link_factors else changed.hosts,
@@ -162,7 +176,7 @@ class WhatIf:
             said.append(
                 f"{self.workers} workers" + (f", {self.workers_a_host} a host" if self.workers_a_host else "")
             )
-        return ", ".join(said)
+        return ", ".join((*said, *self.incidents.describe()))
 
 
 def _links(whose: str) -> list[tuple[str, str]]:

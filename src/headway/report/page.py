@@ -13,6 +13,7 @@ from headway.report import palette, payload, words
 from headway.report.boxes import OPERATORS
 from headway.report.choice import blamed_ranks
 from headway.report.drawing import Drawing, draw
+from headway.report.groups_picture import groups_picture
 from headway.report.history import History, history, rank_times
 from headway.report.history_chart import history_chart, top_ms
 from headway.report.layout import Layout
@@ -79,6 +80,7 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
         **_by_rank(trace, diagnosis, drawing, blamed),
         drawing=drawing,
         pipeline=pipeline_picture(trace, diagnosis.typical_step),
+        groups=groups_picture(diagnosis.averaging),
         ink=palette.INK,
         muted=palette.MUTED,
         waiting_colour=palette.PASS_COLOURS[palette.WAITING],

@@ -21,6 +21,11 @@ PART_COLOURS = {
     "rest": "#b8bec7",
 }
 
+GROUP_COLOURS = (
+    "#3f7fb5", "#d1495b", "#2a9d8f", "#8a6bb1", "#ee8434", "#5b7f2b", "#7c4a1e", "#4b5563",
+)  # fmt: skip
+"""Of groups of ranks, by their numbers."""
+
 KIND_LABELS = {
     Kind.INPUT: "input",
     Kind.FORWARD: "forward",

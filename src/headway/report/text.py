@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.diagnosis import Diagnosis
+from headway.diagnosis.averaging import Averaging
 from headway.diagnosis.breakdown import PARTS
 from headway.report.palette import short_label
 from headway.report.words import plain
@@ -31,6 +32,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             Text(f"{diagnosis.overlap_percent:.0f} % of communication is hidden under computation.")
         )
     console.print()
+    if diagnosis.averaging is not None:
+        _print_averaging(diagnosis.averaging, console)
     if diagnosis.stragglers:
         _print(console, _stragglers(diagnosis))
     if diagnosis.links:
@@ -70,6 +73,20 @@ def _stragglers(diagnosis: Diagnosis) -> Table:
     for one in diagnosis.stragglers:
         table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(plain(one.cause)))
     return table
+
+
+def _print_averaging(found: Averaging, console: Console) -> None:
+    """What is trained otherwise, groups in a sentence, and a line a rank."""
+    console.print(Text(plain(f"What is trained: {found.changes_training}.")), soft_wrap=True)
+    console.print(Text(plain(found.describe())), soft_wrap=True)
+    table = _table(
+        "Groups, ms a step", ("rank", True), ("stands still", True), ("until the group begins", True),
+        ("others wait for it", True),
+    )  # fmt: skip
+    for rank in list(found.standing_ms)[:MAX_RANKS]:
+        own = (found.standing_ms[rank], found.forming_ms[rank], found.waited_for_ms.get(rank, 0.0))
+        table.add_row(str(rank), *(f"{value:.2f}" for value in own))
+    _print(console, table)
 
 
 def _links(diagnosis: Diagnosis) -> Table:

@@ -39,6 +39,14 @@ class Strategy(BaseModel):
         """``other`` in the place of that part of this decision that it is an alternative to; by default of all."""
         return other
 
+    @property
+    def changes_training(self) -> str:
+        """What it changes of what is trained, in words; "" for strategies that train as all-reduce does.
+
+        Nothing that changes the training is chosen unless the user has permitted it (``headway.permission``).
+        """
+        return ""
+
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""
         raise NotImplementedError

@@ -28,10 +28,14 @@ class GroupRun:
 class Outcome:
     """All times are nanoseconds; what lies before ``from_ns`` is a warm-up.
 
-    ``finished_ns[rank]`` says when each iteration of a rank was done, ``standing_ns[rank]`` how long it stood still
-    for groups after ``from_ns``, of which ``forming_ns[rank]`` until its group began. ``distance`` and ``spread`` are
-    those of ``decentralised.mixing.Consensus`` at the end, of the ranks that are there then, ``mean_spread`` is the
-    mean of the latter. ``cost_error`` is by what share measured collectives deviate from the costs that were used.
+    ``finished_ns[rank]`` says when each iteration of a rank was done, ``standing_ns[rank]`` how long it stood still for
+    groups after ``from_ns``, of which ``forming_ns[rank]`` until its group began. ``distance`` and ``spread`` are those
+    of ``coordination.matrices.Consensus`` at the end, of the ranks that are there then, ``mean_spread`` is the mean of
+    the latter. ``mixing_iterations`` are those that a mean rank finishes until ranks have mixed
+    (``coordination.matrices.iterations_to_mix``); None where they have not. ``cost_error`` is by what share measured
+    collectives deviate from the costs that were used.
+    Where ranks update one model rather than average theirs, ``staleness`` is how many updates by others a gradient does
+    not know of, in the mean and at most.
     """
 
     from_ns: int
@@ -45,6 +49,8 @@ class Outcome:
     mean_spread: float
     operations: int
     cost_error: float = 0.0
+    mixing_iterations: float | None = None
+    staleness: tuple[float, int] | None = None
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
@@ -94,13 +100,26 @@ class Outcome:
 
     def describe(self) -> str:
         """Say in words what a mean iteration leaves out."""
+        if self.staleness is not None:
+            return (
+                f"ranks do not finish iterations together: the mean over {self.duration_s:.2g} simulated s; gradients "
+                f"do not know of {self.staleness[0]:.1f} updates by others (at most {self.staleness[1]}); "
+                "it trains otherwise than all-reduce does"
+            )
         mean_apart, most_apart = self.iterations_apart
         sizes = ", ".join(f"{count} of {size}" for size, count in self.sizes.items()) or "none"
         return (
             f"ranks do not finish iterations together: the mean over {self.duration_s:.2g} simulated s; "
             f"groups: {sizes}; their members differ by {mean_apart:.1f} iterations (at most {most_apart}), "
-            f"models by the updates of {self.mean_spread:.2f} iterations; it trains otherwise than all-reduce does"
+            f"models by the updates of {self.mean_spread:.2f} iterations; {self._mixing}; "
+            "it trains otherwise than all-reduce does"
         )
+
+    @property
+    def _mixing(self) -> str:
+        if self.mixing_iterations is None:
+            return "not all have mixed"
+        return f"all have mixed after {self.mixing_iterations:.1f} iterations"
 
     def to_document(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -117,7 +136,10 @@ class Outcome:
             "group_sizes": {str(size): count for size, count in self.sizes.items()},
             "iterations_apart_mean": mean_apart,
             "iterations_apart_most": most_apart,
-            "consensus_distance": self.distance,
-            "spread": self.mean_spread,
+            "consensus_distance": self.distance if self.staleness is None else None,
+            "spread": self.mean_spread if self.staleness is None else None,
+            "mixing_iterations": self.mixing_iterations,
+            "staleness_mean": None if self.staleness is None else self.staleness[0],
+            "staleness_most": None if self.staleness is None else self.staleness[1],
             "operations": self.operations,
         }

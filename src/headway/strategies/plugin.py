@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from headway.strategies.horizon import Outcome
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
@@ -35,12 +37,14 @@ S = TypeVar("S", bound=Strategy)
 class Proposal:
     """The plans of a strategy that are worth a replay for one job.
 
-    No plan of the strategy can have a step shorter than ``bound_ms``. ``note`` says why some plans are left out.
+    No plan of the strategy can have a step shorter than ``bound_ms``. ``note`` says why some plans are left out; it is
+    told only to users who permit plans that change what is trained where it is ``about_permitted`` ones.
     """
 
     strategies: tuple[Strategy, ...] = ()
     bound_ms: float = math.inf
     note: str = ""
+    about_permitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,15 @@ class StrategyPlugin(ABC, Generic[S]):
     ``policy`` is the class of its decisions, whose ``name`` is the strategy's. ``carries_over`` says that it finishes
     some of a step's collectives in the next step. ``usual`` are the options with which ``headway predict`` shows it if
     no strategies are named, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that ranks may
-    measure links and cores after a recording under it.
+    measure links and cores after a recording under it. ``simulates_incidents`` says that ``over_a_horizon`` has ranks
+    slow by chance, dying and joining as the job says.
     """
 
     policy: type[S]
     carries_over: ClassVar[bool] = False
     usual: ClassVar[tuple[str, ...]] = ()
     measured_after_recordings: ClassVar[bool] = False
+    simulates_incidents: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -93,6 +99,11 @@ class StrategyPlugin(ABC, Generic[S]):
         del job, strategy
         return None
 
+    @property
+    def has_horizon(self) -> bool:
+        """Whether ranks do not finish their steps together, so that ``over_a_horizon`` says what they do."""
+        return type(self).over_a_horizon is not StrategyPlugin.over_a_horizon
+
     def messages(self, schedule: Any, world_size: int, library: str) -> int:
         """Roughly how many pieces the collectives of one pass have; by default those of all-reduces of buckets."""
         assert isinstance(schedule, BucketSchedule)
@@ -114,7 +125,10 @@ class StrategyPlugin(ABC, Generic[S]):
     # In the search.
 
     def propose(self, job: Job) -> Proposal:
-        """The plans that are worth a replay for ``job``; none by default."""
+        """The plans that are worth a replay for ``job``; none by default.
+
+        Those that change what is trained are left out of a search unless the user has permitted them.
+        """
         del job
         return Proposal()
 
@@ -144,6 +158,27 @@ class StrategyPlugin(ABC, Generic[S]):
 
         Raises PlanError if the strategy does not fit the module, UnsupportedError if it would train wrongly.
         """
+
+    def updated_by(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
+        """``optimizer`` updates what ``wrap`` has wrapped; of no concern by default."""
+        del wrapped, optimizer
+
+    def finish(self, wrapped: nn.Module, timeout_s: float) -> tuple[int, ...] | None:
+        """End the training of ``wrapped`` with one model on all ranks; returns whose models are in it.
+
+        None, as by default, where it is not this strategy's or all ranks have the same model at any time. Raises
+        CommunicationError where that takes longer than ``timeout_s``.
+        """
+        del wrapped, timeout_s
+        return None
+
+    def launched_with(self, strategy: S) -> AbstractContextManager[Mapping[str, str]]:
+        """What a launcher keeps for ``strategy`` while its ranks run on this host: gives variables for them.
+
+        Nothing by default. Raises LaunchError where it does not start.
+        """
+        del strategy
+        return nullcontext({})
 
     @property
     def injection(self) -> Injection[S] | None:

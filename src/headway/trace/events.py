@@ -75,6 +75,9 @@ class Read:
 WORK = "work"
 """The name of a WAIT for a ``torch.distributed.Work`` on which the script, or its optimizer, waits itself."""
 
+GROUP = "group"
+"""The name of a WAIT for a group of ranks that average their models."""
+
 SHARDED = "sharded"
 """The algorithm of a READ in which each rank read its share of the gradients only."""
 

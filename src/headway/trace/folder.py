@@ -20,6 +20,7 @@ from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, Event, Events, 
 from headway.trace.format import FORMAT, Manifest, RankInfo, Trace
 from headway.trace.format_1 import upgraded
 from headway.trace.rank_columns import Allowance, RankColumns
+from headway.trace.rounds import RankRounds
 from headway.version import __version__
 
 if TYPE_CHECKING:
@@ -48,13 +49,15 @@ def write_rank(
     model: ModelSpec,
     events: Events | list[Event],
     stages: Mapping[int, ModelSpec] = MappingProxyType({}),
+    rounds: RankRounds | None = None,
 ) -> Path:
     """Write one rank's file, with its description inside, so that each file stands by itself.
 
-    ``stages`` are the models of its stages by their numbers, where it has several of a pipeline.
+    ``stages`` are the models of its stages by their numbers, where it has several of a pipeline, ``rounds`` those of a
+    model that was averaged in groups.
     """
     columns = events if isinstance(events, Events) else Events.from_rows(events)
-    return _write_events(folder / rank_file(info.rank), info, model, columns, stages)
+    return _write_events(folder / rank_file(info.rank), info, model, columns, stages, rounds)
 
 
 def write_trace(
@@ -63,10 +66,12 @@ def write_trace(
     model: ModelSpec,
     events: Mapping[int, Events],
     servers: Mapping[int, Events] | None = None,
+    rounds: Mapping[int, RankRounds] = MappingProxyType({}),
 ) -> None:
     """Write a whole trace into ``folder``, which exists."""
     for info in manifest.ranks:
-        _write_events(folder / rank_file(info.rank), info, model, events[info.rank])
+        own = rounds.get(info.rank)
+        _write_events(folder / rank_file(info.rank), info, model, events[info.rank], rounds=own)
     for info in manifest.servers:
         _write_events(folder / server_file(info.rank), info, model, (servers or {})[info.rank])
     _write_descriptions(folder, manifest, model)
@@ -78,6 +83,7 @@ def _write_events(
     model: ModelSpec,
     events: Events,
     stages: Mapping[int, ModelSpec] = MappingProxyType({}),
+    rounds: RankRounds | None = None,
 ) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -91,6 +97,8 @@ def _write_events(
     described = {"headway": __version__, "rank": info.model_dump_json(), "model": model.model_dump_json()}
     if stages:
         described["stages"] = _RankStages(stages=dict(stages)).model_dump_json()
+    if rounds is not None:
+        described["rounds"] = rounds.model_dump_json(exclude_defaults=True)
     table = pa.table(arrays).replace_schema_metadata(described)
     unfinished = path.with_suffix(".writing")
     pq.write_table(table, unfinished, compression="zstd")
@@ -184,18 +192,23 @@ def load_trace(path: str | Path) -> Trace:
     if not manifest.steps:
         raise TraceError("the trace holds no complete step", got=folder, fix="Record more steps.")
     allowance = Allowance()
-    events = {
-        info.rank: _read_events(folder / rank_file(info.rank), info.rank, allowance)
-        for info in manifest.ranks
-    }
+    events: dict[int, Events] = {}
+    rounds: dict[int, RankRounds] = {}
+    for info in manifest.ranks:
+        path_of_rank = folder / rank_file(info.rank)
+        events[info.rank], own = _read_rank(path_of_rank, info.rank, allowance)
+        if own is not None:
+            rounds[info.rank] = own
     for info in manifest.ranks:
         _check_steps(folder / rank_file(info.rank), manifest, events[info.rank])
     servers = {
-        info.rank: _read_events(folder / server_file(info.rank), info.rank, allowance)
+        info.rank: _read_rank(folder / server_file(info.rank), info.rank, allowance)[0]
         for info in manifest.servers
     }
     stages = _stages(folder, events)
-    return Trace(folder, manifest, model, events, servers, _measured_cluster(folder, manifest), stages)
+    return Trace(
+        folder, manifest, model, events, servers, _measured_cluster(folder, manifest), stages, rounds
+    )
 
 
 class _RankStages(BaseModel):
@@ -276,9 +289,11 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _read_events(path: Path, rank: int, allowance: Allowance) -> Events:
+def _read_rank(path: Path, rank: int, allowance: Allowance) -> tuple[Events, RankRounds | None]:
+    """A rank's events, and its rounds of averaging where it has some."""
     with RankColumns(path, allowance) as file:
         info = _metadata(file, "rank", RankInfo)
+        rounds = _metadata(file, "rounds", RankRounds) if b"rounds" in file.metadata else None
         columns = file.read(Event._fields)
     if info.rank != rank:
         raise TraceError(
@@ -287,7 +302,7 @@ def _read_events(path: Path, rank: int, allowance: Allowance) -> Events:
         )  # fmt: skip
     events = Events(**columns)
     _check_times(path, events)
-    return events
+    return events, rounds
 
 
 def _check_steps(path: Path, manifest: Manifest, events: Events) -> None:

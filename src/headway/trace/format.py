@@ -14,6 +14,7 @@ from headway.cluster import Cluster
 from headway.model import ModelSpec
 from headway.notebook import shown
 from headway.trace.events import Events
+from headway.trace.rounds import RankRounds
 from headway.units import format_bytes
 from headway.version import __version__
 
@@ -116,7 +117,8 @@ class Trace:
 
     ``cluster`` is what the job measured of its links and machines, where it did. ``stages`` are the models of a
     pipeline's stages, where every recorded rank has one, and as many ranks have each, or where ranks have several that
-    no others have; ``model`` is then that of the first recorded rank.
+    no others have; ``model`` is then that of the first recorded rank. ``rounds`` are those of ranks that averaged their
+    models in groups.
     """
 
     path: Path
@@ -126,6 +128,7 @@ class Trace:
     servers: dict[int, Events] = field(default_factory=dict)
     cluster: Cluster | None = None
     stages: tuple[ModelSpec, ...] = ()
+    rounds: dict[int, RankRounds] = field(default_factory=dict)
 
     @cached_property
     def hosts(self) -> dict[int, str]:

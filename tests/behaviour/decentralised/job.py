@@ -73,7 +73,12 @@ class Reference:
 
 
 def reference(
-    world_size: int, rounds: Sequence[Sequence[Mapping[str, Any]]], steps: int, *, moments: str, buffers: str
+    world_size: int,
+    rounds: Sequence[Sequence[Mapping[str, Any]]],
+    steps: int | Sequence[int],
+    *,
+    moments: str,
+    buffers: str,
 ) -> list[list[float]]:
     """What each worker ends with, by the groups that committed in ``rounds`` (of each worker), in their order."""
     workers = [
@@ -98,6 +103,7 @@ def reference(
                 workers[worker].late.append((each["iteration"] + each["staleness"], change))
             else:
                 workers[worker].add(change)
-    for ended in workers:
-        ended.advance(steps)
+    made = [steps] * world_size if isinstance(steps, int) else steps
+    for ended, count in zip(workers, made, strict=True):
+        ended.advance(count)
     return [values(ended.module) for ended in workers]

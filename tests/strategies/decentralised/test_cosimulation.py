@@ -16,12 +16,12 @@ from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import ALL_REDUCE, RING
 from headway.collectives.selection import Selection
 from headway.coordination.generators.factory import generator_of
+from headway.coordination.matrices import Consensus
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.scheduling.groups import CoordinatedGroups, pairs_in_turn
 from headway.simulation.engine import play
 from headway.strategies.decentralised.cosimulation import CoSimulation
-from headway.strategies.decentralised.mixing import Consensus
 from headway.strategies.decentralised.scenario import Iterations, Scenario
 from headway.strategies.horizon import Outcome
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from torch import nn
 
 from headway.cluster import Cluster, Host
-from headway.errors import PlanError, UnsupportedError
+from headway.errors import PlanError, UserError
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
@@ -54,8 +56,30 @@ def test_options_that_do_not_fit(options: dict[str, object], said: str) -> None:
         PartialAllReduceStrategy.model_validate(options)
 
 
-def test_it_proposes_nothing_and_cannot_train_yet() -> None:
+def test_it_proposes_a_handful_for_whoever_permits_it_and_says_what_each_changes() -> None:
     plugin = plugin_named("partial-all-reduce")
-    assert plugin.propose(Job((MODEL,), 6, CLUSTER)).strategies == ()
-    with pytest.raises(UnsupportedError, match="cannot train yet"):
-        plugin.wrap(nn.Linear(1, 1), PartialAllReduceStrategy())
+    proposed = plugin.propose(Job((MODEL,), 6, CLUSTER))
+    assert 5 <= len(proposed.strategies) <= 12
+    assert math.isinf(proposed.bound_ms)
+    for strategy in proposed.strategies:
+        assert isinstance(strategy, PartialAllReduceStrategy)
+        assert strategy.changes_training
+        assert ("late" in strategy.changes_training) == bool(strategy.staleness)
+        assert ("two runs differ" in strategy.changes_training) == (not strategy.is_static)
+    many = Cluster(hosts=tuple(host_of(number) for number in range(300)))
+    left_out = plugin.propose(Job((MODEL,), 300, many))
+    assert left_out.strategies == ()
+    assert left_out.about_permitted
+    assert "300 ranks" in left_out.note
+    refused = plugin.propose(Job((MODEL,), 6, CLUSTER, refusals={plugin.name: "it has SyncBatchNorm"}))
+    assert refused.strategies == ()
+    assert "SyncBatchNorm" in refused.note
+
+
+def host_of(number: int) -> Host:
+    return Host(name=f"host{number}", workers=1, up_gbps=1, down_gbps=1)
+
+
+def test_it_trains_in_a_process_group_alone() -> None:
+    with pytest.raises(UserError, match="no process group"):
+        plugin_named("partial-all-reduce").wrap(nn.Linear(1, 1), PartialAllReduceStrategy())

@@ -57,6 +57,13 @@ class Withdrew(_Event):
     worker: WorkerNumber
 
 
+class Absented(_Event):
+    """A member has not asked for long: until it does, groups that have not begun go on without it."""
+
+    kind: Literal["absented"] = "absented"
+    worker: WorkerNumber
+
+
 class Voted(_Event):
     """A member has said whether it holds the mean of a group."""
 
@@ -73,5 +80,5 @@ class Woke(_Event):
     kind: Literal["woke"] = "woke"
 
 
-AnyEvent = Booted | Joined | Left | Asked | Withdrew | Voted | Woke
+AnyEvent = Booted | Joined | Left | Asked | Withdrew | Absented | Voted | Woke
 Event: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])

@@ -42,6 +42,7 @@ class _Live:
     admitted: bool = False  # whether the generator knows it
     waits: bool = False  # in the generator
     asks: bool = False  # since before the generator may be asked
+    absent: bool = False  # until it asks
 
 
 @dataclass(slots=True)
@@ -99,6 +100,10 @@ class Ledger:
         live = self._live.get(worker)
         return live.session if live else None
 
+    def computes(self, worker: Worker) -> bool:
+        """Whether a member neither waits nor is in a group that runs."""
+        return worker in self._live and not self.waits(worker) and worker not in self._busy
+
     def waits(self, worker: Worker) -> bool:
         """Whether a member has asked, and was granted nothing yet."""
         live = self._live.get(worker)
@@ -143,9 +148,13 @@ class Ledger:
                 self._leave(event.worker)
             case events.Asked():
                 self._live[event.worker].asks = not self._live[event.worker].waits
+                self._live[event.worker].absent = False
+                self._admit_where_free(event.worker)
                 self._ask_where_free(event.worker)
             case events.Withdrew():
                 self._withdraw(event.worker)
+            case events.Absented():
+                self._absent(event.worker)
             case events.Voted():
                 self._vote(event)
             case events.Woke():
@@ -181,6 +190,13 @@ class Ledger:
             self._begin(self._generator.leave(worker, self.now_ns))
             self._admit_where_free(worker)
 
+    def _absent(self, worker: Worker) -> None:
+        live = self._live[worker]
+        live.absent = True
+        if live.admitted:
+            live.admitted = False
+            self._begin(self._generator.leave(worker, self.now_ns))
+
     def _vote(self, event: events.Voted) -> None:
         group = self._groups[event.number]
         if not event.reduced:
@@ -207,7 +223,7 @@ class Ledger:
     def _admit_where_free(self, worker: Worker) -> None:
         """Tell the generator of a worker, but not while a group still runs with an earlier incarnation of it."""
         live = self._live.get(worker)
-        if live and not live.admitted and worker not in self._busy:
+        if live and not live.admitted and not live.absent and worker not in self._busy:
             live.admitted = True
             self._begin(self._generator.join(worker, self.now_ns))
 
@@ -239,7 +255,7 @@ class Ledger:
             workers=[
                 WorkerRecord(
                     member=MemberModel.of(live.member), session=live.session,
-                    admitted=live.admitted, waits=live.waits, asks=live.asks,
+                    admitted=live.admitted, waits=live.waits, asks=live.asks, absent=live.absent,
                 )
                 for live in self._live.values()
             ],
@@ -261,7 +277,7 @@ class Ledger:
         ledger = cls(make_generator, snapshot.job)
         ledger.boot, ledger.now_ns = snapshot.boot, snapshot.now_ns
         for one in snapshot.workers:
-            live = _Live(one.member.value(), one.session, one.admitted, one.waits, one.asks)
+            live = _Live(one.member.value(), one.session, one.admitted, one.waits, one.asks, one.absent)
             ledger._live[live.member.worker] = live
             ledger._hosts[live.member.worker] = live.member.host
         ledger._generator.restore(snapshot.generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class Observer:
@@ -28,6 +28,9 @@ class Observer:
 
     def decided(self, committed: bool, seconds: float, running: int) -> None:
         """A group has ended after so long; ``running`` run now."""
+
+    def averaged(self, members: Sequence[int]) -> None:
+        """These workers have taken the mean of their models, or one alone has gone on."""
 
     def synced(self, seconds: float) -> None:
         """The journal was written to the disk in so long."""

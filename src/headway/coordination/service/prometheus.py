@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from headway.coordination.service.mixing_meter import MixingMeter
 from headway.coordination.service.observer import Observer
 from headway.coordination.transport import missing
 from headway.errors import UserError
@@ -58,6 +59,10 @@ class PrometheusObserver(Observer):
         self._reported: Gauge = Gauge(
             "headway_worker_reported", "What workers report.", ("worker", "name"), registry=registry
         )
+        self._mixed = Gauge(
+            prefix + "mixing_iterations", "Iterations in which workers have mixed last.", registry=registry
+        )
+        self._meter = MixingMeter()
         self._names: dict[str, set[int]] = {}  # with the workers that have reported them
 
     def heard(self, kind: str, handled_s: float) -> None:
@@ -72,10 +77,12 @@ class PrometheusObserver(Observer):
     def joined(self, worker: int, *, resumed: bool) -> None:
         """Count a worker that has come."""
         (self._resumed if resumed else self._joined).inc()
+        self._meter.joined(worker)
 
     def gone(self, worker: int, reason: str) -> None:
         """Count a worker that has gone, and forget what it has reported."""
         self._gone.labels(reason).inc()
+        self._meter.gone(worker)
         for name, workers in list(self._names.items()):
             if worker in workers:
                 workers.discard(worker)
@@ -97,6 +104,11 @@ class PrometheusObserver(Observer):
         self._decided.labels("committed" if committed else "aborted").inc()
         self._groups.observe(seconds)
         self._running.set(running)
+
+    def averaged(self, members: Sequence[int]) -> None:
+        """Measure how fast workers mix."""
+        if (iterations := self._meter.averaged(members)) is not None:
+            self._mixed.set(iterations)
 
     def synced(self, seconds: float) -> None:
         """Count a sync of the journal."""

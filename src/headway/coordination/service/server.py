@@ -56,6 +56,7 @@ class Server:
                 self._options.lease_s,
                 self._options.max_workers,
                 self._observer,
+                self._description,
             )
             self._server = self._listening(host, port)
             with suppress(ServiceFailedError):  # ``failure`` says so

@@ -13,6 +13,7 @@ from headway.coordination import messages
 from headway.coordination.generator import Worker
 from headway.coordination.membership import GroupStart, Member
 from headway.coordination.service import events
+from headway.coordination.service.absence import Absences
 from headway.coordination.service.journal import Journal
 from headway.coordination.service.leases import Leases
 from headway.coordination.service.ledger import Decision, Ledger, Said
@@ -46,14 +47,18 @@ class _Times:
 
 
 class Service:
-    """Serves one job on one event loop. ``failed`` is set where it cannot go on."""
+    """Serves one job on one event loop. ``failed`` is set where it cannot go on.
+
+    ``description`` says who forms groups: workers are told.
+    """
 
     def __init__(
-        self, ledger: Ledger, journal: Journal | None, lease_s: float, max_workers: int, observer: Observer
-    ) -> None:
+        self, ledger: Ledger, journal: Journal | None, lease_s: float, max_workers: int, observer: Observer,
+        description: str,
+    ) -> None:  # fmt: skip
         self._ledger, self._journal, self._observer = ledger, journal, observer
-        self._leases = Leases(lease_s)
-        self._max_workers = max_workers
+        self._leases, self._absences = Leases(lease_s), Absences()
+        self._max_workers, self._description = max_workers, description
         self._clock = _JobClock(ledger.now_ns)
         self._streams: dict[Worker, Stream] = {}
         self._times = _Times()
@@ -67,6 +72,7 @@ class Service:
         now = time.monotonic()
         for member in self._ledger.members:
             self._leases.renew(member.worker, now)
+            self._absences.returned(member.worker, now)
         self._apply(events.Booted(now_ns=self._clock.now_ns(), boot=secrets.token_hex(4)))
         for member in self._ledger.members:  # whoever waited has no connection any more
             self._withdraw(member.worker)
@@ -114,6 +120,7 @@ class Service:
                 lease_s=self._leases.lease_s,
                 members=[messages.MemberModel.of(each) for each in self._ledger.members if each != own],
                 running=messages.Start.of(running) if running else None,
+                generator=self._description,
             ),
         )
         self._observer.joined(worker, resumed=resumed)
@@ -129,6 +136,7 @@ class Service:
         match message:
             case messages.Ask():
                 self._times.asked.setdefault(worker, begun)
+                self._absences.asked(worker, begun)
                 asked = events.Asked(now_ns=self._clock.now_ns(), worker=worker, iteration=message.iteration)
                 self._apply(asked)
             case messages.Vote():
@@ -176,6 +184,8 @@ class Service:
                 address=hello.member.address, host=hello.member.host,
             )
         )  # fmt: skip
+        come = self._absences.returned if hello.member.incarnation else self._absences.joined
+        come(worker, time.monotonic())
 
     def _leave(self, worker: Worker, reason: events.Reason) -> None:
         words = {
@@ -186,6 +196,7 @@ class Service:
         if stream := self._streams.pop(worker, None):
             stream.close("FAILED_PRECONDITION" if reason == "replaced" else "ABORTED", words[reason])
         self._leases.drop(worker)
+        self._absences.gone(worker)
         self._times.asked.pop(worker, None)
         self._apply(events.Left(now_ns=self._clock.now_ns(), worker=worker, reason=reason))
         self._observer.gone(worker, reason)
@@ -195,6 +206,7 @@ class Service:
         self._times.asked.pop(worker, None)
         if self._ledger.waits(worker):
             self._apply(events.Withdrew(now_ns=self._clock.now_ns(), worker=worker))
+            self._absences.freed(worker, time.monotonic())  # it goes on alone, perhaps into a barrier
 
     def _vote(self, worker: Worker, stream: Stream, vote: messages.Vote) -> None:
         member = self._ledger.member(worker)
@@ -246,13 +258,19 @@ class Service:
                 self._observer.waited(now - self._times.asked.pop(member.worker, now))
             if len(said.members) == 1:
                 del self._times.started[said.number]
+                self._absences.freed(said.members[0].worker, now)
+                self._observer.averaged([said.members[0].worker])
         else:
             assert isinstance(said, Decision)
             if self._journal:
                 self._outbox.hold()
             message = messages.Decided(number=said.number, key=said.key, committed=said.committed)
+            for member in said.members:
+                self._absences.freed(member.worker, now)
             took_s = now - self._times.started.pop(said.number, now)
             self._observer.decided(said.committed, took_s, running)
+            if said.committed:
+                self._observer.averaged([member.worker for member in said.members])
         self._say_to(said.members, message)
 
     def _say_to(self, members: Sequence[Member], message: messages.AnyToWorker) -> None:
@@ -286,6 +304,9 @@ class Service:
             for worker in self._leases.ended(time.monotonic()):
                 _log.warning("worker %d was silent for too long, and is taken for dead", worker)
                 self._leave(worker, "lease")
+            for worker in self._absences.absent(time.monotonic()):
+                if self._ledger.computes(worker):
+                    self._apply(events.Absented(now_ns=self._clock.now_ns(), worker=worker))
             if self._journal and self._journal.is_due and not self._outbox.is_syncing:
                 self._journal.compact(self._ledger)
 

@@ -14,13 +14,17 @@ class _Record(BaseModel):
 
 
 class WorkerRecord(_Record):
-    """A member. ``admitted``: the generator knows it; ``waits``: there; ``asks``: before it may be asked."""
+    """A member. ``admitted``: the generator knows it; ``waits``: there; ``asks``: before it may be asked.
+
+    ``absent``: until it asks.
+    """
 
     member: MemberModel
     session: SessionName
     admitted: bool
     waits: bool
     asks: bool
+    absent: bool = False
 
 
 class GroupRecord(_Record):

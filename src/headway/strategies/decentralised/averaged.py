@@ -90,9 +90,11 @@ class Layout:
         for each in self.tensors:
             self.sizes[each.wire] = self.sizes.get(each.wire, 0) + each.numel
 
-    def empty(self) -> Flat:
-        """A flat buffer for all of them, on the CPU."""
-        return Flat([torch.empty(self.sizes[wire], dtype=wire) for wire in sorted(self.sizes, key=str)])
+    def empty(self, device: torch.device | str = "cpu") -> Flat:
+        """A flat buffer for all of them."""
+        return Flat(
+            [torch.empty(self.sizes[wire], dtype=wire, device=device) for wire in sorted(self.sizes, key=str)]
+        )
 
     def fits(self, flat: Flat) -> bool:
         """Whether ``flat`` has room for these tensors, and for no more."""

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from headway.coordination.membership import Coordinator, GroupStart
 from headway.errors import HeadwayError, InternalError, one_line
+from headway.strategies.decentralised import observing
 from headway.strategies.decentralised.averaged import Flat, Layout
-from headway.strategies.decentralised.rounds import Copies, Ending, Round, Rounds
+from headway.strategies.decentralised.rounds import OUTCOME_S, Copies, Ending, Round, Rounds
 
 Observer = Callable[[Round], None]
 """Told of each round at its end, on the thread that trains. What it raises is not caught."""
@@ -80,7 +81,7 @@ class Averaging:
         writing: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._rounds, self._coordinator, self._layout = rounds, coordinator, layout
-        self._staleness = staleness
+        self.staleness = staleness
         self._time_limit_s = time_limit_s
         self._observer = observer
         self._heard = heard
@@ -98,7 +99,7 @@ class Averaging:
             self._told(Round(iteration, Ending.ALONE, reason="an earlier group's decision is not known"))
             return
         copies = self._copies()
-        if self._staleness:
+        if self.staleness:
             self._flight = Flight(self._rounds, iteration, copies), iteration
             return
         began_ns = time.monotonic_ns()
@@ -119,6 +120,7 @@ class Averaging:
         """The tensors were replaced: what was begun with those before is of no use. Its group has its share of them."""
         flight, self._flight, self.undecided = self._flight, None, None
         if flight is not None:
+            self._flats = None
             with suppress(HeadwayError):
                 flight[0].land()
 
@@ -151,10 +153,16 @@ class Averaging:
             else:
                 self.undecided = Undecided(found, copies.layout.digest, copies.mean)
                 self._flats = None
+        elif found.ending is Ending.ABORTED:
+            self._flats = (
+                None  # an all-reduce that ran out of time writes into its copy once its peers come back
+            )
         self._told(replace(found, blocked_ns=time.monotonic_ns() - began_ns))
 
     def _resolve(self, undecided: Undecided, iteration: int) -> None:
-        outcome = self._coordinator.outcome(undecided.round.number, 0.0)
+        # It has to be asked: nobody tells a worker that joins again what was decided meanwhile.
+        asked_s = OUTCOME_S if self._coordinator.is_reachable else 0.0
+        outcome = self._coordinator.outcome(undecided.round.number, asked_s)
         if outcome is None:
             now = time.monotonic()
             if not self._coordinator.is_reachable:
@@ -184,5 +192,6 @@ class Averaging:
         if ended.ending is Ending.COMMITTED:
             self.last = ended
         self._coordinator.report(ended.metrics())
+        observing.tell(self._rounds.worker, ended)
         if self._observer is not None:
             self._observer(ended)

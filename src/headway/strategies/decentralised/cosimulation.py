@@ -11,11 +11,11 @@ from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import Selection
 from headway.coordination.generator import Grant, GroupGenerator
 from headway.coordination.generators.factory import generator_of
+from headway.coordination.matrices import Consensus, iterations_to_mix
 from headway.errors import UnsupportedError
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.deciding import NO_RANK, Decision, Decisions
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
-from headway.strategies.decentralised.mixing import Consensus
 from headway.strategies.decentralised.scenario import Iterations, Scenario
 from headway.strategies.decentralised.scheduled import ScheduledGroups
 from headway.strategies.horizon import GroupRun, Outcome
@@ -128,6 +128,9 @@ class CoSimulation:
             spread=self.consensus.spread(self._there),
             mean_spread=sum(self._spreads) / len(self._spreads) if self._spreads else math.nan,
             operations=len(played.end_ns),
+            mixing_iterations=iterations_to_mix(
+                [each.members for each in self.runs if each.averaged], len(self._ranks)
+            ),
             cost_error=max((each.cost(self.graph.cluster).fit_error for each in selections), default=0.0),
         )
 

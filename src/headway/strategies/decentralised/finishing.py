@@ -1,39 +1,35 @@
 """Finishing: the workers' last models become one, by a last mean over all live workers or as one worker has it.
 
-Workers leave their groups first. The live worker of the lowest number collects what each has at its end, in the order
-of the workers' numbers, and gives each the mean, so that all hold the same bits. Who has not finished in time, or died,
-is left out, and everybody learns who is in it.
+Workers leave their groups first. The live worker of the lowest number collects what each has at its end and gives each
+the mean, so that all hold the same bits, and everybody learns who is in it. A worker that has joined lately may not
+know that one yet: it asks the lowest that it knows, who hands on what it gets.
+
+Who has not finished in time is left out, of whatever number: asked for its model, or for what is agreed, it concedes
+(``finals``), never collects, and ends with what the others agreed on or with an error. So workers that reach each other
+have one final model.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from headway.coordination.generator import Worker
 from headway.coordination.membership import Member
 from headway.errors import CommunicationError, one_line
-from headway.rpc.trusted import receive_exactly
-from headway.strategies.decentralised import frames
 from headway.strategies.decentralised.averaged import Flat
 from headway.strategies.decentralised.contexts import LayoutError
-from headway.strategies.decentralised.frames import Header
-from headway.strategies.decentralised.known import Known, as_json, member_from
+from headway.strategies.decentralised.finals import ConcededError, Final, Finals
+from headway.strategies.decentralised.known import Known
 from headway.strategies.decentralised.peers import Peers, PeerServer
 from headway.strategies.decentralised.rounds import mean_of
 
 COLLECTING = 0.5
 """Of the time limit, how much is waited for those who have not finished: the others must still get the mean."""
-
-MAX_TOLD = 128
-CONNECT_S = 10.0
-"""Who does not answer a connection for so long is lost; whoever only has not finished does answer it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +40,23 @@ class Finished:
     given_by: Worker
 
 
-@dataclass(frozen=True, slots=True)
-class _Final:
-    flat: Flat
-    digest: str
-    workers: tuple[Worker, ...]
+@dataclass(slots=True)
+class _Collection:
+    """What a collector has been given until now, and by whom not."""
+
+    found: dict[Worker, Final]
+    asked: set[Member] = field(default_factory=set)
+    conceded: set[Worker] = field(default_factory=set)
+    pending: int = 0
+    failure: LayoutError | None = None
 
 
 class Finishing:
     """One worker's side of the end."""
 
     def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known, self._peers = own, known, peers
-        self._changed = threading.Condition()
-        self._finals: dict[str, _Final] = {}  # what this worker ended with, and what is agreed on
-        self._served: set[Worker] = set()
-        server.handle("final", self._give)
-        server.handle("agreed", self._give)
+        self._own, self._known = own, known
+        self._finals = Finals(own, known, server, peers)
 
     def finish(
         self, flat: Flat, digest: str, source: Worker | None, timeout_s: float
@@ -70,111 +66,127 @@ class Finishing:
         Raises CommunicationError where nobody gives them within ``timeout_s``: ``flat`` stays this worker's own.
         """
         deadline = time.monotonic() + timeout_s
-        own = _Final(flat, digest, (self._own.worker,))
-        self._set("final", own)
-        if source is None:
-            earlier = [each for each in self._known.others if each.worker < self._own.worker]
-        else:
-            earlier = [each for each in self._known.others if each.worker == source]
-        failures = []
-        for member in earlier:
-            try:
-                found = self._ask(member, "agreed", own, deadline)
-            except OSError as error:
-                failures.append(
-                    f"worker {member.worker}: {one_line(str(error), 100) or type(error).__name__}"
-                )
-            else:
-                return found.flat, Finished(found.workers, member.worker)
-        if time.monotonic() >= deadline or (source is not None and source != self._own.worker):
-            raise CommunicationError(
-                f"worker {self._own.worker}: nobody gave the final model within {timeout_s:g} s "
-                f"({one_line('; '.join(failures)) or f'worker {source} is not known'}). "
-                "This worker's own model is as it was; save that, or call finish() with more time."
-            )
-        agreed = own if source is not None else self._collected(own, timeout_s)
-        self._set("agreed", agreed)
-        awaited = set(agreed.workers) if source is None else {each.worker for each in self._known.others}
-        with self._changed:  # until those that wait for it have it
-            self._changed.wait_for(
-                lambda: awaited - {self._own.worker} <= self._served, max(0.0, deadline - time.monotonic())
-            )
-        return agreed.flat, Finished(agreed.workers, self._own.worker)
-
-    def _collected(self, own: _Final, timeout_s: float) -> _Final:
-        until = time.monotonic() + COLLECTING * timeout_s
-        found = {self._own.worker: own.flat}
+        collected_by = time.monotonic() + COLLECTING * timeout_s
+        own = Final(flat, digest, (self._own.worker,))
+        self._finals.end_with(own)
         asked: set[Member] = set()
-        while waiting := [each for each in self._known.others if each not in asked]:
-            for member in waiting:
+        failures = []
+        while True:
+            if (member := self._giver(source, asked)) is not None:
                 asked.add(member)
+                concede_by = None if self._finals.conceded or source is not None else collected_by
                 try:
-                    found[member.worker] = self._ask(member, "final", own, until).flat
-                except OSError:  # it has not finished, or is gone
+                    found = self._finals.ask(member, "agreed", own, deadline, concede_by=concede_by)
+                except OSError as error:
+                    failures.append(
+                        f"worker {member.worker}: {one_line(str(error), 100) or type(error).__name__}"
+                    )
                     continue
-        workers = tuple(sorted(found))
-        mean = Flat([torch.empty_like(whole) for whole in own.flat.wholes])
-        mean_of([found[worker] for worker in workers], mean)
-        return _Final(mean, own.digest, workers)
+                return self._taken(found, member.worker, deadline)
+            if source == self._own.worker:
+                self._finals.agree(replace(own, agreed=True))
+                return self._given(own, {each.worker for each in self._known.others}, deadline)
+            if time.monotonic() >= deadline or source is not None or self._finals.conceded:
+                raise self._not_given(source, timeout_s, failures)
+            collection = self._collected(own, collected_by, COLLECTING / 2 * timeout_s, asked)
+            if collection is None:
+                continue
+            for worker, found in collection.found.items():
+                if found.agreed:
+                    return self._taken(found, worker, deadline)
+            mean = _mean(collection.found, digest)
+            if self._finals.agree(mean, unless=lambda: self._giver(None, asked) is not None):
+                return self._given(mean, {*mean.workers, *collection.conceded}, deadline)
 
-    def _told(self) -> list[dict[str, Any]]:
-        """Workers that this one has met, and another one perhaps not."""
-        return [as_json(member) for member in self._known.others[:MAX_TOLD]]
+    def _giver(self, source: Worker | None, asked: Collection[Member]) -> Member | None:
+        """Who is to be asked next for the final model; None where it is this worker that gives it, or nobody does."""
+        for member in self._known.others:
+            first = self._finals.conceded or member.worker < self._own.worker
+            if (first if source is None else member.worker == source) and member not in asked:
+                return member
+        return None
 
-    def _set(self, kind: str, final: _Final) -> None:
-        with self._changed:
-            self._finals[kind] = final
-            self._changed.notify_all()
+    def _taken(self, agreed: Final, giver: Worker, deadline: float) -> tuple[Flat, Finished]:
+        """Hand on what others agreed on to those who ask this worker for it: they may not know whom else to ask."""
+        self._finals.agree(agreed)
+        self._finals.wait_for_askers(deadline)
+        return agreed.flat, Finished(agreed.workers, giver)
 
-    def _give(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
-        kind, asker = str(header["kind"]), member_from(header.get("member"))
-        self._known.add([asker, *_members(header.get("known"))])
-        with self._changed:
-            self._changed.wait_for(lambda: kind in self._finals, max(0.0, deadline - time.monotonic()))
-            final = self._finals.get(kind)
-        if final is None:
-            raise TimeoutError("this worker has not finished")
-        answer = {
-            "digest": final.digest, "workers": list(final.workers), "known": self._told(),
-            "sizes": [[str(whole.dtype), whole.numel()] for whole in final.flat.wholes],
-        }  # fmt: skip
-        frames.send(connection, answer, b"", deadline + 1.0)
-        for whole in final.flat.wholes:
-            frames.send_raw(connection, whole.view(torch.uint8).numpy().data, deadline + 60.0)
-        if kind == "agreed":
-            with self._changed:
-                self._served.add(asker.worker)
-                self._changed.notify_all()
+    def _given(self, final: Final, awaited: Collection[Worker], deadline: float) -> tuple[Flat, Finished]:
+        """Give ``final`` to those that wait for it, and to those that are late as long as there is time."""
+        self._finals.wait_for_served(awaited, deadline)
+        return final.flat, Finished(final.workers, self._own.worker)
 
-    def _ask(self, member: Member, kind: str, own: _Final, deadline: float) -> _Final:
-        reached_by = min(deadline, time.monotonic() + CONNECT_S)
-        with self._peers.connect(member, reached_by) as connection:
-            wait_s = max(0.0, deadline - time.monotonic())
-            request: Mapping[str, Any] = {
-                "kind": kind, "member": as_json(self._own), "known": self._told(), "wait_s": wait_s
-            }  # fmt: skip
-            frames.send(connection, request, b"", deadline)
-            header, _ = frames.receive(connection, deadline, max_payload_bytes=0)
-            if "failed" in header:
-                raise ConnectionError(str(header["failed"])[:200])
-            self._known.add(_members(header.get("known")))
-            sizes = [[str(whole.dtype), whole.numel()] for whole in own.flat.wholes]
-            if header.get("digest") != own.digest or header.get("sizes") != sizes:
-                raise LayoutError("workers do not average the same tensors", got=f"worker {member.worker}")
-            wholes = [
-                torch.frombuffer(
-                    receive_exactly(connection, whole.numel() * whole.element_size(), deadline), dtype=whole.dtype
-                )
-                for whole in own.flat.wholes
-            ]  # fmt: skip
-            return _Final(Flat(wholes), own.digest, _workers(header.get("workers")))
+    def _not_given(
+        self, source: Worker | None, timeout_s: float, failures: Sequence[str]
+    ) -> CommunicationError:
+        late = (
+            "the others ended without this worker, which finished too late: " if self._finals.conceded else ""
+        )
+        reasons = one_line("; ".join(failures)) or f"worker {source} is not known"
+        return CommunicationError(
+            f"worker {self._own.worker}: {late}nobody gave the final model within {timeout_s:g} s ({reasons}). "
+            "This worker's own model is as it was: save that. Where workers end at very different times, "
+            "call finish() with a longer timeout_s on all."
+        )
+
+    def _collected(
+        self, own: Final, until: float, transfer_s: float, earlier: Collection[Member]
+    ) -> _Collection | None:
+        """What all end with that finish before ``until``; what is there may take ``transfer_s`` to arrive.
+
+        All are asked at the same time. None where it is found out meanwhile that a worker besides ``earlier`` goes
+        first. Raises LayoutError.
+        """
+        collection = _Collection({self._own.worker: own})
+        arrived_by = max(until, time.monotonic() + transfer_s)
+
+        def goes_first() -> bool:
+            return self._giver(None, earlier) is not None
+
+        def unasked() -> list[Member]:
+            return [each for each in self._known.others if each not in collection.asked]
+
+        def ask(member: Member) -> None:
+            self._collect(collection, member, own, until, arrived_by)
+
+        while True:
+            with self._finals.changed:
+                self._finals.changed.wait_for(lambda: goes_first() or unasked() or not collection.pending)
+                if goes_first():
+                    return None
+                if not (waiting := unasked()):
+                    break
+                collection.pending += len(waiting)
+            collection.asked.update(waiting)
+            for member in waiting:
+                threading.Thread(target=ask, args=(member,), name="headway-collect", daemon=True).start()
+        if collection.failure is not None:
+            raise collection.failure
+        return collection
+
+    def _collect(
+        self, collection: _Collection, member: Member, own: Final, until: float, arrived_by: float
+    ) -> None:
+        """Add what one worker ends with, on a thread of its own."""
+        try:
+            found = self._finals.ask(member, "final", own, arrived_by + 1.0, concede_by=until)
+            collection.found[member.worker] = found
+        except ConcededError:
+            collection.conceded.add(member.worker)
+        except LayoutError as error:
+            collection.failure = error
+        except OSError:  # it is gone
+            pass
+        finally:
+            with self._finals.changed:
+                collection.pending -= 1
+                self._finals.changed.notify_all()
 
 
-def _members(found: Any) -> list[Member]:
-    given: Sequence[Any] = found[:MAX_TOLD] if isinstance(found, list) else []
-    return [member_from(each) for each in given]
-
-
-def _workers(found: Any) -> tuple[Worker, ...]:
-    given: Sequence[Any] = found if isinstance(found, list) else []
-    return tuple(worker for worker in given if isinstance(worker, int))
+def _mean(found: Mapping[Worker, Final], digest: str) -> Final:
+    workers = tuple(sorted(found))
+    flats = [found[worker].flat for worker in workers]
+    mean = Flat([torch.empty_like(whole) for whole in flats[0].wholes])
+    mean_of(flats, mean)
+    return Final(mean, digest, workers, agreed=True)

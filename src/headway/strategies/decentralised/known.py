@@ -15,6 +15,7 @@ from headway.strategies.decentralised.peers import Peers, PeerServer
 
 HELLO_S = 2.0
 MAX_KNOWN = 65536
+MAX_TOLD = 128
 
 
 class Known:
@@ -36,16 +37,32 @@ class Known:
             if member.worker != self._own.worker and len(self._members) < MAX_KNOWN:
                 self._members[member.worker] = member
 
+    def told(self) -> list[dict[str, Any]]:
+        """Workers that this one has heard of, and another one perhaps not, as JSON."""
+        return [as_json(member) for member in self.others[:MAX_TOLD]]
+
+    def hear(self, told: Any) -> None:
+        """Remember workers that another one has told of and this one does not know. Raises FrameError."""
+        members = [member_from(each) for each in told[:MAX_TOLD]] if isinstance(told, list) else []
+        self.add(each for each in members if each.worker not in self._members)
+
     def say_hello(self, peers: Peers) -> None:
-        """Tell the others that this worker is there; those that do not answer are left alone."""
-        for member in self.others:
-            with suppress(OSError):
-                request = {"kind": "hello", "member": as_json(self._own)}
-                peers.ask(member, request, b"", time.monotonic() + HELLO_S)
+        """Tell the others that this worker is there, and hear of more; those that do not answer are left alone.
+
+        A coordinator that was away for a lease knows only who has come back to it, and so tells less than peers do.
+        """
+        greeted: set[Member] = set()
+        while waiting := [each for each in self.others if each not in greeted]:
+            for member in waiting:
+                greeted.add(member)
+                with suppress(OSError):
+                    request = {"kind": "hello", "member": as_json(self._own)}
+                    answer, _ = peers.ask(member, request, b"", time.monotonic() + HELLO_S)
+                    self.hear(answer.get("known"))
 
     def _hello(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         self.add([member_from(header["member"])])
-        frames.send(connection, {}, b"", deadline)
+        frames.send(connection, {"known": self.told()}, b"", deadline)
 
 
 def as_json(member: Member) -> dict[str, Any]:

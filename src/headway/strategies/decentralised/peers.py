@@ -9,13 +9,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 from headway.coordination.membership import Member
-from headway.rpc.trusted import TrustedServer, connect
+from headway.rpc.trusted import connect
 from headway.strategies.decentralised import frames
 from headway.strategies.decentralised.board import MAX_VALUE_BYTES, Board
+from headway.strategies.decentralised.frame_server import FrameServer
 from headway.strategies.decentralised.frames import FrameError, Header
 
 CAPACITY = 512
@@ -47,9 +47,8 @@ class PeerServer:
     def __init__(self, host: str, secret: bytes) -> None:
         self.board = Board()
         self._handlers: dict[str, Handler] = {"put": self._put, "get": self._get}
-        self._connections: set[socket.socket] = set()
-        self._server = TrustedServer(host, secret, self._answer, capacity=CAPACITY, name="headway-peers")
-        self.address = f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+        self._server = FrameServer(host, secret, self._answer, capacity=CAPACITY, name="headway-peers")
+        self.address = self._server.address
 
     def handle(self, kind: str, handler: Handler) -> None:
         """Have requests of ``kind`` answered by ``handler``, on threads of their own."""
@@ -58,25 +57,17 @@ class PeerServer:
     def close(self) -> None:
         """Answer nobody any more."""
         self._server.close()
-        for connection in list(self._connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._connections.add(connection)
-        try:
-            while True:
-                idle = time.monotonic() + IDLE_S
-                header, payload = frames.receive(connection, idle, max_payload_bytes=MAX_VALUE_BYTES)
-                handler = self._handlers.get(str(header.get("kind")))
-                wait_s = header.get("wait_s")
-                if handler is None or not isinstance(wait_s, (int, float)):
-                    raise FrameError("a request that nobody answers")
-                deadline = time.monotonic() + min(float(wait_s), LONGEST_ANSWER_S)
-                self._answer_one(handler, connection, header, bytes(payload), deadline)
-        finally:
-            self._connections.discard(connection)
+        while True:
+            idle = time.monotonic() + IDLE_S
+            header, payload = frames.receive(connection, idle, max_payload_bytes=MAX_VALUE_BYTES)
+            handler = self._handlers.get(str(header.get("kind")))
+            wait_s = header.get("wait_s")
+            if handler is None or not isinstance(wait_s, (int, float)):
+                raise FrameError("a request that nobody answers")
+            deadline = time.monotonic() + min(float(wait_s), LONGEST_ANSWER_S)
+            self._answer_one(handler, connection, header, bytes(payload), deadline)
 
     @staticmethod
     def _answer_one(

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UnsupportedError
 from headway.job import Job
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
+from headway.strategies.decentralised.candidates import proposal
 from headway.strategies.decentralised.footprint import footprint
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
-from headway.strategies.plugin import StrategyPlugin
+from headway.strategies.injection import Injection
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
+    from headway.strategies.decentralised.wrapper import PartialDataParallel
 
 
 class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
-    """It proposes nothing: what it trains depends on when ranks come, which only the user can permit."""
-
     policy = PartialAllReduceStrategy
+    simulates_incidents = True
 
     def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
         """Ranks do not take their steps together, so none are laid out: ``over_a_horizon`` simulates them."""
@@ -38,19 +45,78 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
 
         return over_a_horizon(job, strategy)
 
+    def propose(self, job: Job) -> Proposal:
+        """A handful of generators, sizes and staleness, for users who permit plans that change what is trained."""
+        return proposal(job)
+
     def footprint(self, job: Job, schedule: GroupSchedule | CoordinatedGroups, stage: int) -> Footprint:
         return footprint(job.stages[stage], getattr(schedule, "staleness", 1))
 
     def messages(self, schedule: Any, world_size: int, library: str) -> int:
         return 1
 
-    def wrap(self, module: nn.Module, strategy: PartialAllReduceStrategy, **ddp_options: Any) -> nn.Module:
-        raise UnsupportedError(
-            "partial all-reduce cannot train yet, only be replayed and predicted",
-            got=strategy.describe(),
-            expected="a strategy with a live runtime",
-            fix="Use headway replay --plan, or headway predict --strategy.",
-        )
+    def wrap(
+        self, module: nn.Module, strategy: PartialAllReduceStrategy, **ddp_options: Any
+    ) -> PartialDataParallel:
+        from headway.strategies.decentralised.wrapper import PartialDataParallel
+
+        return PartialDataParallel(module, strategy=strategy, **ddp_options)
+
+    def updated_by(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
+        from headway.strategies.decentralised.wrapper import PartialDataParallel
+
+        if isinstance(wrapped, PartialDataParallel):
+            wrapped.updated_by(optimizer)
+
+    def finish(self, wrapped: nn.Module, timeout_s: float) -> tuple[int, ...] | None:
+        from headway.strategies.decentralised.runtime import PartialAllReduce
+
+        if not isinstance(wrapped, PartialAllReduce):
+            return None
+        return wrapped.finish(timeout_s=timeout_s).workers
+
+    @property
+    def injection(self) -> Injection[PartialAllReduceStrategy]:
+        return _Injection()
+
+    def launched_with(self, strategy: PartialAllReduceStrategy) -> AbstractContextManager[Mapping[str, str]]:
+        from headway.strategies.decentralised.launching import coordinator
+
+        return nullcontext({}) if strategy.is_static else coordinator(strategy)
+
+    def wrappers(self) -> tuple[type[nn.Module], ...]:
+        from headway.strategies.decentralised.runtime import PartialAllReduce
+
+        return (PartialAllReduce,)
+
+    def recognise(self, wrapped: Any) -> InForce | None:
+        from headway.strategies.decentralised.recognising import in_force
+
+        return in_force(wrapped)
+
+
+class _Injection(Injection[PartialAllReduceStrategy]):
+    def wrapper(self) -> type[DistributedDataParallel]:
+        from headway.strategies.decentralised.wrapper import PartialDataParallel
+
+        return PartialDataParallel
+
+    def construct(
+        self,
+        init: Callable[..., None],
+        wrapped: DistributedDataParallel,
+        module: nn.Module,
+        given: dict[str, Any],
+        strategy: PartialAllReduceStrategy,
+    ) -> None:
+        import torch.distributed as dist
+
+        init(wrapped, module, **given, strategy=strategy)
+        if dist.get_rank() == 0:
+            print(
+                f"headway: {strategy.describe()}: ranks' models differ until headway.finish(model)",
+                file=sys.stderr,
+            )
 
 
 PLUGIN = _Plugin()

@@ -114,6 +114,20 @@ class PartialAllReduceStrategy(Strategy):
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
+    @property
+    def changes_training(self) -> str:
+        """Models of their own, whom they are averaged with, and how late."""
+        whom = "all ranks that are there" if self.groups == "all" else "a group of ranks"
+        said = [
+            f"every rank trains a model of its own and averages its parameters with {whom}, instead of summing "
+            "gradients over all ranks"
+        ]
+        if self.groups not in (STATIC, "all"):
+            said.append("which ranks average depends on when they come, so two runs differ")
+        if self.staleness:
+            said.append("averages are taken over one iteration late")
+        return "; ".join(said)
+
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""
         said = [f"partial all-reduce, {self.groups} groups"]

@@ -35,11 +35,12 @@ class Ending(enum.Enum):
 class Round:
     """What happened in a round. Times are nanoseconds.
 
-    ``waiting_ns`` is from asking to the group's beginning, ``reducing_ns`` until this worker held the mean,
-    ``voting_ns`` until the decision, and ``blocked_ns`` how long training stood still for the round, whatever went on
-    meanwhile. ``staleness`` counts this worker's steps between the copy that was averaged and the taking of the mean.
-    ``distance`` is the Euclidean norm of the parameters minus their group's mean, ``relative_distance`` that divided by
-    the norm of the mean. ``iterations`` are what the members had finished. ``reason`` says why there is no mean.
+    ``asked_ns`` is when this worker asked, by ``time.monotonic_ns()``; ``waiting_ns`` is from asking to the group's
+    beginning, ``reducing_ns`` until this worker held the mean, ``voting_ns`` until the decision, and ``blocked_ns`` how
+    long training stood still for the round, whatever went on meanwhile. ``staleness`` counts this worker's steps
+    between the copy that was averaged and the taking of the mean. ``distance`` is the Euclidean norm of the parameters
+    minus their group's mean, ``relative_distance`` that divided by the norm of the mean. ``iterations`` are what the
+    members had finished. ``reason`` says why there is no mean.
     """
 
     iteration: int
@@ -47,6 +48,7 @@ class Round:
     number: int = -1
     members: tuple[Worker, ...] = ()
     iterations: tuple[int, ...] = ()
+    asked_ns: int = 0
     waiting_ns: int = 0
     reducing_ns: int = 0
     voting_ns: int = 0
@@ -71,6 +73,7 @@ class Round:
             "voting_ms": self.voting_ns / 1e6,
             "blocked_ms": self.blocked_ns / 1e6,
             "staleness": float(self.staleness),
+            "iterations_apart": float(max(self.iterations, default=0) - min(self.iterations, default=0)),
             "averaged_bytes": float(self.size_bytes),
             "consensus_distance": self.distance,
             "relative_consensus_distance": self.relative_distance,
@@ -99,6 +102,11 @@ class Rounds:
         self._time_limit_s = time_limit_s
         self._stopped = False
 
+    @property
+    def worker(self) -> Worker:
+        """Whose rounds they are."""
+        return self._worker
+
     def stop(self) -> None:
         """Wait for no group any more: this worker leaves."""
         self._stopped = True
@@ -111,7 +119,7 @@ class Rounds:
         asked_ns = time.monotonic_ns()
         start = self._granted(iteration)
         granted_ns = time.monotonic_ns()
-        alone = Round(iteration, Ending.ALONE, waiting_ns=granted_ns - asked_ns)
+        alone = Round(iteration, Ending.ALONE, asked_ns=asked_ns, waiting_ns=granted_ns - asked_ns)
         if start is None:
             return replace(alone, reason="the coordinator is not reachable"), None
         members = tuple(member.worker for member in start.members)

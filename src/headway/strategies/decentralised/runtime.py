@@ -5,13 +5,15 @@ contexts                 connections of Gloo for one group
 averaged                 what is averaged, and flat copies of it
 rounds, averaging        ask, average in a copy, vote, take the mean: at once, or one step later
 snapshots, joining       a worker takes its state from a peer that goes on training
-known, finishing         the workers' last models become one
+known, finals, finishing the workers' last models become one
 scheduled                groups by a fixed schedule, without a coordinator
+meeting, wrapper         in the place of DistributedDataParallel, as a plan says
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -41,7 +43,7 @@ from headway.strategies.decentralised.options import (
     check_options,
 )
 from headway.strategies.decentralised.peers import Peers, PeerServer
-from headway.strategies.decentralised.rounds import Rounds
+from headway.strategies.decentralised.rounds import Round, Rounds
 from headway.strategies.decentralised.scheduled_coordinator import ScheduledCoordinator
 from headway.strategies.decentralised.snapshots import Snapshots
 from headway.strategies.decentralised.stepping import Stepping
@@ -93,7 +95,7 @@ class PartialAllReduce(nn.Module):
         kept_contexts: int = CAPACITY,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # and not that of what a class derives from besides
         check_options(staleness, moments, buffers, initial, time_limit_s)
         check_bare(module)
         check_module(module)
@@ -113,7 +115,8 @@ class PartialAllReduce(nn.Module):
             )
         self._server = PeerServer(host or job_address(), secret)
         self._peers = Peers(secret)
-        self.member = Member(rank, incarnation, self._server.address, socket.gethostname())
+        host_name = os.environ.get("HEADWAY_HOST") or socket.gethostname()  # hosts of a lab have one name
+        self.member = Member(rank, incarnation, self._server.address, host_name)
         self._known = Known(self.member, self._server)
         self._snapshots = Snapshots(self._state)
         self._server.handle("state", lambda c, _h, _p, deadline: joining.give(self._snapshots, c, deadline))
@@ -144,6 +147,16 @@ class PartialAllReduce(nn.Module):
             raise
         atexit.register(self.close)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has finished, or was closed."""
+        return self._closed
+
+    @property
+    def last_round(self) -> Round | None:
+        """The last round that ended with a group's mean."""
+        return self._averaging.last
+
     # What a script uses ------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -151,6 +164,13 @@ class PartialAllReduce(nn.Module):
         if self.training:
             self._snapshots.resume()  # statistics of normalisation layers change from here on
         return self.module(*inputs, **kwargs)
+
+    def updated_by(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is the one that updates the model, which is found at its first step otherwise.
+
+        Raises UserError where it updates nothing of the model.
+        """
+        self._stepping.bind_once(optimizer)
 
     def flush(self) -> None:
         """Finish the averaging in flight, so that the parameters are what the next step would begin with."""
@@ -160,8 +180,9 @@ class PartialAllReduce(nn.Module):
         """Leave the groups and end with the same model as all: the mean over all live workers, or ``source``'s.
 
         Call it on every worker, once, after the last step. It returns whose mean it is: who had not finished within
-        half of ``timeout_s``, or was lost, is not in it. Averaged are parameters and buffers by this model's policies.
-        Raises CommunicationError where nobody gives the final model in time; this worker's own is then as it was.
+        half of ``timeout_s``, or was lost, is not in it; who is late gets it too while the one that collected is
+        there. Averaged are parameters and buffers by this model's policies. Raises CommunicationError where nobody
+        gives the final model in time; this worker's own is then as it was, and the worker has left for good.
         """
         self._refuse_closed()
         self.flush()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from headway.coordination.generators.chance import Chance
 from headway.graph.timeline import Part, Point, Timeline
-
-RESOLUTION = 1_000_000
-MOST_ITERATIONS = 1_000_000
+from headway.incidents import Incidents
+from headway.strategies.slowing import slowed
 
 
 @dataclass(frozen=True)
@@ -35,27 +32,21 @@ class Scenario:
             raise ValueError(f"no time lies between {self.from_ns} ns and {self.until_ns} ns")
         if any(time_ns < 1 for time_ns, _ in (*self.deaths, *self.joins)):
             raise ValueError("ranks die and join after the start")
+        if (rank := self._incidents.twice()) is not None:
+            raise ValueError(f"rank {rank} dies or joins twice, one time after the other")
 
-        for rank in {rank for _, rank in (*self.deaths, *self.joins)}:
-            joins = [is_join for _, is_join in self._happens_to(rank)]
-            if any(one == other for one, other in pairwise(joins)):
-                raise ValueError(f"rank {rank} dies or joins twice, one time after the other")
-
-    def _happens_to(self, rank: int) -> list[tuple[int, bool]]:
-        deaths = [(time_ns, False) for time_ns, each in self.deaths if each == rank]
-        return sorted([*deaths, *((time_ns, True) for time_ns, each in self.joins if each == rank)])
+    @property
+    def _incidents(self) -> Incidents:
+        return Incidents(deaths=tuple(self.deaths), joins=tuple(self.joins))
 
     def absent_first(self, rank: int) -> bool:
         """Whether a rank is not there from the start: the first that happens to it is that it joins."""
-        happens = self._happens_to(rank)
+        happens = self._incidents.of(rank)
         return bool(happens) and happens[0][1]
 
     def factor(self, rank: int, iteration: int) -> float:
         """How many times as long as usual an iteration of a rank takes."""
-        if not self.slow_share:
-            return 1.0
-        drawn = Chance(self.seed, rank * MOST_ITERATIONS + iteration).below(RESOLUTION)
-        return self.slow_factor if drawn < self.slow_share * RESOLUTION else 1.0
+        return slowed(self.slow_share, self.slow_factor, self.seed, rank, iteration)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ class Stepping:
         self.optimizer = optimizer
         self._bound(optimizer)
 
+    def bind_once(self, optimizer: Optimizer) -> None:
+        """The same, where the one is not known yet."""
+        if self.optimizer is None:
+            self.bind(optimizer)
+
     def close(self) -> None:
         """Look at steps no more."""
         for handle in self._handles:

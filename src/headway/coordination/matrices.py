@@ -6,6 +6,57 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+TOLERANCE = 0.01
+"""Of the consensus distance, within which ranks count as mixed."""
+MOST_RANKS = 512  # whose matrices are multiplied
+STARTS = 8  # from which a time to mix is counted
+
+
+def iterations_to_mix(
+    rounds: Sequence[Sequence[int]], world_size: int, tolerance: float = TOLERANCE
+) -> float | None:
+    """How many iterations of a mean rank it takes until the product of mixing matrices is within ``tolerance``.
+
+    ``rounds`` are the members of each, in the order of their ends; a rank that goes on alone is a round of one. It is
+    the mean over several beginnings; None where ``rounds`` are too few for it, or ranks too many.
+    """
+    if not 1 < world_size <= MOST_RANKS:
+        return None
+    taken = [
+        count
+        for start in range(0, len(rounds), max(1, len(rounds) // STARTS))
+        if (count := _iterations_from(rounds[start:], world_size, tolerance)) is not None
+    ]
+    return sum(taken) / len(taken) if taken else None
+
+
+def _iterations_from(rounds: Sequence[Sequence[int]], world_size: int, tolerance: float) -> float | None:
+    mixing = Mixing(world_size, tolerance)
+    for members in rounds:
+        if (count := mixing.averaged(members, len(members))) is not None:
+            return count
+    return None
+
+
+class Mixing:
+    """Multiplies mixing matrices until their product is within ``tolerance`` of consensus."""
+
+    def __init__(self, world_size: int, tolerance: float = TOLERANCE) -> None:
+        self._world_size, self._tolerance = world_size, tolerance
+        self._consensus = Consensus(world_size)
+        self._done = self._checked = 0
+
+    def averaged(self, members: Sequence[int], iterations: int) -> float | None:
+        """These have averaged after ``iterations`` of ranks; those of a mean rank so far if now all have mixed."""
+        self._consensus.averaged(members)
+        self._done += iterations
+        if self._done - self._checked < max(1, self._world_size // 4):
+            return None
+        self._checked = self._done
+        if self._consensus.distance(range(self._world_size)) > self._tolerance:
+            return None
+        return self._done / self._world_size
+
 
 class Consensus:
     """The product of the mixing matrices so far, and how far noise of equal size keeps models apart.

@@ -1,0 +1,13 @@
+"""The option by which users permit what is never chosen otherwise."""
+
+from __future__ import annotations
+
+import click
+
+from headway.permission import PERMISSIONS
+
+allow_option = click.option(
+    "--allow", "allow", multiple=True, type=click.Choice(PERMISSIONS),
+    help="Permit plans that change what is trained, such as models averaged in groups of ranks; the answer says what "
+    "they change. They are never chosen otherwise.",
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""Rounds of averaging in groups, as the runtime of partial all-reduce tells them: events, and what a trace holds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.clocks.aligning import aligned_ns
+from headway.collectives.algorithms import ALL_REDUCE
+from headway.errors import one_line
+from headway.recording.now import Now
+from headway.strategies.decentralised import observing
+from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.decentralised.rounds import Round
+from headway.trace.events import GROUP, Event, Kind, Stream
+from headway.trace.format import ClockFit
+from headway.trace.rounds import MOST_MEMBERS, MOST_ROUNDS, AveragingRound, RankRounds
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    step: int
+    told_ns: int
+    round: Round
+
+    @property
+    def begun_ns(self) -> int:
+        return self.round.asked_ns + self.round.waiting_ns
+
+    @property
+    def ended_ns(self) -> int:
+        return self.begun_ns + self.round.reducing_ns + self.round.voting_ns
+
+
+class RoundWatch:
+    """Notes the rounds of this process while it records. Of several averaged models it keeps all, under one worker."""
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self._seen: list[_Seen] = []
+        self._worker: int | None = None
+        self._dropped = 0
+        self._leave: Callable[[], None] | None = None
+
+    @property
+    def averages(self) -> bool:
+        """Whether a model of this process is averaged in groups."""
+        return self._worker is not None
+
+    def attach(self) -> None:
+        """Listen to the runtime."""
+        if self._leave is None:
+            self._leave = observing.watch(self._told)
+
+    def detach(self) -> None:
+        """Listen no more; what was seen is kept."""
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
+
+    def _told(self, worker: int, ended: Round) -> None:
+        self._worker = worker
+        if not self._now.recording:
+            return
+        if len(self._seen) >= MOST_ROUNDS or len(ended.members) > MOST_MEMBERS:
+            self._dropped += 1
+            return
+        self._seen.append(_Seen(self._now.step, time.monotonic_ns(), ended))
+
+    def rows(self) -> Iterator[Event]:
+        """Waits of training for its groups, and the groups as collectives, whose members ask one after the other."""
+        for each in self._seen:
+            told_ns, ended = each.told_ns, each.round
+            if ended.blocked_ns:
+                start_ns = told_ns - ended.blocked_ns
+                yield Event(Kind.WAIT, GROUP, Stream.COMPUTE, each.step, start_ns, ended.blocked_ns)
+            if len(ended.members) > 1 and ended.asked_ns:
+                yield Event(
+                    Kind.COLLECTIVE, ALL_REDUCE, Stream.COMMUNICATION, each.step, each.begun_ns,
+                    each.ended_ns - each.begun_ns, enqueue_ns=ended.asked_ns,
+                    group=f"{PartialAllReduceStrategy.name} of {min(ended.members)}", sequence=ended.number,
+                    size_bytes=ended.size_bytes, algorithm="gloo",
+                )  # fmt: skip
+
+    def described(self, fit: ClockFit) -> RankRounds | None:
+        """The rounds on the clock that ``fit`` brings them onto; None where no model was averaged."""
+        if self._worker is None:
+            return None
+        rounds = tuple(_described(each, fit) for each in self._seen)
+        return RankRounds(worker=self._worker, rounds=rounds, dropped=self._dropped)
+
+
+def _described(seen: _Seen, fit: ClockFit) -> AveragingRound:
+    ended = seen.round
+    own_ns = (ended.asked_ns or seen.told_ns, seen.begun_ns, seen.ended_ns, seen.told_ns)
+    asked_ns, begun_ns, ended_ns, told_ns = _moved(own_ns, fit)
+    distances = (ended.distance, ended.relative_distance)
+    distance, relative = (each if math.isfinite(each) else 0.0 for each in distances)
+    return AveragingRound(
+        step=seen.step, iteration=ended.iteration, ending=ended.ending.value, number=ended.number,
+        members=ended.members, iterations=ended.iterations, asked_ns=asked_ns, begun_ns=max(asked_ns, begun_ns),
+        ended_ns=max(asked_ns, ended_ns), told_ns=told_ns, blocked_ns=ended.blocked_ns, staleness=ended.staleness,
+        size_bytes=ended.size_bytes, distance=distance, relative_distance=relative,
+        reason=one_line(ended.reason, 200),
+    )  # fmt: skip
+
+
+def realigned(own: RankRounds, fit: ClockFit) -> RankRounds:
+    """The same rounds on the clock that ``fit`` brings them onto."""
+    names = ("asked_ns", "begun_ns", "ended_ns", "told_ns")
+    rounds = [
+        each.model_copy(
+            update=dict(zip(names, _moved([getattr(each, name) for name in names], fit), strict=True))
+        )
+        for each in own.rounds
+    ]
+    return own.model_copy(update={"rounds": tuple(rounds)})
+
+
+def _moved(times_ns: Sequence[int], fit: ClockFit) -> list[int]:
+    moved: list[int] = aligned_ns(np.array(times_ns, dtype=np.int64), fit).tolist()
+    return moved

@@ -1,0 +1,190 @@
+"""Meeting: the ranks of a process group find each other, and the coordinator that forms their groups.
+
+They use the job's store once, when a model is wrapped, and not while it trains. The coordinator is the one that rank
+0's environment names, which a launcher or a user has put there; where there is none, rank 0 starts one, which ends with
+it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hmac
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.coordination import transport
+from headway.coordination.service.child import (
+    ADDRESS_VARIABLE,
+    SECRET_VARIABLE,
+    CoordinatorProcess,
+    from_environment,
+)
+from headway.coordination.service.generator_choice import GeneratorChoice
+from headway.errors import CommunicationError, UserError
+from headway.rpc import interface
+from headway.rpc.trusted import new_secret
+
+MAX_SAID = 4096
+_runs = count(1)
+_started: dict[tuple[str, str], CoordinatorProcess] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Coordination:
+    """Where the coordinator is, its ``secret``, the one that ranks prove to each other, and this rank's address."""
+
+    address: str
+    secret: bytes | None
+    peers_secret: bytes
+    host: str
+
+
+class Meeting:
+    """The ranks of the default process group, for one wrapped model. Every rank makes it, in the same order.
+
+    Waiting for another rank raises CommunicationError after ``timeout_s``.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._store = torch_private.default_store()
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._timeout_s = timeout_s
+        self._run = f"headway/averaged/{next(_runs)}"
+
+    def coordination(self, choice: GeneratorChoice) -> Coordination:
+        """Agree on the coordinator; rank 0 starts one with ``choice`` where its environment names none.
+
+        A secret that came with the environment stays there: it is not told to anybody through the store. Raises
+        UserError where none starts, where ranks name different ones or know no secret of it, and where it cannot be
+        reached.
+        """
+        own = {"host": socket.gethostname(), "address": interface.job_address()}
+        places = [_read(said) for said in self._exchanged("place", json.dumps(own))]
+        addresses = [str(place.get("address")) for place in places]
+        together = len({(place.get("host"), place.get("address")) for place in places}) == 1
+        host = interface.reachable_address(addresses, self._rank)
+        if self._rank == 0:
+            try:
+                self._put("coordinator", json.dumps(_offered(choice, host, together=together)))
+            except BaseException as error:
+                self._put("coordinator", json.dumps({"failed": (str(error) or repr(error))[:MAX_SAID]}))
+                raise
+        (said,) = self._get(["coordinator"])
+        found = _read(said)
+        if "failed" in found:
+            raise UserError(f"rank 0 has no coordinator: {found['failed']}")
+        address = str(found["address"])
+        self._check(address, together=together)
+        if found["in_environment"]:
+            secret = self._secret_here()
+            return Coordination(address, secret, _for_peers(secret), host)
+        told, peers = found["secret"], bytes.fromhex(found["peers"])
+        return Coordination(address, None if told is None else str(told).encode(), peers, host)
+
+    def after_the_first(self) -> None:
+        """Return once rank 0 has joined: the others begin with its parameters, as under DistributedDataParallel."""
+        if self._rank:
+            (failed,) = self._get(["first"])
+            if failed:
+                raise CommunicationError(f"rank 0 did not join: {failed.decode(errors='replace')}")
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank does not join: where it is the first, the others need not wait for it."""
+        if self._rank == 0:
+            self._put("first", (str(error) or repr(error))[:MAX_SAID])
+
+    def begin_together(self) -> None:
+        """Return when every rank has called this: none makes a step before all have the same parameters."""
+        if self._rank == 0:
+            self._put("first", "")
+        self._exchanged("ready", "")
+
+    def _check(self, address: str, *, together: bool) -> None:
+        mine = from_environment()
+        if mine is not None and mine[0] != address:
+            raise UserError(
+                "ranks name different coordinators", got=f"{mine[0]} here and {address} at rank 0",
+                expected=f"the same {ADDRESS_VARIABLE} on all hosts",
+                fix="Start one with headway coordinate, and name it on all hosts before headway run.",
+            )  # fmt: skip
+        if not together and transport.is_local(transport.parse_address(address)[0]):
+            raise UserError(
+                "the coordinator's address reaches no other host, and ranks are on several", got=address,
+                expected="an address that all hosts reach",
+                fix="Set GLOO_SOCKET_IFNAME, or start headway coordinate --listen HOST:PORT and name it in "
+                f"{ADDRESS_VARIABLE}.",
+            )  # fmt: skip
+
+    def _secret_here(self) -> bytes:
+        mine = from_environment()
+        if mine is None or mine[1] is None:
+            raise UserError(
+                f"rank {self._rank} does not know the secret of the coordinator, which rank 0's environment has",
+                expected=f"{ADDRESS_VARIABLE} and {SECRET_VARIABLE} in the environment of all ranks",
+                fix="Set both on all hosts.",
+            )  # fmt: skip
+        return mine[1]
+
+    def _put(self, key: str, value: str) -> None:
+        self._store.set(f"{self._run}/{key}", value)
+
+    def _get(self, keys: Sequence[str]) -> list[bytes]:
+        full = [f"{self._run}/{key}" for key in keys]
+        try:
+            self._store.wait(full, timedelta(seconds=self._timeout_s))
+            return [self._store.get(key) for key in full]
+        except (RuntimeError, OSError) as error:
+            raise CommunicationError(
+                f"rank {self._rank}: not all {self._size} ranks wrapped their model within {self._timeout_s:g} s"
+            ) from error
+
+    def _exchanged(self, key: str, value: str) -> list[bytes]:
+        """What every rank says under ``key``, by rank."""
+        self._put(f"{key}/{self._rank}", value)
+        return self._get([f"{key}/{rank}" for rank in range(self._size)])
+
+
+def _offered(choice: GeneratorChoice, host: str, *, together: bool) -> dict[str, Any]:
+    """What rank 0 tells the others of the coordinator. Raises UserError where there is none."""
+    address, secret = from_environment() or (None, None)
+    if address is None:
+        process = _kept(choice, interface.LOOPBACK if together else host)
+        address, secret = process.address, process.secret
+    elif secret is not None:
+        return {"address": address, "in_environment": True}
+    told = None if secret is None else secret.decode()
+    return {"address": address, "in_environment": False, "secret": told, "peers": new_secret().hex()}
+
+
+def _kept(choice: GeneratorChoice, host: str) -> CoordinatorProcess:
+    """The one coordinator of this process for such groups: models that are wrapped one after the other share it."""
+    key = str(choice), host
+    if key not in _started:
+        process = _started[key] = CoordinatorProcess(choice, host=host)
+        atexit.register(
+            process.close
+        )  # after the wrapped model has left: what is registered last comes first
+    return _started[key]
+
+
+def _for_peers(secret: bytes) -> bytes:
+    """What ranks prove to each other, who all know the coordinator's ``secret``, which that does not give away."""
+    return hmac.digest(secret, b"headway: peers", "sha256")
+
+
+def _read(said: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError) as error:
+        raise CommunicationError("a rank said what nobody can read") from error
+    if not isinstance(found, dict):
+        raise CommunicationError("a rank said what nobody can read")
+    return found

@@ -1,0 +1,53 @@
+"""What a worker does with the copies that it averages in."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.strategies.decentralised.averaged import Layout
+from headway.strategies.decentralised.averaging import Averaging
+from headway.strategies.decentralised.rounds import Copies, Ending, Round
+
+
+class Rounds:
+    """Fails once, and writes into that copy in the next round, as an all-reduce that was given up does."""
+
+    worker = 0
+
+    def __init__(self) -> None:
+        self.given_up: Copies | None = None
+
+    def run(self, iteration: int, copies: Copies) -> tuple[Round, None]:
+        if self.given_up is None:
+            self.given_up = copies
+            return Round(iteration, Ending.ABORTED), None
+        for mean in copies.mean.wholes:
+            mean.fill_(2.0)
+        for late in self.given_up.mean.wholes:
+            late.fill_(99.0)
+        return Round(iteration, Ending.COMMITTED), None
+
+
+class Coordinator:
+    is_reachable = True
+
+    def report(self, metrics: Any) -> None: ...
+
+
+def test_an_all_reduce_that_was_given_up_writes_into_no_later_mean() -> None:
+    module = nn.Linear(3, 2)
+    rounds: Any = Rounds()
+    coordinator: Any = Coordinator()
+    averaging = Averaging(
+        rounds, coordinator, lambda: Layout(module, None, buffers="averaged", moments="local"), staleness=0,
+        time_limit_s=1.0, observer=None, heard=lambda _: None, writing=nullcontext,
+    )  # fmt: skip
+    with torch.no_grad():
+        averaging.after_step(1)
+        averaging.after_step(2)
+    assert (averaging.aborted, averaging.committed) == (1, 1)
+    assert all(bool((parameter == 2.0).all()) for parameter in module.parameters())
