@@ -15,13 +15,17 @@ _MOST = 100_000  # objects that are looked at
 
 def objects_in(value: Any) -> Iterator[Any]:
     """The objects with attributes in nested containers; modules, tensors and functions apart."""
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        for each in _inside(value):
-            yield from objects_in(each)
-    elif hasattr(value, "__dict__") and not (
-        isinstance(value, torch.Tensor | nn.Module | type) or callable(value)
-    ):
-        yield value
+    left, seen = [value], set[int]()
+    while left:
+        each = left.pop()
+        if isinstance(each, dict | list | tuple | set | frozenset):
+            if id(each) not in seen:  # a container may contain itself
+                seen.add(id(each))
+                left += _inside(each)
+        elif hasattr(each, "__dict__") and not (
+            isinstance(each, torch.Tensor | nn.Module | type) or callable(each)
+        ):
+            yield each
 
 
 def keeps_tensors(value: Any) -> bool:
