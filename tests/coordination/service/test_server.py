@@ -142,6 +142,12 @@ def test_malformed_messages_end_their_connection(patient: str, messages: list[by
     assert words in found
 
 
+def test_a_connection_that_ends_while_a_message_is_in_flight_says_why(patient: str) -> None:
+    # The answer to the first is being written while the second is read.
+    messages = [json.dumps(HELLO).encode(), b"{"]
+    assert {said(patient, messages)[0] for _ in range(50)} == {"INVALID_ARGUMENT"}
+
+
 def test_oversized_messages_are_not_read(address: str) -> None:
     assert said(address, [b" " * (MAX_TO_COORDINATOR_BYTES + 1)])[0] == "RESOURCE_EXHAUSTED"
     assert said(address, [json.dumps(HELLO).encode(), b"[" * (1 << 22)])[0] == "RESOURCE_EXHAUSTED"

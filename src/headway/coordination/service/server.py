@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Context = Any
 """A ``grpc.aio.ServicerContext``: gRPC has no types."""
 STOP_S = 1.0
+LAST_MESSAGE_S = 1.0
+"""How long a connection that ends may still write what it is writing."""
 _log = logging.getLogger("headway")
 
 
@@ -125,13 +127,20 @@ class Server:
         import grpc
 
         assert self._service is not None
-        stream = Stream()
+        stream, sending = Stream(), asyncio.Lock()
         tasks: list[asyncio.Task[None]] = []
+
+        async def end(status: str, words: str) -> None:
+            # gRPC loses a status that is sent while a message is in flight: the worker would wait for ever.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(sending.acquire(), LAST_MESSAGE_S)
+            await context.abort(grpc.StatusCode[status], words)
+
         try:
             await self._greet(context, stream)
             tasks = [
                 asyncio.create_task(self._read(context, stream)),
-                asyncio.create_task(_write(context, stream)),
+                asyncio.create_task(_write(context, stream, sending)),
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -139,12 +148,12 @@ class Server:
         except RefusedError as refused:
             status, words = refused.refusal
             _log.info("connection from %s ends: %s", context.peer(), words)
-            await context.abort(grpc.StatusCode[status], words)
+            await end(status, words)
         except messages.MalformedError as failure:
             _log.warning("malformed message from %s: %s", context.peer(), failure)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed message: {failure}")
+            await end("INVALID_ARGUMENT", f"malformed message: {failure}")
         except ServiceFailedError:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator cannot go on")
+            await end("UNAVAILABLE", "the coordinator cannot go on")
         finally:
             for task in tasks:
                 task.cancel()
@@ -174,9 +183,11 @@ class Server:
             self._service.heard(stream, messages.for_coordinator(data))
 
 
-async def _write(context: Context, stream: Stream) -> None:
+async def _write(context: Context, stream: Stream, sending: asyncio.Lock) -> None:
     while True:
-        await context.write(messages.encode(await stream.next()))
+        message = messages.encode(await stream.next())
+        async with sending:
+            await context.write(message)
 
 
 class ServerThread:
