@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from decentralised_training.cases import GTX_1080_TI, THROUGHPUT, PacedPlan, ThroughputCase
 from decentralised_training.live import Coordinators, Trainer
-from decentralised_training.methods import METHODS, Method
+from decentralised_training.methods import METHODS, Method, is_partial
 from headway.measuring.probe import probe_cluster
 from headway.models.paced import PacedDevice, PacedLayer, PacedModel, Pacing
 from headway.network.collective_costs import CANDIDATES, Effort, fitted, timings_of
@@ -41,29 +41,27 @@ LINKS = replace(PROBE, candidates=())
 
 @dataclass(frozen=True)
 class Measuring:
-    """How much is measured; where ranks go by themselves, a block counts for ``block_s`` after ``warm_s``."""
+    """How much is measured. Where ranks go by themselves a block lasts as long as a mean rank takes for as many steps.
+
+    Nothing shorter would do: at its beginning no link is busy, and no group in flight.
+    """
 
     rounds: int
     warm_steps: int
     steps: int
+    steps_together: int  # where every rank waits for every other
     trial_steps: int
-    warm_s: float
-    block_s: float
+    shortest_s: float
+    longest_s: float = 30.0
     most_options: int | None = None
     only: tuple[str, ...] = ()
 
 
-FULL = Measuring(5, 1, 8, 2, 1.0, 5.0)
+FULL = Measuring(rounds=4, warm_steps=2, steps=8, steps_together=4, trial_steps=1, shortest_s=4.0)
 QUICK = Measuring(
-    1,
-    1,
-    3,
-    1,
-    0.5,
-    2.0,
-    1,
-    ("all-reduce", "parameter-server", "ad-psgd", "static", "first-come", "inter-intra-stale"),
-)
+    rounds=1, warm_steps=2, steps=6, steps_together=3, trial_steps=1, shortest_s=2.0, most_options=1,
+    only=("all-reduce", "parameter-server", "ad-psgd", "static", "first-come", "inter-intra-stale"),
+)  # fmt: skip
 
 
 class SituatedDevice(PacedDevice):
@@ -183,13 +181,14 @@ def _measured(
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
             errors[method.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         dist.barrier()
+    steps_s = {name: _step_s(trainer, effort) for name, trainer in trainers.items()}
     blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
     names = list(trainers)
     for number in range(effort.rounds):
         _say(f"round {number + 1}")
         shift = number * len(names) // effort.rounds
         for name in (*names[shift:], *names[:shift]):
-            blocks[name].append(_block(trainers[name], effort))
+            blocks[name].append(_block(trainers[name], effort, steps_s[name]))
     strategies = {name: _written(trainer.strategy) for name, trainer in trainers.items()}
     for trainer in trainers.values():
         trainer.close()
@@ -238,22 +237,32 @@ def _tuned(
         tried[strategy.describe()] = round(float(took) * 1e3, 1)
         if best is None or float(took) < best[0]:
             best = float(took), strategy
-    trainer = _trainer(case, plan, options[0] if best is None else best[1], coordinators)
-    trainer.block(effort.warm_steps + 1, effort.warm_s)  # connections, DDP's order of readiness
-    return trainer, tried
+    return _trainer(case, plan, options[0] if best is None else best[1], coordinators), tried
 
 
-def _block(trainer: Trainer, effort: Measuring) -> dict[str, Any]:
+def _step_s(trainer: Trainer, effort: Measuring) -> float:
+    """What a mean rank takes for an iteration of its own, about; meanwhile ranks connect, and DDP learns its order."""
+    block = trainer.block(3, effort.shortest_s)
+    took_s = (block.ends_s[-1] - block.ends_s[0]) / max(1, len(block.ends_s) - 1) or effort.shortest_s
+    mean_s = torch.tensor([took_s / dist.get_world_size()])
+    dist.all_reduce(mean_s)
+    return float(mean_s)
+
+
+def _block(trainer: Trainer, effort: Measuring, step_s: float) -> dict[str, Any]:
+    warm_s = effort.warm_steps * step_s
+    until_s = warm_s + min(max(effort.steps * step_s, effort.shortest_s), effort.longest_s)
     dist.barrier()
     device = getattr(trainer.module, "clock", None)
     if device is not None:
         device.restart()
     before, used = cores_ticks(), _cpu_s()
-    block = trainer.block(effort.warm_steps + effort.steps, effort.warm_s + effort.block_s)
+    steps = effort.steps if is_partial(trainer.strategy) else effort.steps_together
+    block = trainer.block(effort.warm_steps + steps, until_s)
     after = cores_ticks()
     return {
-        **asdict(block), "by_itself": trainer.by_itself, "warm_steps": effort.warm_steps, "warm_s": effort.warm_s,
-        "until_s": effort.warm_s + effort.block_s, "cpu_s": _cpu_s() - used,
+        **asdict(block), "by_itself": trainer.by_itself, "warm_steps": effort.warm_steps, "warm_s": warm_s,
+        "until_s": until_s, "cpu_s": _cpu_s() - used,
         "busiest_core": busiest_share(before, after), "busy_cores": _busy(before, after),
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ class Retired(Protocol):
 
 
 _retired: list[Retired] = []
-_looking: Any = None  # the hook on optimizers' steps, while there is anything to end
+_looking: Any = None  # the hook on optimizers' steps, from when there is something to end
 _pause_s = FIRST_LOOK_S
 _next_look_s = 0.0
 
@@ -49,14 +49,18 @@ def retire(retired: Retired) -> None:
 def end_unused() -> None:
     """End what no rank uses any more. To be called on the main thread."""
     global _looking  # noqa: PLW0603 - as above
+    _end_unused()
+    if not _retired and _looking is not None:
+        _looking.remove()
+        _looking = None
+
+
+def _end_unused() -> None:
     for each in _retired[:]:
         each.leave()
         if each.everyone_left():
             _retired.remove(each)
             each.end()
-    if not _retired and _looking is not None:
-        _looking.remove()
-        _looking = None
 
 
 def leave_all() -> None:
@@ -73,9 +77,11 @@ def wait_for_everyone(deadline_s: float) -> None:
 
 def _look_now_and_then(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
     global _next_look_s, _pause_s  # noqa: PLW0603 - as above
-    if time.monotonic() < _next_look_s or threading.current_thread() is not threading.main_thread():
+    if not _retired or time.monotonic() < _next_look_s:
         return
-    end_unused()
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _end_unused()  # the hook stays: an optimizer goes through all of them now, and none may be removed meanwhile
     # A rank may keep its model for hours, and a look asks every rank that has not let go.
     _pause_s = min(2 * _pause_s, LONGEST_PAUSE_S)
     _next_look_s = time.monotonic() + _pause_s

@@ -1,0 +1,49 @@
+"""What is retired ends once every rank has left it, with whatever optimizer steps next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from headway.strategies.data_parallel.channels import retirement
+
+
+class Left:
+    """All ranks have left it."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def leave(self, *, exiting: bool = False) -> None:
+        del exiting
+
+    def everyone_left(self, timeout_s: float = 0.0) -> bool:
+        del timeout_s
+        return True
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(retirement, "FIRST_LOOK_S", 0.0)
+    yield
+    retirement.end_unused()
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_the_last_one_ends_in_a_step_that_others_follow_too() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    left, again, seen = Left(), Left(), []
+    retirement.retire(left)
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(left.ended))
+    optimizer.step()
+    assert seen == [1]
+    retirement.retire(again)
+    optimizer.step()
+    handle.remove()
+    assert (left.ended, again.ended) == (1, 1)
