@@ -48,10 +48,12 @@ def _servers(scale: float) -> Sequence[Strategy]:
 
 
 def _partial(
-    groups: str, staleness: Literal[0, 1], group_size: int | None = None
+    groups: str, staleness: Literal[0, 1], group_size: int | None = None, lateness: float | None = None
 ) -> Callable[[float], Sequence[Strategy]]:
     return lambda _scale: [
-        PartialAllReduceStrategy(groups=groups, staleness=staleness, group_size=group_size)
+        PartialAllReduceStrategy(
+            groups=groups, staleness=staleness, group_size=group_size, lateness_threshold=lateness
+        )
     ]
 
 
@@ -61,14 +63,13 @@ METHODS = (
     Method("decoupled", "decoupled", _decoupled),
     Method("parameter-server", "all-reduce", _servers),
     Method("ad-psgd", "none", _partial("pairs", 1)),
-    Method("ad-psgd-waiting", "none", _partial("pairs", 0)),
     Method("static", "none", _partial("static", 0), is_choice=True),
     Method("static-stale", "none", _partial("static", 1), is_choice=True),
     Method("first-come", "none", _partial("first-come", 0, 4), is_choice=True),
     Method("first-come-stale", "none", _partial("first-come", 1, 4), is_choice=True),
     Method("global-division", "none", _partial("global-division", 0, 4), is_choice=True),
-    Method("inter-intra", "none", _partial("inter-intra", 0, 4), is_choice=True),
     Method("inter-intra-stale", "none", _partial("inter-intra", 1, 4), is_choice=True),
+    Method("inter-intra-punctual", "none", _partial("inter-intra", 1, 4, 1.0), is_choice=True),
 )
 BASELINE, REFERENCE = "all-reduce", "ad-psgd"
 

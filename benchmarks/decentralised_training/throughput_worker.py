@@ -20,7 +20,7 @@ from paced_training.measuring import busiest_share, cores_ticks
 from torch import nn
 from torch.optim import Optimizer
 
-from decentralised_training.cases import GTX_1080_TI, THROUGHPUT, PacedPlan, ThroughputCase
+from decentralised_training.cases import FACTORS, GTX_1080_TI, THROUGHPUT, PacedPlan, ThroughputCase
 from decentralised_training.live import Coordinators, Trainer
 from decentralised_training.methods import METHODS, Method, is_partial
 from headway.measuring.probe import probe_cluster
@@ -41,9 +41,9 @@ LINKS = replace(PROBE, candidates=())
 
 @dataclass(frozen=True)
 class Measuring:
-    """How much is measured. Where ranks go by themselves a block lasts as long as a mean rank takes for as many steps.
+    """How much is measured. Where ranks go by themselves a block lasts as long as the slowest takes for as many steps.
 
-    Nothing shorter would do: at its beginning no link is busy, and no group in flight.
+    Nothing shorter would do: at its beginning no link is busy, no group in flight and nobody waits for a straggler.
     """
 
     rounds: int
@@ -57,7 +57,7 @@ class Measuring:
     only: tuple[str, ...] = ()
 
 
-FULL = Measuring(rounds=4, warm_steps=2, steps=8, steps_together=4, trial_steps=1, shortest_s=4.0)
+FULL = Measuring(rounds=3, warm_steps=2, steps=8, steps_together=4, trial_steps=1, shortest_s=4.0)
 QUICK = Measuring(
     rounds=1, warm_steps=2, steps=6, steps_together=3, trial_steps=1, shortest_s=2.0, most_options=1,
     only=("all-reduce", "parameter-server", "ad-psgd", "static", "first-come", "inter-intra-stale"),
@@ -182,6 +182,8 @@ def _measured(
             errors[method.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         dist.barrier()
     steps_s = {name: _step_s(trainer, effort) for name, trainer in trainers.items()}
+    if case.situation.by_chance:
+        effort = replace(effort, steps=FACTORS)
     blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
     names = list(trainers)
     for number in range(effort.rounds):
@@ -241,12 +243,12 @@ def _tuned(
 
 
 def _step_s(trainer: Trainer, effort: Measuring) -> float:
-    """What a mean rank takes for an iteration of its own, about; meanwhile ranks connect, and DDP learns its order."""
+    """What the slowest rank takes for an iteration, about; meanwhile ranks connect, and DDP learns its order."""
     block = trainer.block(3, effort.shortest_s)
     took_s = (block.ends_s[-1] - block.ends_s[0]) / max(1, len(block.ends_s) - 1) or effort.shortest_s
-    mean_s = torch.tensor([took_s / dist.get_world_size()])
-    dist.all_reduce(mean_s)
-    return float(mean_s)
+    slowest_s = torch.tensor([took_s])
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+    return float(slowest_s)
 
 
 def _block(trainer: Trainer, effort: Measuring, step_s: float) -> dict[str, Any]:

@@ -30,6 +30,8 @@ CASES: list[tuple[str, Mapping[str, Any]]] = [
     ("global-division", {"group_size": 3, "slowdown_threshold": 3}),
     ("inter-intra", {"group_size": 3}),
     ("inter-intra", {"group_size": 2, "slowdown_threshold": 3}),
+    ("inter-intra", {"group_size": 3, "lateness_threshold": 0.5}),
+    ("global-division", {"group_size": 3, "lateness_threshold": 1.0}),
     ("first-come", {"group_size": 3}),
     ("first-come", {"group_size": 3, "deadline_ms": 0.5, "mixing_window": 2}),
 ]
@@ -167,6 +169,22 @@ def test_who_falls_behind_is_left_out_until_it_asks(name: str) -> None:
         granted = trained(world, step_ns, 2)
         of_fast = sum(len(grant.members) for grant in granted)
         assert (of_fast < 100) == patient, f"without the filter all wait for it again and again: {of_fast}"
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_a_host_is_not_held_up_by_its_slow_worker(threshold: float) -> None:
+    """Those of its host ask as rarely as it does while they average with it: what tells them apart is who is late."""
+    world = watched("inter-intra", {"group_size": 2, "lateness_threshold": threshold}, workers=8)
+    slowly, step_ns = 50 * 10**6, 10**6
+    granted = trained(world, dict.fromkeys(range(8), step_ns) | {3: slowly}, 12)
+    of_its_host = sum(2 in grant.members for grant in granted)
+    if threshold:
+        assert of_its_host > 0.55 * 12 * slowly / step_ns
+        assert any(3 in grant.members for grant in granted[len(granted) // 2 :]), (
+            "nobody is left out for good"
+        )
+    else:
+        assert of_its_host < 50
 
 
 def test_no_straggler_is_waited_for_by_those_who_come_first() -> None:

@@ -92,6 +92,9 @@ class Attendance(GroupGenerator, Generic[O]):
     def _granted(self, members: tuple[Worker, ...]) -> None:
         """A group begins, or a worker goes on alone."""
 
+    def _freed(self, worker: Worker, now_ns: int) -> None:
+        """The group of a worker, which may have left meanwhile, has ended."""
+
     def join(self, worker: Worker, now_ns: int) -> Sequence[Grant]:
         """Count a worker in. Raises ValueError if it is there already."""
         if worker in self.present:
@@ -128,6 +131,7 @@ class Attendance(GroupGenerator, Generic[O]):
             raise ValueError(f"no group {number} runs")
         for worker in group.members:
             del self._runs_in[worker]
+            self._freed(worker, now_ns)
         return self._grants(now_ns)
 
     def wake(self, now_ns: int) -> Sequence[Grant]:

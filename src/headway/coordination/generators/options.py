@@ -42,6 +42,10 @@ class DrawingOptions(SizeOptions):
     slowdown_threshold: int = Field(default=0, ge=0, le=1_000_000)
     """Who has asked so many times less than the worker for which groups are drawn is left out; 0: nobody is."""
 
+    lateness_threshold: float = Field(default=0.0, ge=0, le=1000, allow_inf_nan=False)
+    """Who asks, after the end of its group, later than that worker does by so many of the shortest iterations is left
+    out; 0: nobody is."""
+
 
 class FirstComeOptions(SizeOptions):
     """Options of first-come groups."""

@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from headway.coordination.generator import Grant, Worker
 from headway.coordination.generators.attendance import Attendance, Count, State
+from headway.coordination.generators.lateness import Lateness, Pace
 from headway.coordination.generators.mixing import Group, Mixing
 from headway.coordination.generators.options import DrawingOptions, MixingOptions
 
@@ -23,6 +24,7 @@ class QueuedState(State):
     queue: tuple[tuple[Count, ...], ...]
     asks: dict[Worker, Count]
     recent: dict[Count, tuple[tuple[Count, ...], ...]]
+    paces: dict[Count, Pace] = {}
 
     @model_validator(mode="after")
     def _somebody_comes(self) -> Self:
@@ -59,6 +61,9 @@ class QueuedGroups(Attendance[O]):
         self.queue: list[Group] = []
         self.asks: dict[Worker, int] = {}
         self._mixing = Mixing(self.options.mixing_window)
+        drawing = self.options if isinstance(self.options, DrawingOptions) else DrawingOptions()
+        self._slowdown_threshold = drawing.slowdown_threshold
+        self._lateness = Lateness(drawing.lateness_threshold)
 
     @abstractmethod
     def _draw(self, worker: Worker) -> Iterable[Iterable[Worker]]:
@@ -73,6 +78,7 @@ class QueuedGroups(Attendance[O]):
 
     def _asked(self, worker: Worker, now_ns: int) -> None:
         self.asks[worker] += 1
+        self._lateness.asked(worker, now_ns)
         if self._has_none(worker):
             drawn = self._bridge(worker) or self._draw(worker)
             self.queue += filter(None, (tuple(sorted(set(group))) for group in drawn))
@@ -89,10 +95,14 @@ class QueuedGroups(Attendance[O]):
     def _granted(self, members: tuple[Worker, ...]) -> None:
         self._mixing.granted(members)
 
+    def _freed(self, worker: Worker, now_ns: int) -> None:
+        self._lateness.freed(worker, now_ns)
+
     def _left(self, worker: Worker) -> None:
         """Groups for which somebody waits go on without a worker that has left; the others nobody knows of."""
         del self.asks[worker]
         self._mixing.left(worker)
+        self._lateness.left(worker)
         awaited = {self._first_of(each) for each in self.waiting}
         left: list[Group] = []
         for number, group in enumerate(self.queue):
@@ -119,15 +129,22 @@ class QueuedGroups(Attendance[O]):
         return all(worker not in group for group in self.queue)
 
     def _without_slow(self, worker: Worker, others: Iterable[Worker]) -> list[Worker]:
-        """``others`` in order, without ``worker`` itself and those that have asked much less often than it.
+        """``others`` in order, without ``worker`` itself and those that are slow for it.
 
-        That is the slowdown filter, an option of some rules.
+        That are those that have asked much less often than it (the slowdown filter) or come late (``lateness``), where
+        the options of a rule say so.
         """
-        threshold = self.options.slowdown_threshold if isinstance(self.options, DrawingOptions) else 0
-        least = self.asks[worker] - threshold
-        return [
-            each for each in sorted(others) if each != worker and (not threshold or self.asks[each] > least)
-        ]
+        return [each for each in sorted(others) if each != worker and not self._is_slow_for(worker, each)]
+
+    def _is_slow_for(self, worker: Worker, other: Worker) -> bool:
+        behind = self.asks[worker] - self.asks[other]
+        threshold = self._slowdown_threshold
+        return (threshold > 0 and behind >= threshold) or self._lateness.is_late(other, worker)
+
+    def _is_slow(self, worker: Worker) -> bool:
+        """Whether a worker is slow for most of the others."""
+        others = [each for each in self.present if each != worker]
+        return 2 * sum(self._is_slow_for(each, worker) for each in others) > len(others)
 
     def _known(self) -> dict[str, Any]:
         return {
@@ -135,12 +152,14 @@ class QueuedGroups(Attendance[O]):
             "queue": tuple(self.queue),
             "asks": dict(sorted(self.asks.items())),
             "recent": dict(self._mixing.recent),
+            "paces": self._lateness.known(),
         }
 
     def _take(self, state: Any) -> None:
         super()._take(state)
         self.queue, self.asks = list(state.queue), dict(state.asks)
         self._mixing.recent = dict(state.recent)
+        self._lateness.take(state.paces)
 
 
 def divided(members: Sequence[Worker], size: int) -> list[Sequence[Worker]]:

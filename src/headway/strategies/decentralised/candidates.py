@@ -10,6 +10,7 @@ from headway.strategies.plugin import Proposal
 
 SIZES = (2, 4, 8)  # of groups
 STALENESS: tuple[Literal[0, 1], ...] = (0, 1)
+LATENESS_THRESHOLD = 1.0  # equal ranks never come so late, and one twice as slow as its host does
 MOST_RANKS = 256  # a simulation takes time in proportion to their number
 
 
@@ -25,7 +26,10 @@ def proposal(job: Job) -> Proposal:
     found += [own(groups=STATIC, staleness=staleness).spelled_out(job) for staleness in STALENESS]
     hosts = job.on.hosts
     if len(hosts) > 1 and any(host.workers > 1 for host in hosts):
-        found += [own(groups="inter-intra", staleness=staleness) for staleness in STALENESS]
+        found += [
+            own(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
+            for staleness in STALENESS
+        ]
     if job.world_size > 2:
         found.append(own(groups="pairs", staleness=1))
     return Proposal(tuple(found))

@@ -15,7 +15,9 @@ from headway.scheduling.groups import CoordinatedGroups, GroupSchedule, hosts_in
 from headway.strategies.base import Strategy
 
 STATIC = "static"
-OPTIONS = ("group_size", "neighbours", "deadline_ms", "patience", "slowdown_threshold", "mixing_window")
+OPTIONS = (
+    "group_size", "neighbours", "deadline_ms", "patience", "slowdown_threshold", "lateness_threshold", "mixing_window",
+)  # fmt: skip
 
 
 class PartialAllReduceStrategy(Strategy):
@@ -51,6 +53,10 @@ class PartialAllReduceStrategy(Strategy):
 
     slowdown_threshold: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     """Of divided and buffered groups: how many iterations behind a rank is left out of groups that others draw."""
+
+    lateness_threshold: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = None
+    """Of divided and buffered groups: by how many of the shortest iterations a rank may ask later, after the end of its
+    group, than the rank for which groups are drawn; beyond that it is left out."""
 
     mixing_window: Annotated[int, Field(ge=1, le=1000)] | None = None
     """How many of its last groups have to connect each rank with all others, directly or by way of others."""
