@@ -19,7 +19,7 @@ WORDS = (
     "link and talk over memory. The published setting (Prague: 4 nodes of 4 such GPUs, InfiniBand, VGG-16 on CIFAR-10 "
     "and ResNet-50 on ImageNet) is imitated in its ratio only: its all-reduce, parameter server and AD-PSGD were "
     "those of TensorFlow; here all-reduce is DistributedDataParallel on Gloo (the better of default and tuned "
-    "buckets), the parameter server is sharded over all workers and as fast as an all-reduce where links are alike, "
+    "buckets), the parameter server is sharded over all workers, each of which sends over its host's link for itself, "
     "and AD-PSGD averages over the same connections as everything else. So what those add to a step is not in these "
     "figures. Latency is the lab's own. CPU work of a worker that hides behind its sleeping device is free. "
     f"Situations: {'; '.join(f'{each.name}: {each.words}' for each in SITUATIONS.values())}. "
