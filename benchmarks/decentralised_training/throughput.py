@@ -115,16 +115,16 @@ def measured(own: Sequence[Sequence[Found]]) -> dict[str, Any]:
 
 
 def throughput(ranks: Sequence[Found]) -> float:
-    """Iterations a second of all ranks together in one round, without its warm-up."""
-    total = 0.0
-    for block in ranks:
-        ends_s, begin_s = block["ends_s"], block["begin_s"]
-        if block["by_itself"]:
-            since, until = begin_s + block["warm_s"], begin_s + block["until_s"]
-            total += _rate([at for at in ends_s if since < at <= until], until - since)
-        else:
-            total += (len(ends_s) - block["warm_steps"]) / (ends_s[-1] - ends_s[block["warm_steps"] - 1])
-    return total
+    """Iterations a second of all ranks together in one round, without its warm-up, while every rank trains."""
+    if ranks[0]["by_itself"]:
+        since = max(block["begin_s"] + block["warm_s"] for block in ranks)
+        until = min(block["begin_s"] + block["until_s"] for block in ranks)
+    else:  # as many steps on each: a rank that averages one late may be some of them ahead of a slow one
+        since = max(block["ends_s"][block["warm_steps"] - 1] for block in ranks)
+        until = min(block["ends_s"][-1] for block in ranks)
+    return sum(
+        _rate([at for at in block["ends_s"] if since <= at <= until], until - since) for block in ranks
+    )
 
 
 def _rate(ends_s: Sequence[float], window_s: float) -> float:

@@ -28,6 +28,12 @@ def test_throughput_is_between_the_first_and_the_last_end_within_the_time() -> N
     assert throughput([together]) == pytest.approx(2.0)
 
 
+def test_ranks_that_are_ahead_count_only_while_all_train() -> None:
+    slow = {"by_itself": False, "begin_s": 0.0, "warm_steps": 1, "ends_s": [2.0, 4.0, 6.0, 8.0]}
+    ahead = {"by_itself": False, "begin_s": 0.0, "warm_steps": 1, "ends_s": [0.5, 1.0, 3.0, 5.0]}
+    assert throughput([slow, ahead]) == pytest.approx(0.5 + 0.5)
+
+
 def test_the_time_to_a_loss_is_between_two_looks_and_stays_reached() -> None:
     run = {"times_s": [1.0, 2.0, 3.0, 4.0], "losses": [2.0, 0.9, 1.5, 0.5], "samples": [10, 20, 30, 40]}
     assert time_to(run, 1.0) == pytest.approx(3.5)
