@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from decentralised_training import contraction
-from decentralised_training.cases import SITUATIONS, THROUGHPUT
+from decentralised_training.cases import COMPUTE_S, SITUATIONS, THROUGHPUT
 from decentralised_training.losses import loss_at, time_to
 from decentralised_training.predicting import Predicted, choice
 from decentralised_training.throughput import throughput
@@ -84,7 +84,7 @@ def test_sizes_and_rates_are_scaled_together(name: str) -> None:
     plan = case.plan(quick=False)
     size_bytes = 4 * case.table.parameter_count / plan.shrink
     passes_s = size_bytes * 8e-6 / (plan.rate_mbit * 0.956) / plan.ratio
-    assert passes_s == pytest.approx(0.5, rel=0.01)
+    assert passes_s == pytest.approx(COMPUTE_S, rel=0.01)
 
 
 def test_chance_slows_about_as_many_iterations_as_it_should() -> None:
