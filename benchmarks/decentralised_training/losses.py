@@ -23,10 +23,10 @@ SLOW_RANK = 3
 METHODS: tuple[Method, ...] = tuple(
     method_named(name)
     for name in (
-        "all-reduce", "parameter-server", "ad-psgd", "static", "first-come", "first-come-stale",
+        "all-reduce", "parameter-server", "ad-psgd", "first-come", "inter-intra-punctual",
     )
 )  # fmt: skip
-QUICK_METHODS = ("all-reduce", "ad-psgd", "first-come")
+QUICK_METHODS = ("all-reduce", "ad-psgd", "inter-intra-punctual")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ LINKS = replace(PROBE, candidates=())
 class Measuring:
     """How much is measured. Where ranks go by themselves a block lasts as long as the slowest takes for as many steps.
 
-    Nothing shorter would do: at its beginning no link is busy, no group in flight and nobody waits for a straggler.
+    Nothing shorter would do: at its beginning no link is busy, no group in flight and nobody waits for a straggler,
+    and what is fast at first comes to wait.
     """
 
     rounds: int
@@ -52,14 +53,18 @@ class Measuring:
     steps_together: int  # where every rank waits for every other
     trial_steps: int
     shortest_s: float
-    longest_s: float = 30.0
+    longest_s: float
+    warm_s: float
     most_options: int | None = None
     only: tuple[str, ...] = ()
 
 
-FULL = Measuring(rounds=3, warm_steps=2, steps=8, steps_together=4, trial_steps=1, shortest_s=4.0)
+FULL = Measuring(
+    rounds=2, warm_steps=2, steps=8, steps_together=4, trial_steps=1, shortest_s=12.0, longest_s=24.0, warm_s=6.0,
+)  # fmt: skip
 QUICK = Measuring(
-    rounds=1, warm_steps=2, steps=6, steps_together=3, trial_steps=1, shortest_s=2.0, most_options=1,
+    rounds=1, warm_steps=2, steps=6, steps_together=3, trial_steps=1, shortest_s=2.0, longest_s=8.0, warm_s=1.0,
+    most_options=1,
     only=("all-reduce", "parameter-server", "ad-psgd", "static", "first-come", "inter-intra-stale"),
 )  # fmt: skip
 
@@ -244,15 +249,15 @@ def _tuned(
 
 def _step_s(trainer: Trainer, effort: Measuring) -> float:
     """What the slowest rank takes for an iteration, about; meanwhile ranks connect, and DDP learns its order."""
-    block = trainer.block(3, effort.shortest_s)
-    took_s = (block.ends_s[-1] - block.ends_s[0]) / max(1, len(block.ends_s) - 1) or effort.shortest_s
+    block = trainer.block(3, effort.warm_s)
+    took_s = (block.ends_s[-1] - block.ends_s[0]) / max(1, len(block.ends_s) - 1) or effort.warm_s
     slowest_s = torch.tensor([took_s])
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
     return float(slowest_s)
 
 
 def _block(trainer: Trainer, effort: Measuring, step_s: float) -> dict[str, Any]:
-    warm_s = effort.warm_steps * step_s
+    warm_s = max(effort.warm_steps * step_s, effort.warm_s)
     until_s = warm_s + min(max(effort.steps * step_s, effort.shortest_s), effort.longest_s)
     dist.barrier()
     device = getattr(trainer.module, "clock", None)
