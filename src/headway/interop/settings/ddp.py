@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.errors import PlanError
-from headway.interop.settings.asked import Asked, bucketed, one_wire, unexpressed
+from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.python_file import literal, python_file
 from headway.interop.settings.settings import Settings
 from headway.scheduling.fusion import MIB, bucket_caps_mb
@@ -16,6 +16,7 @@ from headway.strategies.data_parallel.parameter_server.policy import ParameterSe
 
 DDP = "DDP"
 FILE = "ddp_settings.py"
+HOOKS_OF = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 HOOKS = {"float16": "fp16_compress_hook", "bfloat16": "bf16_compress_hook"}
 """Torch's hooks that do what a wire type says, to the bit: they cast, divide by the world size and add up."""
 
@@ -72,33 +73,37 @@ def settings(asked: Asked) -> Settings:
             f"the order of micro-batches ({asked.pipeline.describe()}), which is for torch.distributed.pipelining: "
             "its schedule is constructed with it"
         )
-    hook = ""
-    if isinstance(strategy, DistributedDataParallelStrategy) and any(strategy.wire):
-        wire = one_wire(strategy)
-        hook = HOOKS.get(wire.dtype, "") if wire is not None else ""
-        if not hook:
-            lacks.append(
-                "what buckets are sent as: torch's hooks send all of them as float16 or bfloat16, and here they are "
-                "sent as they are"
-            )
-    lacks += unexpressed(asked)
+    hook, lost = _hook(strategy)
+    lacks += [*lost, *unexpressed(asked)]
     gist = _gist(arguments) + (f", and the hook {hook}" if hook else "")
     body = _WRAP.format(
         arguments=literal(arguments),
-        imports=f"from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import {hook}\n"
-        if hook
-        else "",
+        imports=f"from {HOOKS_OF} import {hook}\n" if hook else "",
         hook=f"\n    wrapped.register_comm_hook(wrapped.process_group, {hook})" if hook else "",
     )
-    return Settings(
-        DDP, gist, f"Wrap the model with wrap() of {FILE}, in the place of DistributedDataParallel.", tuple(lacks),
-        {FILE: python_file(f"{DDP}, {gist}", tuple(lacks), body)},
-    )  # fmt: skip
+    use = f"Wrap the model with wrap() of {FILE}, in the place of DistributedDataParallel."
+    if "bucket_cap_mb_list" in arguments:
+        use += " Torch 2.13 or newer takes a cap for each bucket."
+    if hook == HOOKS["bfloat16"]:
+        use += " Torch refuses this hook on Gloo."
+    text = python_file(f"{DDP}, {gist}", tuple(lacks), body)
+    return Settings(DDP, gist, use, tuple(lacks), {FILE: text})
 
 
-def _arguments(
-    asked: Asked, strategy: DistributedDataParallelStrategy | ParameterServerStrategy | DecoupledStrategy
-) -> tuple[dict[str, Any], list[str]]:
+def _hook(strategy: Bucketed) -> tuple[str, list[str]]:
+    """The hook that sends buckets as the strategy says, "" for none, and what of it none does."""
+    if not isinstance(strategy, DistributedDataParallelStrategy) or not any(strategy.wire):
+        return "", []
+    wire = one_wire(strategy)
+    if wire is not None and wire.dtype in HOOKS:
+        return HOOKS[wire.dtype], []
+    return "", [
+        "what buckets are sent as: torch's hooks send all of them as float16 or bfloat16, and here they are sent as "
+        "they are"
+    ]
+
+
+def _arguments(asked: Asked, strategy: Bucketed) -> tuple[dict[str, Any], list[str]]:
     """What DDP is given for its buckets, and what of the strategy that is not."""
     if isinstance(strategy, DecoupledStrategy):
         return _nearest(asked, strategy)
