@@ -40,10 +40,15 @@ def test_what_is_lacking_is_said_before_what_is_to_be_done(
     assert run(["settings", str(plan), "--for", "megatron", "--trace", str(trace)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Megatron can run this plan in part: ")
-    assert lines[1].startswith("Not of the plan: ")
+    assert lines[1].startswith("Left out: ")
     assert lines[-1].startswith("--overlap-grad-reduce --ddp-bucket-size 1048576")
     assert run(["settings", str(plan), "--for", "nccl"]) == 0
-    assert "export NCCL_ALGO='reducescatter:ring;allgather:ring'" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert (
+        said[0] == "NCCL can carry out this plan's collectives: ring for reducescatter, ring for allgather."
+    )
+    assert said[1].startswith("Note: ")
+    assert said[-1] == "export NCCL_ALGO='reducescatter:ring;allgather:ring'"
 
 
 def test_files_are_written_into_a_new_folder(
@@ -54,7 +59,8 @@ def test_files_are_written_into_a_new_folder(
     assert run([*arguments, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert set(said) == {
-        "headway", "kind", "tool", "complete", "gist", "lacks", "use", "arguments", "environment", "files", "path",
+        "headway", "kind", "tool", "complete", "gist", "lacks", "cautions", "use", "arguments", "environment", "files",
+        "path",
     }  # fmt: skip
     assert (said["kind"], said["tool"], said["path"]) == ("settings", "FSDP2", str(out))
     assert {path.name: path.read_text() for path in out.iterdir()} == said["files"]

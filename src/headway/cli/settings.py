@@ -121,7 +121,9 @@ def _say(found: Settings, folder: Path | None) -> None:
     console = output_of.console()
     console.print(found.sentence())
     for lack in found.lacks:
-        console.print(f"Not of the plan: {lack}.")
+        console.print(f"Left out: {lack}.")
+    for caution in found.cautions:
+        console.print(f"Note: {caution}.")
     console.print(found.use)
     if found.environment:
         console.print("\n".join(f"export {name}='{value}'" for name, value in found.environment.items()))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from tests.interop.settings.plans import BY_NAME, asked, meshed, piped
 
 from headway.errors import PlanError
@@ -111,10 +112,21 @@ def test_megatron_core_has_these_values(number: int) -> None:
     read = distributed.DistributedDataParallelConfig(**own)
     assert {name: getattr(read, name) for name in own} == own
     parallel = pytest.importorskip("megatron.core.model_parallel_config")
-    size = values.get("pipeline_model_parallel_size", 1)
-    assert (
-        parallel.ModelParallelConfig(pipeline_model_parallel_size=size).pipeline_model_parallel_size == size
+    size, chunks = (
+        values.get(name, 1)
+        for name in ("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
     )
+    config = parallel.ModelParallelConfig(
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+    )
+    assert config.pipeline_model_parallel_size * config.virtual_pipeline_model_parallel_size == size * chunks
+    assert set(values) - OF_DDP <= {
+        "pipeline_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "grad_reduce_in_bf16",
+    }
 
 
 @pytest.mark.filterwarnings("default")

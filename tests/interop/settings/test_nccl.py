@@ -7,7 +7,7 @@ from tests.interop.settings.plans import BY_NAME, asked, meshed, of_tables, pipe
 from tests.interop.settings.tuner_reader import COLLECTIVES, Choice, answer
 
 from headway.cluster import Cluster, Host
-from headway.errors import PlanError
+from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
 from headway.interop.settings.asked import CollectiveOptions
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
@@ -20,7 +20,8 @@ CHANNELS = CollectiveOptions(channels=8)
 def test_the_halves_of_a_decoupled_plan_are_chosen_by_function() -> None:
     both = nccl.nccl(asked("decoupled", traced=False))
     assert both.environment == {"NCCL_ALGO": "reducescatter:ring;allgather:ring"}
-    assert "every communicator of the process" in both.lacks[0]
+    assert both.complete
+    assert "every communicator of the process" in both.cautions[0]
     one = nccl.nccl(asked("decoupled", traced=False, reduce_scatter="native"))
     assert one.environment == {"NCCL_ALGO": "allgather:ring"}, "the other is NCCL's own choice"
     assert one.gist == "ring for allgather"
@@ -57,8 +58,8 @@ def test_the_table_of_nccl_leaves_nothing_to_its_tuner() -> None:
     assert [fields[0] for fields in of_tables(text)] == ["reducescatter", "allgather", *COLLECTIVES]
     assert found.environment["NCCL_TUNER_CONFIG_FILE"] == nccl.FILE
     assert "NCCL_ALGO" not in found.environment
-    assert any("one channel" in lack for lack in found.lacks)
-    assert any("Blackwell" in lack for lack in found.lacks)
+    assert any("one channel" in each for each in found.cautions)
+    assert any("Blackwell" in each for each in found.cautions)
 
 
 def test_rules_are_for_the_sizes_of_buckets_padded_to_even_shares() -> None:
@@ -91,9 +92,18 @@ def test_rccl_keeps_what_it_decides_by_itself_and_rules_that_are_carried_over() 
     text = plain.files[nccl.FILE]
     assert answer(text, "allgather", 8040, 1, 4, rccl=True) == Choice("ring", "simple", 0)
     assert answer(text, "allreduce", 8040, 1, 4, rccl=True) == Choice("", "", 0)
-    assert any("--append" in lack for lack in plain.lacks)
+    assert any("--append" in each for each in plain.cautions)
     theirs = TunerRule("allreduce", 0, 65536, "tree", "ll", 2, 1, 8)
     carried = nccl.rccl(asked("decoupled", collectives=CollectiveOptions(channels=4, appended=(theirs,))))
     assert carried.files[nccl.FILE].splitlines()[-1] == theirs.line()
-    assert not any("--append" in lack for lack in carried.lacks)
+    assert not any("--append" in each for each in carried.cautions)
     assert of_tables(carried.files[nccl.FILE])[0][5] == "4"
+
+
+def test_rules_that_nccls_tuner_would_carry_out_with_one_channel_are_refused() -> None:
+    theirs = TunerRule("allreduce", 0, 65536, "tree", "ll")
+    with pytest.raises(UserError, match="takes for one"):
+        nccl.nccl(asked("decoupled", collectives=CollectiveOptions(channels=4, appended=(theirs,))))
+    named = replace(theirs, channels=2)
+    found = nccl.nccl(asked("decoupled", collectives=CollectiveOptions(channels=4, appended=(named,))))
+    assert answer(found.files[nccl.FILE], "allreduce", 100, 1, 4) == Choice("tree", "ll", 2)

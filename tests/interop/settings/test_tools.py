@@ -32,9 +32,9 @@ def test_the_command_line_knows_every_tool() -> None:
 def test_settings_say_what_they_lack(tool: str, name: str) -> None:
     found = TOOLS[tool](asked(name, collectives=AS_REPLAYED))
     assert found.files or found.arguments or found.environment
-    assert found.sentence().startswith(f"{found.tool} can run this plan")
-    assert found.complete == ("in part" not in found.sentence())
-    assert all("\n" not in lack and not lack.endswith(".") for lack in found.lacks)
+    assert found.sentence().startswith(f"{found.tool} can {found.part}")
+    assert found.complete == ("left out" not in found.sentence())
+    assert all("\n" not in lack and not lack.endswith(".") for lack in (*found.lacks, *found.cautions))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_readers_answer_as_the_rules_say() -> None:
         ("allreduce,-1,1,ring,simple,1,-1,-1", "got -1 to 1 bytes"),
         ("allreduce,0,64K,ring,simple,1,-1,-1", "got 64K"),
         ("allreduce,0,1,ring,simple,,-1,-1", "no number"),
+        ("allreduce,0,1,ring,simple,-2,-1,-1", "means nothing"),
+        (f"allreduce,0,{2**64},ring,simple,1,-1,-1", "means nothing"),
         ("allreduce,0,1,ring,simple,\u0664,-1,-1", "no number"),
         ("allreduce,0," + "9" * 60 + ",ring,simple,1,-1,-1", "no number"),
     ],

@@ -87,7 +87,7 @@ def settings(asked: Asked) -> Settings:
     if hook == HOOKS["bfloat16"]:
         use += " Torch refuses this hook on Gloo."
     text = python_file(f"{DDP}, {gist}", tuple(lacks), body)
-    return Settings(DDP, gist, use, tuple(lacks), {FILE: text})
+    return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})
 
 
 def _hook(strategy: Bucketed) -> tuple[str, list[str]]:
@@ -155,7 +155,6 @@ def _local_sgd(asked: Asked, strategy: LocalSGDStrategy) -> Settings:
         lacks.append("the buffers of normalisation layers: they stay each rank's own")
     lacks += unexpressed(asked)
     gist = f"torch's local SGD with a period of {strategy.steps} steps"
-    return Settings(
-        DDP, gist, f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}.", tuple(lacks),
-        {FILE: python_file(gist, tuple(lacks), _LOCAL.format(steps=strategy.steps))},
-    )  # fmt: skip
+    use = f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}."
+    text = python_file(gist, tuple(lacks), _LOCAL.format(steps=strategy.steps))
+    return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})

@@ -45,7 +45,7 @@ def settings(asked: Asked) -> Settings:
     use = f"Merge {FILE} into the configuration, which has to say the size of batches."
     if asked.pipeline is not None:
         use += f" Construct PipelineModule(num_stages={asked.pipeline_ranks})."
-    return Settings(DEEPSPEED, ", ".join(gists), use, tuple(lacks), {FILE: files.dump_json(written)})
+    return Settings(DEEPSPEED, ", ".join(gists), use, tuple(lacks), files={FILE: files.dump_json(written)})
 
 
 def _zero(size: int) -> dict[str, Any]:

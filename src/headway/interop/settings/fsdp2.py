@@ -78,10 +78,9 @@ def settings(asked: Asked) -> Settings:
     groups = f"{count} group{'s' * (count > 1)} of modules"
     gist = f"{groups}, not resharded after forward, {strategy.channels} gathered ahead"
     body = _BODY.format(groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels)
-    return Settings(
-        FSDP2, gist, f"Call shard(model) of {FILE} before the optimizer is constructed.", tuple(lacks),
-        {FILE: python_file(f"{FSDP2}, {gist}", tuple(lacks), body)},
-    )  # fmt: skip
+    use = f"Call shard(model) of {FILE} before the optimizer is constructed."
+    text = python_file(f"{FSDP2}, {gist}", tuple(lacks), body)
+    return Settings(FSDP2, gist, use, tuple(lacks), files={FILE: text})
 
 
 def grouped(model: ModelSpec, schedule: BucketSchedule) -> Grouping:

@@ -5,6 +5,7 @@ The variables choose by function, for every communicator of a process; the table
 
 from __future__ import annotations
 
+from headway.errors import UserError
 from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.settings import Settings
 from headway.interop.settings.tuner_table import ANY, ANY_SIZE, COLLECTIVES, TunerRule, table
@@ -17,27 +18,32 @@ NCCL, RCCL = "NCCL", "RCCL"
 FILE = "tuner.csv"
 RING, SIMPLE = "ring", "simple"
 PLUGIN = "libnccl-tuner-example.so"
+PART = "carry out this plan's collectives"
+OF_PROTOCOL = f"a rule has to name a protocol, and these name {SIMPLE} for all sizes"
 
 
 def nccl(asked: Asked) -> Settings:
     """NCCL_ALGO and NCCL_PROTO; with a number of channels, the table of the tuner that NCCL has as an example.
 
     That tuner gives one channel to whatever no rule fits, and to rules that leave channels open, so the table names a
-    number and has a rule for everything. Raises PlanError for plans that choose no algorithm.
+    number and has a rule for everything. Raises PlanError for plans that choose no algorithm, and UserError for rules
+    to be appended that leave channels open.
     """
     chosen = _chosen(asked, NCCL)
-    channels = asked.collectives.channels
-    if channels is not None:
-        return _nccl_table(asked, chosen, channels)
+    if asked.collectives.channels is not None:
+        return _nccl_table(asked, chosen, asked.collectives.channels)
     environment = {"NCCL_ALGO": ";".join(f"{function}:{name}" for function, name in chosen.items())}
     if asked.collectives.as_replayed:
         environment["NCCL_PROTO"] = ";".join(f"{function}:{SIMPLE}" for function in chosen)
-    lacks = [
-        "sizes and groups of its own: the variables are for all sizes, and for every communicator of the process"
-    ]
-    lacks += unexpressed(asked)
-    use = "Export the variables on every host; NCCL 2.24 or newer reads them by function."
-    return Settings(NCCL, _gist(chosen), use, tuple(lacks), environment=environment)
+    return Settings(
+        NCCL,
+        _gist(chosen),
+        "Export the variables on every host; NCCL 2.24 or newer reads them by function.",
+        tuple(unexpressed(asked)),
+        ("the variables hold for all sizes, and for every communicator of the process",),
+        environment=environment,
+        part=PART,
+    )
 
 
 def rccl(asked: Asked) -> Settings:
@@ -46,40 +52,48 @@ def rccl(asked: Asked) -> Settings:
     appended = asked.collectives.appended
     channels = ANY if asked.collectives.channels is None else asked.collectives.channels
     rules = (*_rules(asked, chosen, channels), *appended)
-    lacks = [f"the protocol by size: a rule has to name one, and these name {SIMPLE}"]
+    cautions = [OF_PROTOCOL]
     if not appended:
-        lacks.append(
-            "what RCCL ships for this GPU: a table takes the place of the one in librccl. Carry its rules over with "
-            "--append"
+        cautions.append(
+            "this table takes the place of the one for this GPU that RCCL brings; carry its rules over with --append"
         )
-    lacks += unexpressed(asked)
-    gist = _gist(chosen)
-    use = "Export the variable on every host, where the file is; RCCL 2.28.3 or newer reads it, without any plugin."
     return Settings(
-        RCCL, gist, use, tuple(lacks), {FILE: table(rules, _comments(RCCL, gist))},
+        RCCL,
+        _gist(chosen),
+        "Export the variable on every host, where the file is; RCCL 2.28.3 or newer reads it, without any plugin.",
+        tuple(unexpressed(asked)),
+        tuple(cautions),
+        {FILE: table(rules, _comments(RCCL, _gist(chosen)))},
         environment={"NCCL_TUNER_CONFIG_FILE": FILE},
-    )  # fmt: skip
+        part=PART,
+    )
 
 
 def _nccl_table(asked: Asked, chosen: dict[str, str], channels: int) -> Settings:
+    if any(rule.channels == ANY for rule in asked.collectives.appended):
+        raise UserError(
+            "a rule to be appended leaves the number of channels open, which NCCL's tuner takes for one", got=ANY,
+            expected="a number in the sixth field",
+        )  # fmt: skip
     others = tuple(TunerRule(name, 0, ANY_SIZE, RING, SIMPLE, channels) for name in COLLECTIVES)
     rules = (*_rules(asked, chosen, channels), *asked.collectives.appended, *others)
-    lacks = [
-        f"the protocol by size: a rule has to name one, and these name {SIMPLE}",
-        "other collectives as they are: the tuner would give them one channel, so the last five rules fix them to "
-        f"rings with {channels}",
-        "NCCL's constants for Blackwell GPUs as they are: the example tuner overwrites some when it is loaded",
-    ]
-    lacks += unexpressed(asked)
     gist = f"{_gist(chosen)}, {channels} channels"
-    use = (
-        f"Build {PLUGIN} from plugins/tuner/example of NCCL's source, and export the variables on every host, where "
-        "the files are. NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows which rule it applies."
-    )
     return Settings(
-        NCCL, gist, use, tuple(lacks), {FILE: table(rules, _comments(NCCL, gist))},
+        NCCL,
+        gist,
+        f"Build {PLUGIN} from plugins/tuner/example of NCCL's source, and export the variables on every host, where "
+        "the files are. NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows which rule it applies.",
+        tuple(unexpressed(asked)),
+        (
+            OF_PROTOCOL,
+            "what no rule fits would be sent through one channel, so the last five rules fix all other collectives to "
+            f"rings with {channels}",
+            "the example tuner overwrites some of NCCL's constants for Blackwell GPUs when it is loaded",
+        ),
+        {FILE: table(rules, _comments(NCCL, gist))},
         environment={"NCCL_TUNER_PLUGIN": PLUGIN, "NCCL_TUNER_CONFIG_FILE": FILE},
-    )  # fmt: skip
+        part=PART,
+    )
 
 
 def _comments(library: str, gist: str) -> tuple[str, ...]:

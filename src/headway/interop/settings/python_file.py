@@ -11,7 +11,7 @@ from headway.version import __version__
 def python_file(gist: str, lacks: tuple[str, ...], body: str) -> str:
     """A module that says at its top what it does of a plan and what not, in a comment of printable lines."""
     head = [f"# Written by Headway {__version__}: {one_line(gist)}."]
-    head += [f"# Not of the plan: {one_line(lack)}." for lack in lacks]
+    head += [f"# Left out: {one_line(lack)}." for lack in lacks]
     return "\n".join(head) + "\n\n" + body.strip("\n") + "\n"
 
 

@@ -19,6 +19,7 @@ ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_t
 PROTOCOLS = ("ll", "ll128", "simple")
 ANY = -1
 ANY_SIZE = 2**63 - 1  # 4294967295, as examples have it, leaves out what is larger
+MOST_SIZE = 2**64 - 1
 MOST_CHARACTERS = 254  # of a line; readers cut longer ones and go on with the rest as another rule
 MOST_BYTES = 2**20
 FIELDS, MOST_FIELDS = 8, 10  # numPipeOps and regBuff may follow
@@ -86,6 +87,11 @@ def _rule(line: str, where: str) -> TunerRule:
             expected="from 0 on, and not backwards",
         )
     low, high, *rest = numbers
+    if min(rest) < ANY or max(numbers) > MOST_SIZE:
+        raise UserError(
+            f"{where} has a number that means nothing", got=line,
+            expected=f"-1 for any, or 0 to {MOST_SIZE}",
+        )  # fmt: skip
     return TunerRule(fields[0], low, high, fields[3], fields[4], *rest)
 
 
