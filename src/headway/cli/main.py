@@ -24,6 +24,7 @@ COMMANDS = {
     "predict": "predict the step of a model on a cluster, without a trace",
     "optimize": "search for the best plan and write it to a file",
     "run": "run an unmodified training command under a plan",
+    "settings": "print a plan as settings of DDP, FSDP2, DeepSpeed, Megatron, NCCL or RCCL",
     "decisions": "say what a run that follows its network decided, and why",
     "coordinate": "coordinate a job whose workers average in groups",
     "probe": "measure latency and rate of a job's links",

@@ -1,1 +1,1 @@
-"""Other tools' traces: read into ours, and ours written for them."""
+"""Other tools: their traces read into ours, ours written for them, and plans as their settings."""

@@ -1,0 +1,136 @@
+"""``headway settings``: a plan for who cannot run it, as settings of other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from headway import files
+from headway.cli import output as output_of
+from headway.errors import PlanError, UserError
+
+if TYPE_CHECKING:
+    from headway.interop.settings.asked import Asked, CollectiveOptions
+    from headway.interop.settings.settings import Settings
+    from headway.plan import Plan
+
+NAMES = ("ddp", "fsdp2", "deepspeed", "megatron", "nccl", "rccl")
+
+
+@click.command("settings")
+@click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option(
+    "--for", "tool", type=click.Choice(NAMES), required=True, help="The tool that is to run the plan."
+)
+@click.option(
+    "--trace", "trace_path", type=click.Path(path_type=Path),
+    help="The trace that the plan was made from, for tools that count elements or name modules.",
+)  # fmt: skip
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Write the files into this folder, which is made."
+)
+@click.option(
+    "--as-replayed", is_flag=True,
+    help="nccl, rccl: also fix the algorithms that the plan leaves to the library, to the rings of a replay.",
+)  # fmt: skip
+@click.option(
+    "--channels", type=click.IntRange(1, 64),
+    help="nccl: write a tuner's table, whose rules name so many channels. rccl: name them.",
+)  # fmt: skip
+@click.option(
+    "--append", type=click.Path(path_type=Path),
+    help="nccl with --channels, rccl: a tuner's table whose rules are kept behind the plan's own.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def settings(
+    plan_path: Path,
+    tool: str,
+    trace_path: Path | None,
+    output: Path | None,
+    as_replayed: bool,
+    channels: int | None,
+    append: Path | None,
+    as_json: bool,
+) -> None:
+    """Print PLAN as settings of another tool, and say what of it the tool cannot do."""
+    from headway.interop.settings.tools import TOOLS
+    from headway.plan import Plan
+
+    if output is not None:
+        files.check_absent(output)
+    plan = Plan.load(plan_path)
+    options = _of_collectives(tool, as_replayed, channels, append)
+    found = TOOLS[tool](_asked(plan, trace_path, options))
+    if output is not None:
+        _write(found, output)
+    if as_json:
+        written = {} if output is None else {"path": str(output)}
+        output_of.print_document("settings", {**found.to_document(), **written})
+        return
+    _say(found, output)
+
+
+def _of_collectives(
+    tool: str, as_replayed: bool, channels: int | None, append: Path | None
+) -> CollectiveOptions:
+    """What was asked of collectives. Raises UserError where the tool chooses none, or has no table to append to."""
+    from headway.interop.settings.asked import CollectiveOptions
+    from headway.interop.settings.tools import OF_COLLECTIVES
+    from headway.interop.settings.tuner_table import read_table
+
+    given = {"--as-replayed": as_replayed, "--channels": channels is not None, "--append": append is not None}
+    unknown = [name for name, is_given in given.items() if is_given]
+    if unknown and tool not in OF_COLLECTIVES:
+        raise UserError(
+            f"{' and '.join(unknown)}: not for {tool}", expected=f"--for {' or '.join(OF_COLLECTIVES)}"
+        )
+    if append is not None and tool == "nccl" and channels is None:
+        raise UserError("--append without a table to append to", expected="--channels too, for nccl")
+    appended = () if append is None else read_table(append)
+    return CollectiveOptions(channels, appended, as_replayed)
+
+
+def _asked(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> Asked:
+    """The plan and the models of its trace. Raises PlanError where the trace is of another job."""
+    from headway.interop.settings.asked import Asked
+
+    if trace_path is None:
+        return Asked(plan, collectives=options)
+    from headway.trace.folder import load_trace
+
+    trace = load_trace(trace_path)
+    plan.check_recorded(trace.model, trace.stages, trace.world_size)
+    return Asked(plan, tuple(trace.stages) or (trace.model,), options)
+
+
+def _write(found: Settings, folder: Path) -> None:
+    """Write the files into a new folder: all of them or none."""
+    if not found.files:
+        raise PlanError(
+            f"{found.tool} takes no files for this plan", got=f"-o {folder}", expected="arguments or variables alone",
+            fix="Leave out -o.",
+        )  # fmt: skip
+    with files.folder_written_whole(folder) as unfinished:
+        for name, text in found.files.items():
+            files.write_text(unfinished / name, text)
+
+
+def _say(found: Settings, folder: Path | None) -> None:
+    console = output_of.console()
+    console.print(found.sentence())
+    for lack in found.lacks:
+        console.print(f"Left out: {lack}.")
+    for caution in found.cautions:
+        console.print(f"Note: {caution}.")
+    console.print(found.use)
+    if found.environment:
+        console.print("\n".join(f"export {name}='{value}'" for name, value in found.environment.items()))
+    if found.arguments:
+        console.print(" ".join(found.arguments))
+    for name, text in found.files.items():
+        if folder is None:
+            console.print(f"\n# --- {name} ---\n{text}", end="")
+    if folder is not None:
+        console.print("Wrote " + ", ".join(str(folder / name) for name in found.files) + ".")

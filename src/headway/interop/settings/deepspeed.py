@@ -1,0 +1,96 @@
+"""Plans as a part of DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway import files
+from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
+from headway.interop.settings.elements import one_size
+from headway.interop.settings.settings import Settings
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+
+DEEPSPEED = "DeepSpeed"
+FILE = "deepspeed.json"
+WIRES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+ALIGNMENT = 2  # of allgather_bucket_size; ZeRO asserts that it is a multiple
+
+
+def settings(asked: Asked) -> Settings:
+    """ZeRO of stage 1 with buckets of the plan's size, and a pipeline's micro-batches.
+
+    Stage 1 reduces gradients in buckets under backward, once a step. Without ZeRO, DeepSpeed reduces after backward in
+    pieces of a size that nothing changes; stage 2 reduces in every backward that gradients are accumulated over. Raises
+    PlanError for other plans, and without the model where there are buckets.
+    """
+    kinds = (DistributedDataParallelStrategy, ParameterServerStrategy, DecoupledStrategy)
+    strategy = bucketed(asked, DEEPSPEED, kinds)
+    written: dict[str, Any] = {}
+    gists, lacks = [], []
+    if asked.pipeline is not None:
+        written["gradient_accumulation_steps"] = asked.pipeline.count()
+        gists.append(f"{asked.pipeline.count()} micro-batches through {asked.pipeline_ranks} stages in 1F1B")
+        lacks += _of_pipeline(asked)
+    if strategy is not None:
+        size, lack = one_size(asked, strategy)
+        written["zero_optimization"] = _zero(size)
+        gists.append(f"ZeRO stage 1 with buckets of {size:,} elements")
+        lacks += [lack] if lack else []
+        lacks += _of_data(strategy, written)
+        if asked.pipeline is not None:
+            lacks.append("reductions under the last backward: DeepSpeed's pipeline reduces after it")
+    lacks += unexpressed(asked)
+    use = f"Merge {FILE} into the configuration, which has to say the size of batches."
+    if asked.pipeline is not None:
+        use += f" Construct PipelineModule(num_stages={asked.pipeline_ranks})."
+    return Settings(DEEPSPEED, ", ".join(gists), use, tuple(lacks), files={FILE: files.dump_json(written)})
+
+
+def _zero(size: int) -> dict[str, Any]:
+    return {
+        "stage": 1,
+        "reduce_bucket_size": size,
+        "allgather_bucket_size": -(-size // ALIGNMENT) * ALIGNMENT,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
+
+
+def _of_data(strategy: Bucketed, written: dict[str, Any]) -> list[str]:
+    if isinstance(strategy, DecoupledStrategy):
+        lacks = ["gathers under the next forward: step() gathers parameters and waits for them"]
+        if strategy.gather == "gradients":
+            lacks.append("gathered gradients: parameters are gathered, after each rank has updated its share")
+        return lacks
+    lacks = [
+        "all-reduces: sums are scattered under backward, and step() gathers parameters and waits for them"
+    ]
+    if isinstance(strategy, ParameterServerStrategy):
+        return ["servers: sums are those of the process group", *lacks]
+    if any(strategy.wire):
+        wire = one_wire(strategy)
+        if wire is not None and wire.dtype in WIRES:
+            written["communication_data_type"] = WIRES[wire.dtype]
+        else:
+            lacks.append(
+                "what buckets are sent as: all of them are sent as one of float16, bfloat16 or float32"
+            )
+    return lacks
+
+
+def _of_pipeline(asked: Asked) -> list[str]:
+    pipeline = asked.pipeline
+    assert pipeline is not None
+    lacks = []
+    stages = len(asked.plan.stages or ())
+    if stages > asked.pipeline_ranks:
+        lacks.append(f"{stages} stages on {asked.pipeline_ranks} ranks: each rank has one")
+    if pipeline.order != "1f1b" and not (pipeline.order == "kfkb" and pipeline.group_size == 1):
+        lacks.append(f"its order ({pipeline.describe()}): DeepSpeed has 1F1B alone")
+    lacks.append("where stages begin: PipelineModule cuts by partition_method")
+    if pipeline.receive_buffers not in (None, 1):
+        lacks.append(f"{pipeline.receive_buffers} receive buffers: DeepSpeed decides how many there are")
+    return lacks

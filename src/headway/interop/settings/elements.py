@@ -1,0 +1,45 @@
+"""Buckets counted in elements, for tools that know one size for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.interop.settings.asked import Asked, Bucketed
+from headway.model import DTYPE_BYTES
+from headway.scheduling.buckets import Bucket, BucketSchedule
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+
+WHY = "it counts elements"
+
+
+def elements(bucket: Bucket) -> int:
+    """The number of elements of a bucket."""
+    return bucket.size_bytes // DTYPE_BYTES[bucket.dtype]
+
+
+def one_size(asked: Asked, strategy: Bucketed) -> tuple[int, str]:
+    """The size in elements of a bucket at most, and what of the plan it leaves out, "" for nothing.
+
+    Where buckets have one cap, that; otherwise their mean, which makes about as many. Raises PlanError without a model.
+    """
+    schedules = asked.schedules(WHY)
+    if isinstance(strategy, DecoupledStrategy):
+        cap_bytes = 0 if strategy.buckets else strategy.bucket_cap_bytes
+    else:
+        ddp = strategy if isinstance(strategy, DistributedDataParallelStrategy) else strategy.bucketing()
+        limits = set(ddp.size_limits_bytes())
+        cap_bytes = max(1, *limits) if len(limits) == 1 else 0
+    of_elements = {DTYPE_BYTES[bucket.dtype] for schedule in schedules for bucket in schedule.buckets}
+    if cap_bytes and len(of_elements) == 1:
+        return max(1, cap_bytes // of_elements.pop()), ""
+    sizes = _sizes(schedules)
+    mean = max(1, round(sum(sizes) / len(sizes)))
+    return (
+        mean,
+        f"a size for each bucket ({min(sizes):,} to {max(sizes):,} elements): all have one of {mean:,}",
+    )
+
+
+def _sizes(schedules: Sequence[BucketSchedule]) -> list[int]:
+    return [elements(bucket) for schedule in schedules for bucket in schedule.buckets]

@@ -1,0 +1,89 @@
+"""Plans as Megatron's arguments."""
+
+from __future__ import annotations
+
+from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
+from headway.interop.settings.elements import one_size
+from headway.interop.settings.settings import Settings
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+
+MEGATRON = "Megatron"
+
+
+def settings(asked: Asked) -> Settings:
+    """Megatron's arguments for buckets, the decoupled all-reduce and 1F1B, plain or interleaved.
+
+    Its distributed optimizer with both overlaps is the decoupled all-reduce of parameters. Raises PlanError for other
+    plans, and without the model where there are buckets.
+    """
+    kinds = (DistributedDataParallelStrategy, ParameterServerStrategy, DecoupledStrategy)
+    strategy = bucketed(asked, MEGATRON, kinds)
+    arguments: list[str] = []
+    gists, lacks, use = [], [], "Add the arguments to those of the training script."
+    if asked.pipeline is not None:
+        own, gist, lost = _pipeline(asked)
+        arguments += own
+        gists.append(gist)
+        lacks += lost
+        use += (
+            f" --global-batch-size has to be {asked.pipeline.count() * asked.replicas} times --micro-batch-size: "
+            f"{asked.pipeline.count()} micro-batches, {asked.replicas} replicas."
+        )
+    if strategy is not None:
+        size, lack = one_size(asked, strategy)
+        arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(size)]
+        gists.append(f"buckets of {size:,} elements, reduced under backward")
+        lacks += [lack] if lack else []
+        lacks.append(
+            "the order in which gradients are ready: buckets are filled in the reverse order of registration"
+        )
+        lacks += _of_data(strategy, arguments, gists)
+    lacks += unexpressed(asked)
+    return Settings(MEGATRON, ", ".join(gists), use, tuple(lacks), arguments=tuple(arguments))
+
+
+def _of_data(strategy: Bucketed, arguments: list[str], gists: list[str]) -> list[str]:
+    lacks = []
+    if isinstance(strategy, DecoupledStrategy):
+        arguments += ["--use-distributed-optimizer", "--overlap-param-gather"]
+        gists.append("gathered under the next forward")
+        if strategy.gather == "gradients":
+            lacks.append("gathered gradients: parameters are gathered, after each rank has updated its share")
+        lacks.append(
+            "the order of gathers, and how many are in flight: each bucket's forward begins the gather of the next one"
+        )
+        lacks.append("its rings: collectives are those of the process group")
+    elif isinstance(strategy, ParameterServerStrategy):
+        lacks.append("servers: each bucket is all-reduced, to the same sums")
+    elif any(strategy.wire):
+        wire = one_wire(strategy)
+        if wire is not None and wire.dtype == "bfloat16":
+            arguments.append("--grad-reduce-in-bf16")
+            lacks.append(
+                "bfloat16 for other models: the argument acts under --bf16, and gradients are kept as such, too"
+            )
+        else:
+            lacks.append("what buckets are sent as: Megatron sends all of them as they are, or as bfloat16")
+    return lacks
+
+
+def _pipeline(asked: Asked) -> tuple[list[str], str, list[str]]:
+    """The arguments of a pipeline, what they do, and what they do not."""
+    pipeline, ranks = asked.pipeline, asked.pipeline_ranks
+    assert pipeline is not None
+    stages = len(asked.plan.stages or ()) or ranks
+    arguments = ["--pipeline-model-parallel-size", str(ranks)]
+    lacks, order = [], "1F1B"
+    if stages > ranks:
+        order = "interleaved 1F1B"
+        arguments += ["--num-virtual-stages-per-pipeline-rank", str(stages // ranks)]
+    plain = pipeline.order == "1f1b" or (pipeline.order == "kfkb" and pipeline.group_size == 1)
+    fits = pipeline.order == "interleaved" if stages > ranks else plain
+    if not fits:
+        lacks.append(f"its order ({pipeline.describe()}): Megatron has {order} for so many stages")
+    lacks.append("where stages begin: layers are divided evenly, or as --pipeline-model-parallel-layout says")
+    if pipeline.receive_buffers not in (None, 1):
+        lacks.append(f"{pipeline.receive_buffers} receive buffers: Megatron decides how many there are")
+    return arguments, f"{pipeline.count()} micro-batches through {stages} stages in {order}", lacks

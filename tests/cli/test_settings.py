@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.synthetic import SyntheticJob, write_trace
+
+from headway.cli.main import run
+from headway.plan import Plan
+from headway.strategies.registry import policy_named
+from headway.trace.folder import load_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(SyntheticJob(world_size=2, steps=2), tmp_path / "trace")
+
+
+def planned(trace: Path, name: str, **options: object) -> Path:
+    path = trace.parent / f"{name}.yaml"
+    Plan.data_parallel(policy_named(name)(**options), 2, load_trace(trace).model).save(path)
+    return path
+
+
+def test_the_first_line_answers_and_the_file_follows(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(trace, "ddp", bucket_caps_mb=[0.5, 1])
+    assert run(["settings", str(plan), "--for", "ddp"]) == 0
+    said = capsys.readouterr()
+    first, *rest = said.out.splitlines()
+    assert first == "DDP can run this plan: bucket_cap_mb_list with caps for 2 buckets."
+    assert "ARGUMENTS = {'bucket_cap_mb_list': [0.5, 1.0]}" in rest
+    assert said.err == ""
+
+
+def test_what_is_lacking_is_said_before_what_is_to_be_done(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(trace, "decoupled")
+    assert run(["settings", str(plan), "--for", "megatron", "--trace", str(trace)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Megatron can run this plan in part: ")
+    assert lines[1].startswith("Left out: ")
+    assert lines[-1].startswith("--overlap-grad-reduce --ddp-bucket-size 1048576")
+    assert run(["settings", str(plan), "--for", "nccl"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert (
+        said[0] == "NCCL can carry out this plan's collectives: ring for reducescatter, ring for allgather."
+    )
+    assert said[1].startswith("Note: ")
+    assert said[-1] == "export NCCL_ALGO='reducescatter:ring;allgather:ring'"
+
+
+def test_files_are_written_into_a_new_folder(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, out = planned(trace, "decoupled"), tmp_path / "out"
+    arguments = ["settings", str(plan), "--for", "fsdp2", "--trace", str(trace), "-o", str(out)]
+    assert run([*arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert set(said) == {
+        "headway", "kind", "tool", "complete", "gist", "lacks", "cautions", "use", "arguments", "environment", "files",
+        "path",
+    }  # fmt: skip
+    assert (said["kind"], said["tool"], said["path"]) == ("settings", "FSDP2", str(out))
+    assert {path.name: path.read_text() for path in out.iterdir()} == said["files"]
+    assert run(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_rules_are_carried_over(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, theirs = planned(trace, "ddp"), tmp_path / "theirs.csv"
+    theirs.write_text("allreduce,0,65536,tree,ll,2,1,8\n")
+    arguments = ["settings", str(plan), "--for", "rccl", "--as-replayed", "--append", str(theirs)]
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.endswith("allreduce,0,65536,tree,ll,2,1,8\n")
+    theirs.write_text("allreduce,0,65536,trees,ll,2,1,8\n")
+    assert run([*arguments, "-o", str(tmp_path / "out")]) == 2
+    assert "line 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals_are_one_line_and_status_2(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ddp, decoupled = str(planned(trace, "ddp")), str(planned(trace, "decoupled"))
+    groups = str(planned(trace, "partial-all-reduce", group_size=2))
+    other = write_trace(SyntheticJob(world_size=4, steps=2), tmp_path / "other")
+    out = tmp_path / "out"
+    damaged = tmp_path / "damaged.yaml"
+    damaged.write_text("format: 2\n")
+    for arguments, complaint in (
+        ([ddp, "--for", "horovod"], "not one of"),
+        ([str(tmp_path / "no"), "--for", "ddp"], "not found"),
+        ([str(damaged), "--for", "ddp"], "missing"),
+        ([groups, "--for", "ddp"], "DDP has no settings for this plan"),
+        ([ddp, "--for", "fsdp2"], "FSDP2 has no settings for this plan"),
+        ([ddp, "--for", "nccl"], "--as-replayed"),
+        ([decoupled, "--for", "fsdp2"], "Add --trace TRACE."),
+        ([decoupled, "--for", "fsdp2", "--trace", str(tmp_path / "no")], "not found"),
+        ([decoupled, "--for", "fsdp2", "--trace", str(other)], "another world size"),
+        ([decoupled, "--for", "ddp", "--channels", "4"], "--channels: not for ddp"),
+        ([decoupled, "--for", "nccl", "--append", ddp], "--channels too"),
+        ([decoupled, "--for", "nccl", "--channels", "0"], "--channels"),
+        ([decoupled, "--for", "nccl", "-o", str(out)], "Leave out -o."),
+        ([decoupled, "--for", "megatron", "--trace", str(trace), "-o", str(out)], "takes no files"),
+    ):
+        assert run(["settings", *arguments]) == 2, arguments
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("headway: ")
+        assert complaint in line, arguments
+        assert not out.exists()
+    assert run(["settings", ddp]) == 2
+    assert "--for" in capsys.readouterr().err

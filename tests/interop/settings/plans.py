@@ -1,0 +1,55 @@
+"""What tests ask settings for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.models import layered_model
+
+from headway.interop.settings.asked import Asked, CollectiveOptions
+from headway.model import ModelSpec
+from headway.plan import Plan
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.pipeline.mesh import MeshStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
+from headway.strategies.registry import policy_named
+
+MODEL = layered_model()  # four layers of 1000 and 10 elements
+BY_NAME = [["layer3.bias", "layer3.weight", "layer2.bias"], ["layer2.weight", "layer1.bias", "layer1.weight"],
+           ["layer0.bias", "layer0.weight"]]  # fmt: skip
+
+
+def asked(
+    name: str,
+    *,
+    model: ModelSpec = MODEL,
+    traced: bool = True,
+    ranks: int = 4,
+    collectives: CollectiveOptions | None = None,
+    **options: Any,
+) -> Asked:
+    """A plan of data parallelism, and its model where it is ``traced``."""
+    plan = Plan.data_parallel(policy_named(name)(**options), ranks, model)
+    return Asked(plan, (model,) if traced else (), collectives or CollectiveOptions())
+
+
+def piped(stages: int = 2, ranks: int = 2, *, traced: bool = False, **options: Any) -> Asked:
+    """A plan of a pipeline alone."""
+    models = [MODEL] * stages
+    plan = Plan.pipeline(PipelineStrategy(**{"micro_batches": 8, **options}), models, ranks=ranks)
+    return Asked(plan, tuple(models) if traced else ())
+
+
+def meshed(
+    data: DistributedDataParallelStrategy | DecoupledStrategy, stages: Sequence[ModelSpec] = (MODEL, MODEL)
+) -> Asked:
+    """A plan of three pipelines side by side, in 1F1B."""
+    strategy = MeshStrategy(pipeline=PipelineStrategy(micro_batches=8), data=data)
+    return Asked(Plan.on_mesh(strategy, {"pipeline": len(stages), "data": 3}, stages), tuple(stages))
+
+
+def of_tables(rules: str) -> list[list[str]]:
+    """The fields of the rules of a table, without its comments."""
+    return [line.split(",") for line in rules.splitlines() if not line.startswith("#")]
