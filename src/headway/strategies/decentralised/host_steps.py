@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from headway.cluster import Cluster, Host
 from headway.collectives.algorithms import NCCL
@@ -65,7 +66,7 @@ def steps_of_hosts(
         key = (len(ranks), factors, chance, *(id(timelines[rank]) for rank in ranks))
         if key not in known:
             steps = [
-                _scaled(timelines[rank], factor, rank, job.incidents) for rank, factor in zip(ranks, factors)
+                _scaled(timelines[rank], job.steps.factor_of(rank), rank, job.incidents) for rank in ranks
             ]
             known[key] = HostSteps(_steps_ns(job, alone, steps), hand_down_ns(alone, size_bytes))
         found.append(known[key])
@@ -120,10 +121,7 @@ def _steps_ns(job: Job, host: Cluster, steps: Sequence[Sequence[Timeline]]) -> t
     lay_out_ranks(graph, Reactions(graph, own), [[each[0], *each] for each in steps])
     played = play_disturbed(graph, graph.close(), host.compute_slowdown)
     ends_ns = [played.end_ns[graph.boundaries[step]] for step in graph.common_steps]
-    return tuple(
-        max(1, round(float((end_ns - begin_ns).mean())))
-        for begin_ns, end_ns in zip(ends_ns, ends_ns[1:], strict=False)
-    )
+    return tuple(max(1, round(float((end_ns - begin_ns).mean()))) for begin_ns, end_ns in pairwise(ends_ns))
 
 
 def _scaled(timelines: Sequence[Timeline], factor: float, rank: int, incidents: Incidents) -> list[Timeline]:

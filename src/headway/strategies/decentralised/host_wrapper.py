@@ -44,8 +44,8 @@ class HostDataParallel(DistributedDataParallel):
     The ranks of a host are one worker: a DistributedDataParallel over them, with all that it does about gradients
     (``no_sync()``, clipping, a ``GradScaler``, hooks) and buffers. After each ``optimizer.step()`` the host's first
     rank averages its parameters with those of other hosts, and hands down what came of it: all ranks of a host hold the
-    same parameters, to the bit. Ranks are on one host where they have one host name and address, or as the plan's ``hosts``
-    says. Where all are on one, this is DistributedDataParallel, with a warning.
+    same parameters, to the bit. Ranks are on one host where they have one host name and address, or as the plan says
+    (``hosts``). Where all are on one, this is DistributedDataParallel, with a warning.
 
     ``flush``, ``finish``, ``checkpoint`` and ``restore`` are called on all ranks of a host. Raises as
     ``PartialDataParallel`` does; where a rank is lost, the others of its host raise, and other hosts go on.
