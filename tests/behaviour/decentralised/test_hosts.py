@@ -106,7 +106,7 @@ def test_a_host_that_loses_a_rank_ends_and_the_others_go_on(victim: int) -> None
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_checkpoint_is_gone_on_from(staleness: int) -> None:
-    options = {"groups": "static", "staleness": staleness}
+    options = {"groups": "all", "staleness": staleness}
     for rank, result in enumerate(workers.run(4, f"{CASES}:restores", "aabb", options)):
         assert result["iteration"] == 3
         assert result["found"][0] == result["found"][1]

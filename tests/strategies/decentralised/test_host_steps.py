@@ -115,9 +115,10 @@ def test_handing_down_is_a_tree_under_gloo_and_a_pipe_under_nccl() -> None:
         hand_down_ns(cluster(n, library="gloo"), size_bytes) for n in (1, 2, 3, 8)
     )
     assert one_ns == 0
-    assert two_ns >= LOCAL_LATENCY_US * 1e3 + size_bytes * 8 / LOCAL_GBPS
-    assert three_ns == pytest.approx(2 * two_ns, rel=0.01)
-    assert eight_ns == pytest.approx(3 * two_ns, rel=0.01)
+    message_ns = LOCAL_LATENCY_US * 1e3 + size_bytes * 8 / LOCAL_GBPS
+    assert message_ns < two_ns
+    assert 2 * message_ns < three_ns < 2 * two_ns
+    assert 3 * message_ns < eight_ns < 3 * two_ns
     assert hand_down_ns(cluster(8), size_bytes) == hand_down_ns(cluster(2), size_bytes)
 
 
@@ -146,8 +147,8 @@ def test_a_host_is_slow_when_any_of_its_ranks_is() -> None:
     share = 0.2
     slow = replace(job(cluster(4, 4)), incidents=Incidents(slow_share=share, slow_factor=10.0))
     alone = replace(job(cluster(1, 1)), incidents=Incidents(slow_share=share, slow_factor=10.0))
-    rates = [simulated(each, groups="static").iterations[0] for each in (slow, alone)]
-    assert rates[0] < 0.75 * rates[1]
+    rates = [simulated(each, groups="static").iterations_per_s[0] for each in (slow, alone)]
+    assert rates[0] < 0.75 * rates[1], "one of eight is slow in 83 % of steps, one of two in 36 %"
 
 
 def test_the_plans_hosts_are_those_of_the_cluster_and_several() -> None:
