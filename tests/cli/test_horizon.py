@@ -78,7 +78,7 @@ def test_hosts_as_workers_are_replayed_and_predicted(
     assert run([*asked, "--workers", "16", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["predictions"]
     assert "every host trains a model that its ranks share" in found["changes_training"]
-    assert sum(found["breakdown_ms"].values()) < found["step_ms"], "hosts all-reduce in their steps"
+    assert sum(found["breakdown_ms"].values()) == pytest.approx(found["step_ms"], rel=0.03)
     assert run([*asked, "--workers", "4", "--json"]) == 2
     assert "all ranks are on one host" in capsys.readouterr().err
     best = ["optimize", str(trace), "-o", str(tmp_path / "best.yaml"), "--allow", "asynchronous", "--json"]

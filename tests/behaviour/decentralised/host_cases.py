@@ -15,10 +15,12 @@ from tests import limits
 from tests.behaviour.decentralised.cases import _as_json, _sgd, _step
 from tests.behaviour.decentralised.job import loss, model, values
 from tests.behaviour.decentralised.joined_cases import END_S, _refusal
+from tests.behaviour.decentralised.recorded_cases import FIRST, STOP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
+from headway.recording.attach import record
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.decentralised.host_wrapper import HostDataParallel
 
@@ -203,3 +205,17 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     second = wrapped()()  # after the first has finished
     headway.finish(second, timeout_s=limits.stretched(END_S))
     return {name: said for name, said in found.items() if name not in said}
+
+
+def recorded(rank: int, _world_size: int, places: str, folder: str, staleness: int) -> Any:
+    """An ordinary loop, recorded; returns this rank's rounds."""
+    module = model()
+    optimizer = _sgd(module)
+    with record(folder, first_step=FIRST, stop_step=STOP):
+        wrapped, rounds = _wrapped(rank, module, optimizer, places, {"groups": "all", "staleness": staleness})
+        for iteration in range(STOP + 2):
+            _step(wrapped, optimizer, rank, iteration)
+        wrapped.flush()
+        wrapped.close()
+        dist.barrier()
+    return rounds

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests import workers
 from tests.behaviour.decentralised import job
+
+from headway.diagnosis import diagnose
+from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
@@ -111,6 +115,23 @@ def test_a_checkpoint_is_gone_on_from(staleness: int) -> None:
         assert result["iteration"] == 3
         assert result["found"][0] == result["found"][1]
         assert "different checkpoints" in result["refused"], rank
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rounds_of_hosts_are_recorded_and_diagnosed(tmp_path: Path, staleness: int) -> None:
+    folder = tmp_path / "trace"
+    told = workers.run(4, f"{CASES}:recorded", "abab", str(folder), staleness)
+    trace = load_trace(folder)
+    assert {rank: own.worker for rank, own in trace.rounds.items()} == {0: 0, 1: 1}
+    assert told[2] == told[3] == []
+    for info in trace.manifest.ranks:
+        options = info.strategy["partial-all-reduce"]
+        assert options["within_hosts"] == "all-reduce"
+    averaging = diagnose(trace).averaging
+    assert averaging is not None
+    assert {each.members for each in averaging.groups} == {(0, 1)}, "hosts, by their first ranks"
+    assert averaging.failed == 0
+    assert "every host trains a model that its ranks share" in averaging.changes_training
 
 
 def test_ranks_of_one_host_train_under_ddp_with_a_warning() -> None:

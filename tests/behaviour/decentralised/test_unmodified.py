@@ -37,13 +37,13 @@ def reference(
     dataset, _ = train_digits.data()
     models: list[train_digits.Net] = []
     optimizers: list[torch.optim.Optimizer] = []
-    samplers: list[DistributedSampler[tuple[torch.Tensor, ...]]] = []
     for _ in range(WORKERS // ranks_a_worker):
         torch.manual_seed(0)  # all begin with rank 0's
         models.append(train_digits.Net())
         optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.1, momentum=0.9))
-    for rank in range(WORKERS):
-        samplers.append(DistributedSampler(dataset, WORKERS, rank))
+    samplers: list[DistributedSampler[tuple[torch.Tensor, ...]]] = [
+        DistributedSampler(dataset, WORKERS, rank) for rank in range(WORKERS)
+    ]
     for epoch in range(epochs):
         for sampler in samplers:
             sampler.set_epoch(epoch)

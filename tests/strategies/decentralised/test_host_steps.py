@@ -78,7 +78,7 @@ def test_an_iteration_is_a_step_of_ddp_an_average_over_hosts_and_a_broadcast() -
     assert period_ns(outcome) == pytest.approx(step_ns + across_ns + handed_down_ns, rel=1e-5)
     assert [len(each) for each in outcome.finished_ns] == [len(outcome.finished_ns[0])] * 4
     assert outcome.sizes.keys() == {2}, "groups are of hosts"
-    standing_ns = across_ns + handed_down_ns
+    standing_ns = across_ns + handed_down_ns + ring_of_two_ns(LOCAL_GBPS, LOCAL_LATENCY_US)
     assert outcome.standing_ns[3] == pytest.approx(outcome.iterations[3] * standing_ns, rel=0.03)
     fixed = simulated(job(cluster(2, 2)), groups="static")
     assert period_ns(fixed) == pytest.approx(

@@ -46,7 +46,10 @@ def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy) -> Outcome:
 def _of_hosts(
     job: Job, strategy: PartialAllReduceStrategy, timelines: Sequence[Sequence[Timeline]]
 ) -> Outcome:
-    """The same where hosts are the workers; rates and waits are told of ranks, groups and models of hosts."""
+    """The same where hosts are the workers; rates and waits are told of ranks, groups and models of hosts.
+
+    A rank stands still for its host's all-reduces too.
+    """
     workers = strategy.workers(job)
     strategy.decide(job)  # says why there are no two hosts, before anything is simulated
     size_bytes = averaged_bytes(job.model, strategy)
@@ -56,12 +59,26 @@ def _of_hosts(
         job, strategy, cluster_of_hosts(job.on), steps, {}, _of_workers(job.incidents, workers),
         [each.hand_down_ns for each in of_hosts],
     )  # fmt: skip
+    in_host_ns = [
+        iterations
+        * max(0, sum(host.steps_ns) / len(host.steps_ns) - _computes_ns(job, rank, timelines[rank]))
+        for host, ranks, iterations in zip(of_hosts, workers, outcome.iterations, strict=True)
+        for rank in ranks
+    ]
+    for_groups_ns = _of_ranks(outcome.standing_ns, workers)
     return replace(
         outcome,
         finished_ns=_of_ranks(outcome.finished_ns, workers),
-        standing_ns=_of_ranks(outcome.standing_ns, workers),
+        standing_ns=[round(sum(both_ns)) for both_ns in zip(for_groups_ns, in_host_ns, strict=True)],
         forming_ns=_of_ranks(outcome.forming_ns, workers),
     )
+
+
+def _computes_ns(job: Job, rank: int, timelines: Sequence[Timeline]) -> float:
+    """How long a mean step of ``rank`` takes without any communication."""
+    incidents = job.incidents
+    factor = job.steps.factor_of(rank) * (1 + incidents.slow_share * (incidents.slow_factor - 1))
+    return factor * sum(time_ns for each in timelines for _, time_ns in parts_of(each)) / len(timelines)
 
 
 def _of_ranks(of_hosts: Sequence[T], workers: Sequence[Sequence[int]]) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from headway.coordination.generator import Worker
 from headway.errors import UserError
 from headway.strategies.data_parallel.checksum import checksum
-from headway.strategies.decentralised import checkpoint
+from headway.strategies.decentralised import checkpoint, observing
 from headway.strategies.decentralised.averaged import Layout, Policy
 from headway.strategies.decentralised.finishing import Finished
 from headway.strategies.decentralised.handing_down import HandingDown, Told, Word
@@ -24,6 +24,8 @@ BUFFERS: Policy = "averaged"
 
 class FirstOfHost(PartialAllReduce):
     """The worker of a host of several ranks: it hands down what comes of each step, and of ``flush`` and ``finish``."""
+
+    is_called: ClassVar[bool] = False
 
     def __init__(
         self, module: nn.Module, coordinator: Any, optimizer: Optimizer | None, *, down: HandingDown, hosts: int,
@@ -84,6 +86,7 @@ class OtherOfHost:
         self.is_common = True
         self.is_closed = False
         self._stepping = Stepping(module, lambda _: None, self._refuse_closed, self._after_step)
+        observing.follows(self)
         if optimizer is not None:
             self._stepping.bind(optimizer)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -72,6 +72,9 @@ class PartialAllReduce(nn.Module):
     Raises UnsupportedError for models and options that would train wrongly, UserError where a peer trains another
     model, CommunicationError where the job cannot be joined within ``join_timeout_s``.
     """
+
+    is_called: ClassVar[bool] = True
+    """Whether a script calls it, rather than another wrapper that it is part of."""
 
     def __init__(
         self,
