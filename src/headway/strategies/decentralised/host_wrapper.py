@@ -87,8 +87,9 @@ class HostDataParallel(DistributedDataParallel):
             DistributedDataParallel.__init__(self, module, process_group=group, **options)
             if worker is not None and not strategy.is_static:
                 meeting.begin_together()
-        except BaseException:
+        except BaseException as error:
             if worker is not None:
+                meeting.give_up(error)
                 worker.close()
             raise
         self.strategy, self.hosts = strategy, hosts
