@@ -111,6 +111,21 @@ def test_a_script_averages_the_parameters_of_its_hosts_after_each_step(tmp_path:
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+def test_hosts_of_a_lab_are_found_by_themselves(tmp_path: Path) -> None:
+    saved = tmp_path / "digits.pt"
+    planned = plan(tmp_path, groups="static", within_hosts="all-reduce")
+    done = commands.headway(
+        "lab", "run", "--hosts", 2, "--workers-per-host", 2, "--rate", "400mbit", "--",
+        sys.executable, "-m", "headway", "run", "--plan", planned, "--",
+        sys.executable, commands.SCRIPTS / "train_digits.py", "--save", saved, timeout_s=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "one host" not in done.stderr
+    found = torch.load(saved, weights_only=True)
+    for name, tensor in reference(2, 1, 0.0, ranks_a_worker=2).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
 def test_groups_that_are_drawn_before_do_not_wait_for_a_rank_in_the_scripts_barrier(tmp_path: Path) -> None:
     saved = tmp_path / "digits.pt"
     script = commands.torchrun("train_digits.py", "--save", saved, workers=WORKERS)

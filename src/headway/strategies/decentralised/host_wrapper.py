@@ -125,7 +125,7 @@ class HostDataParallel(DistributedDataParallel):
         """Run the module, as DistributedDataParallel does."""
         if self.training and self.worker is not None:
             self.worker.changes()
-        return super().forward(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def updated_by(self, optimizer: Optimizer) -> None:
         """As of ``PartialAllReduce``."""
