@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.coordination.generator import Worker
-from headway.errors import UserError
+from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.checksum import checksum
 from headway.strategies.decentralised import checkpoint, observing
 from headway.strategies.decentralised.averaged import Layout, Policy
@@ -151,7 +151,7 @@ class OtherOfHost:
 
     def _refuse_closed(self) -> None:
         if self.is_closed:
-            raise UserError(
+            raise UnsupportedError(
                 "the model has finished or was closed", fix="Train its .module, or wrap that again."
             )
 
