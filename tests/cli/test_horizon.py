@@ -54,6 +54,39 @@ def test_static_groups_on_hosts_are_replayed(tmp_path: Path, capsys: pytest.Capt
     assert 0 < said["spread"] < 3
 
 
+def test_hosts_as_workers_are_replayed_and_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(replace(JOB, ranks_a_host=2), tmp_path / "trace")
+    plan = plan_for(trace, tmp_path / "plan.yaml", groups="all", within_hosts="all-reduce")
+    assert run(["replay", str(trace), "--plan", str(plan), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["group_sizes"].keys() == {"2"}
+    assert said["rank_iterations_per_s"].keys() == {"0", "1", "2", "3"}
+    assert "all groups of hosts" in said["strategy"]
+    name = "partial-all-reduce:within_hosts=all-reduce,groups=pairs,staleness=1"
+    asked = [
+        "predict",
+        "resnet50",
+        "--cluster",
+        "edr-100g-pcie",
+        "--strategy",
+        name,
+        "--allow",
+        "asynchronous",
+    ]
+    assert run([*asked, "--workers", "16", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert "every host trains a model that its ranks share" in found["changes_training"]
+    assert sum(found["breakdown_ms"].values()) == pytest.approx(found["step_ms"], rel=0.03)
+    assert run([*asked, "--workers", "4", "--json"]) == 2
+    assert "all ranks are on one host" in capsys.readouterr().err
+    best = ["optimize", str(trace), "-o", str(tmp_path / "best.yaml"), "--allow", "asynchronous", "--json"]
+    assert run(best) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert sum("static groups of hosts" in each["name"] for each in plans) == 2
+
+
 def test_it_is_predicted_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("ddp", "partial-all-reduce:groups=all", "partial-all-reduce:groups=pairs,staleness=1")
     options = [option for name in names for option in ("--strategy", name)]

@@ -67,7 +67,7 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
     uninstall()
     injection = injection_of(plan)
     assert isinstance(injection, Injection)
-    wrapper = injection.wrapper()
+    wrapper = injection.wrapper_under(plan.strategy)
     init = None if wrapper is None else wrapper.__init__
     hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)
     _installed = _Installed(plan, injection, wrapper, init, on_refusal, hook)
@@ -166,7 +166,8 @@ def _refuse_fully_sharded(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs
 @functools.wraps(_stock_init)
 def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     installed = _installed
-    if installed is None:
+    if installed is None or (installed.wrapper is not None and isinstance(self, installed.wrapper)):
+        # A wrapper that is a DistributedDataParallel constructs itself.
         _stock_init(self, module, *args, **kwargs)
         return
     if not _is_planned(installed.plan, module):

@@ -38,7 +38,7 @@ def follow(plan_path: str) -> None:
     plan_injection.install(plan, leave_refusal)
     _leave_refusals_of(DistributedDataParallel, "__new__")
     _leave_refusals_of(DistributedDataParallel, "__init__")
-    if (wrapper := injection.wrapper()) is not None:
+    if (wrapper := injection.wrapper_under(plan.strategy)) is not None:
         _leave_refusals_of(wrapper, "__init__")
     if dist.get_world_size() > 1:
         _refuse_to_step_without(

@@ -22,6 +22,7 @@ from headway import torch_private
 from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
 from headway.network.interference import communication_interference
+from headway.rpc import interface
 
 REPEATS = 5
 LATENCY_ROUND_TRIPS = 60
@@ -128,7 +129,7 @@ def _runtime_costs_us() -> dict[str, float]:
 
 def _places() -> Places:
     store, rank, world_size = torch_private.default_store(), dist.get_rank(), dist.get_world_size()
-    store.set(f"headway/host/{rank}", os.environ.get("HEADWAY_HOST") or socket.gethostname())
+    store.set(f"headway/host/{rank}", interface.host_name())
     names = [store.get(f"headway/host/{each}").decode() for each in range(world_size)]
     hosts = tuple(dict.fromkeys(names))
     store.set(f"headway/machine/{rank}", _machine())

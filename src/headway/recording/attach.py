@@ -105,7 +105,8 @@ def _watch_constructions(wrapper: type, recorder: Recorder) -> None:
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        recorder.watch(self, self.module)
+        if getattr(self, "is_called", True):  # and is not part of another wrapper
+            recorder.watch(self, self.module)
 
     _patch(recorder, (wrapper,), "__init__", construct)
 

@@ -48,8 +48,8 @@ class RoundWatch:
 
     @property
     def averages(self) -> bool:
-        """Whether a model of this process is averaged in groups."""
-        return self._worker is not None
+        """Whether a model of this process is averaged in groups, by itself or by another rank of its host."""
+        return self._worker is not None or observing.is_following()
 
     def attach(self) -> None:
         """Listen to the runtime."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway import files, torch_private
 from headway.errors import UserError
 from headway.recording import collecting
+from headway.rpc.interface import host_name
 
 KEY = "headway/recording"
 DESCRIPTION = "recording.json"
@@ -121,11 +121,6 @@ def _begun(folder: Path, output: Path | None) -> Recording:
     recording.folder.mkdir(parents=True)
     files.write_text(recording.folder / DESCRIPTION, recording.model_dump_json())
     return recording
-
-
-def host_name() -> str:
-    """This host's name, as traces have it."""
-    return os.environ.get("HEADWAY_HOST") or socket.gethostname()
 
 
 def _sees(recording: Recording) -> bool:

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
-import socket
 import sys
 import time
 import warnings
@@ -57,6 +56,7 @@ from headway.recording.reads import ReadWatch
 from headway.recording.shapes import SHARDED, several_models, sharded_root
 from headway.recording.step_clock import StepClock
 from headway.recording.updates import UpdateWatch
+from headway.rpc import interface
 from headway.strategies.data_parallel.decoupled.granularity import name_of
 from headway.strategies.registry import plugin_named
 from headway.trace.events import Event, Events, Kind, Stream
@@ -475,7 +475,7 @@ class Recorder:
         self.may_be_measured = any(plugin_named(one).measured_after_recordings for one in strategies)
         info = RankInfo(
             rank=rank,
-            host=os.environ.get("HEADWAY_HOST") or socket.gethostname(),
+            host=interface.host_name(),
             pid=os.getpid(),
             world_size=world_size,
             backend=dist.get_backend() if dist.is_initialized() else "gloo",

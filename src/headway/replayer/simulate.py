@@ -17,9 +17,9 @@ from headway.cluster import Cluster
 from headway.collectives.resources import ClusterResources
 from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import ComputeSpan, GraphBuilder
+from headway.graph.disturbance import play_disturbed
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
-from headway.replayer.disturbance import play_disturbed
 from headway.replayer.folding import period_of
 from headway.replayer.memory import rank_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of

@@ -15,6 +15,11 @@ _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
 
 
+def host_name() -> str:
+    """This machine's name; that of an imitated host, where HEADWAY_HOST gives it one: those of a lab share a name."""
+    return os.environ.get("HEADWAY_HOST") or socket.gethostname()
+
+
 def job_address() -> str:
     """This machine's address in the job: on the interface that Gloo is told to use, else on the way to the master.
 

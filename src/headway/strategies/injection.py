@@ -35,6 +35,14 @@ class Injection(ABC, Generic[S]):
         """A subclass whose instances replace those of DistributedDataParallel; None if these stay."""
         return None
 
+    def wrapper_under(self, strategy: S) -> type[DistributedDataParallel] | None:
+        """The same where it follows from the options of ``strategy``; by default it does not.
+
+        Its constructor may call that of DistributedDataParallel, which is the stock one then.
+        """
+        del strategy
+        return self.wrapper()
+
     @abstractmethod
     def construct(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,16 @@ class Reference:
             *(self.momenta if self._average_moments else ()),
         ]
 
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """Of the next step."""
+        own = loss(self.module, self.worker, self.iteration)
+        return torch.autograd.grad(own, list(self.module.parameters()))
+
     def advance(self, to_iteration: int) -> None:
         """Make steps up to that one, and take what is due after each."""
         while self.iteration < to_iteration:
             parameters = list(self.module.parameters())
-            gradients = torch.autograd.grad(loss(self.module, self.worker, self.iteration), parameters)
+            gradients = self.gradients()
             with torch.no_grad():
                 for parameter, momentum, gradient in zip(parameters, self.momenta, gradients, strict=True):
                     momentum.mul_(MOMENTUM).add_(gradient)
@@ -79,10 +84,14 @@ def reference(
     *,
     moments: str,
     buffers: str,
+    one: Callable[..., Reference] = Reference,
 ) -> list[list[float]]:
-    """What each worker ends with, by the groups that committed in ``rounds`` (of each worker), in their order."""
+    """What each worker ends with, by the groups that committed in ``rounds`` (of each worker), in their order.
+
+    ``one`` makes a worker.
+    """
     workers = [
-        Reference(w, average_moments=moments == "averaged", average_buffers=buffers == "averaged")
+        one(w, average_moments=moments == "averaged", average_buffers=buffers == "averaged")
         for w in range(world_size)
     ]
     committed: dict[int, dict[int, Mapping[str, Any]]] = {}

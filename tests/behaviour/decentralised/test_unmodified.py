@@ -30,24 +30,28 @@ def plan(folder: Path, workers: int = WORKERS, **options: Any) -> Path:
     return path
 
 
-def reference(epochs: int, accumulation: int, clip: float) -> dict[str, torch.Tensor]:
-    """The same training in one process: each worker steps on its own batches, and then all take the mean."""
+def reference(
+    epochs: int, accumulation: int, clip: float, ranks_a_worker: int = 1
+) -> dict[str, torch.Tensor]:
+    """The same training in one process: each worker steps on its ranks' batches, and then all take the mean."""
     dataset, _ = train_digits.data()
     models: list[train_digits.Net] = []
     optimizers: list[torch.optim.Optimizer] = []
-    samplers: list[DistributedSampler[tuple[torch.Tensor, ...]]] = []
-    for rank in range(WORKERS):
+    for _ in range(WORKERS // ranks_a_worker):
         torch.manual_seed(0)  # all begin with rank 0's
         models.append(train_digits.Net())
         optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.1, momentum=0.9))
-        samplers.append(DistributedSampler(dataset, WORKERS, rank))
+    samplers: list[DistributedSampler[tuple[torch.Tensor, ...]]] = [
+        DistributedSampler(dataset, WORKERS, rank) for rank in range(WORKERS)
+    ]
     for epoch in range(epochs):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         loaders = [DataLoader(dataset, batch_size=25, sampler=sampler) for sampler in samplers]
         for step, batches in enumerate(zip(*loaders, strict=True), 1):
-            for model, (images, labels) in zip(models, batches, strict=True):
-                (nn.functional.cross_entropy(model(images), labels) / accumulation).backward()
+            for rank, (images, labels) in enumerate(batches):
+                loss = nn.functional.cross_entropy(models[rank // ranks_a_worker](images), labels)
+                (loss / accumulation / ranks_a_worker).backward()
             if step % accumulation == 0:
                 _step_and_average(models, optimizers, clip)
     return models[0].state_dict()
@@ -85,6 +89,40 @@ def test_a_script_averages_its_parameters_after_each_step(
     expected = reference(2, accumulation, clip)
     assert list(found) == list(expected)
     for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", ["all", "static"])
+def test_a_script_averages_the_parameters_of_its_hosts_after_each_step(tmp_path: Path, groups: str) -> None:
+    """The ranks of a host all-reduce gradients: accumulated, unscaled and clipped as under DistributedDataParallel."""
+    saved = tmp_path / "digits.pt"
+    script = commands.torchrun(
+        "train_digits.py", "--save", saved, "--accumulation", 3, "--clip", 0.5, "--amp", workers=WORKERS
+    )
+    planned = plan(tmp_path, groups=groups, within_hosts="all-reduce", hosts=(2, 2))
+    done = commands.headway("run", "--plan", planned, "--", *script, timeout_s=150)
+    assert done.returncode == 0, done.stderr
+    assert f"{groups} groups of hosts, all-reduce within: hosts' models differ until" in done.stderr
+    assert "alone" not in done.stderr  # after each step all have the same
+    found = torch.load(saved, weights_only=True)
+    expected = reference(2, 3, 0.5, ranks_a_worker=2)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_hosts_of_a_lab_are_found_by_themselves(tmp_path: Path) -> None:
+    saved = tmp_path / "digits.pt"
+    planned = plan(tmp_path, groups="static", within_hosts="all-reduce")
+    done = commands.headway(
+        "lab", "run", "--hosts", 2, "--workers-per-host", 2, "--rate", "400mbit", "--",
+        sys.executable, "-m", "headway", "run", "--plan", planned, "--",
+        sys.executable, commands.SCRIPTS / "train_digits.py", "--save", saved, timeout_s=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "one host" not in done.stderr
+    found = torch.load(saved, weights_only=True)
+    for name, tensor in reference(2, 1, 0.0, ranks_a_worker=2).items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 

@@ -15,7 +15,8 @@ MOST_RANKS = 256  # a simulation takes time in proportion to their number
 
 
 def proposal(job: Job) -> Proposal:
-    """A handful: groups of whoever has come, of several sizes; by a schedule; across hosts; pairs. With no bound."""
+    """A handful: groups of whoever has come, of several sizes; by a schedule; across hosts, whose ranks may be one
+    worker; pairs. With no bound."""
     if job.world_size < 2:
         return Proposal()
     if why := _why_not(job):
@@ -30,6 +31,10 @@ def proposal(job: Job) -> Proposal:
             own(groups="inter-intra", lateness_threshold=LATENESS_THRESHOLD, staleness=staleness)
             for staleness in STALENESS
         ]
+        together = [own(groups=STATIC, within_hosts="all-reduce", staleness=each) for each in STALENESS]
+        found += [strategy.spelled_out(job) for strategy in together]
+        if len(hosts) > 2:
+            found.append(own(within_hosts="all-reduce", group_size=2, staleness=1))
     if job.world_size > 2:
         found.append(own(groups="pairs", staleness=1))
     return Proposal(tuple(found))

@@ -43,6 +43,7 @@ class _Rank:
     since_ns: int = 0  # since the end of its iteration
     asked: Decision | None = None  # where it asked for the group that it waits for, or is in
     asked_ns: int = 0
+    has_mean: bool = False  # that it has not handed down
 
 
 @dataclass(slots=True)
@@ -63,6 +64,9 @@ class CoSimulation:
     and is done when all of its members have finished: they vote on whether all hold the mean. To ask, to be granted and
     to vote take a message between hosts each, unless the schedule is fixed. A group of which a member dies ends when it
     would have, and nobody takes the mean over. Ranks that join have the model at once.
+
+    Where hosts are the workers, ``cluster`` has a rank for each, and a host that has taken a mean stands for its
+    ``hand_down_ns`` until its other ranks have it: before it goes on, or with ``staleness`` 1 before it asks again.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class CoSimulation:
         size_bytes: int,
         staleness: int,
         generator: GroupGenerator | None = None,
+        hand_down_ns: Sequence[int] = (),
     ) -> None:
         if isinstance(schedule, GroupSchedule) and (iterations.scenario.deaths or iterations.scenario.joins):
             raise UnsupportedError(
@@ -80,6 +85,7 @@ class CoSimulation:
                 fix="Let a generator form groups, such as first-come.",
             )  # fmt: skip
         self._iterations, self._size_bytes, self._staleness = iterations, size_bytes, staleness
+        self._hand_down_ns = hand_down_ns or [0] * cluster.world_size
         self._generator = generator or generator_for(schedule, cluster)
         self.graph: GraphBuilder[GroupSchedule | CoordinatedGroups] = GraphBuilder(cluster, schedule)
         self._decisions = Decisions(self.graph)
@@ -207,7 +213,22 @@ class CoSimulation:
         own.finished += 1
         own.stands, own.since_ns = decision, now_ns
         if own.asked is None:
-            self._ask(rank, now_ns)
+            self._handed_down(rank, now_ns, self._ask)
+
+    def _handed_down(self, rank: int, now_ns: int, then: Callable[[int, int], None]) -> None:
+        """Have a host that has taken a mean hand it down before ``then``."""
+        own = self._ranks[rank]
+        taken_ns = self._hand_down_ns[rank] if own.has_mean else 0
+        own.has_mean = False
+        if not taken_ns:
+            then(rank, now_ns)
+            return
+
+        def happen(rank: int, now_ns: int, _operation: int) -> None:
+            if self._ranks[rank].life == own.life:
+                then(rank, now_ns)
+
+        self._at(taken_ns, happen, rank)
 
     def _ask(self, rank: int, now_ns: int) -> None:
         own = self._ranks[rank]
@@ -235,10 +256,7 @@ class CoSimulation:
         own.asked = None
         if own.stands is None:
             return
-        if self._staleness:
-            self._ask(rank, now_ns)
-        else:
-            self._go_on(rank, now_ns)
+        self._handed_down(rank, now_ns, self._ask if self._staleness else self._go_on)
 
     # Groups.
 
@@ -309,6 +327,7 @@ class CoSimulation:
             if self._staleness:
                 self._decisions.answer(group.done[rank])
             if self._ranks[rank].life == group.lives[rank]:
+                self._ranks[rank].has_mean = group.averaged
                 self._released(rank, now_ns)
 
     @property

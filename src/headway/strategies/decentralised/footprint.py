@@ -13,13 +13,14 @@ def averaged_bytes(model: ModelSpec, strategy: PartialAllReduceStrategy | None) 
     return model.size_bytes + (model.optimizer_state_bytes or 0) * moments
 
 
-def footprint(model: ModelSpec, staleness: int) -> Footprint:
+def footprint(model: ModelSpec, staleness: int, ddp_bytes: int = 0) -> Footprint:
     """What one rank holds; with staleness also the parameters that its group began with.
 
+    ``ddp_bytes`` are the buckets of ranks that all-reduce within hosts; then it is what the first rank of a host holds.
     Of averaged moments a copy is held too, which is not counted: a schedule does not tell.
     """
     return Footprint(
-        buffers_bytes=model.size_bytes * (1 + staleness),
+        buffers_bytes=model.size_bytes * (1 + staleness) + ddp_bytes,
         state_bytes=model.optimizer_state_bytes or 0,
         gradients_apart=True,
         updated_share=1.0,

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from headway.errors import UserError
+from headway.cluster import Cluster
+from headway.errors import UnsupportedError, UserError
+from headway.graph.timeline import Part, Timeline
 from headway.incidents import Incidents
 from headway.job import Job
 from headway.strategies.decentralised.cosimulation import CoSimulation
 from headway.strategies.decentralised.footprint import averaged_bytes
+from headway.strategies.decentralised.host_steps import cluster_of_hosts, steps_of_hosts
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.decentralised.scenario import Iterations, Scenario, parts_of
 from headway.strategies.horizon import Outcome
 
 WARM_UP, COUNTED = 10, 40  # iterations of a rank that takes the mean time
 MOST_RANK_ITERATIONS = 200_000
+
+T = TypeVar("T")
+Parts = Sequence[tuple[str, int]]
 
 
 def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy) -> Outcome:
@@ -24,22 +32,89 @@ def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy) -> Outcome:
     one do, and until after the last of the job's incidents; the first fifth is a warm-up. Raises UserError where that
     would be too large, or where nobody is left at some time.
     """
-    timelines, cluster = job.steps.timelines, job.on
+    timelines = job.steps.timelines
     names = sorted(timelines)
-    of_recorded = {rank: [parts_of(timeline) for timeline in own] for rank, own in timelines.items()}
-    steps = [
-        of_recorded[rank] if rank in of_recorded else of_recorded[names[rank % len(names)]]
-        for rank in range(job.world_size)
-    ]
+    own = [timelines.get(rank) or timelines[names[rank % len(names)]] for rank in range(job.world_size)]
+    if strategy.within_hosts and job.world_size > 1:
+        return _of_hosts(job, strategy, own)
+    parts = {id(each): [parts_of(timeline) for timeline in each] for each in own}
+    steps = [parts[id(each)] for each in own]
     factors = {rank: job.steps.factor_of(rank) for rank in range(job.world_size)}
+    return _played(job, strategy, job.on, steps, factors, job.incidents)
+
+
+def _of_hosts(
+    job: Job, strategy: PartialAllReduceStrategy, timelines: Sequence[Sequence[Timeline]]
+) -> Outcome:
+    """The same where hosts are the workers; rates and waits are told of ranks, groups and models of hosts.
+
+    A rank stands still for its host's all-reduces too.
+    """
+    workers = strategy.workers(job)
+    strategy.decide(job)  # says why there are no two hosts, before anything is simulated
+    size_bytes = averaged_bytes(job.model, strategy)
+    of_hosts = steps_of_hosts(job, workers, timelines, size_bytes)
+    steps = [[((Part.REST, step_ns),) for step_ns in each.steps_ns] for each in of_hosts]
+    outcome = _played(
+        job, strategy, cluster_of_hosts(job.on), steps, {}, _of_workers(job.incidents, workers),
+        [each.hand_down_ns for each in of_hosts],
+    )  # fmt: skip
+    in_host_ns = [
+        iterations
+        * max(0, sum(host.steps_ns) / len(host.steps_ns) - _computes_ns(job, rank, timelines[rank]))
+        for host, ranks, iterations in zip(of_hosts, workers, outcome.iterations, strict=True)
+        for rank in ranks
+    ]
+    for_groups_ns = _of_ranks(outcome.standing_ns, workers)
+    return replace(
+        outcome,
+        finished_ns=_of_ranks(outcome.finished_ns, workers),
+        standing_ns=[round(sum(both_ns)) for both_ns in zip(for_groups_ns, in_host_ns, strict=True)],
+        forming_ns=_of_ranks(outcome.forming_ns, workers),
+    )
+
+
+def _computes_ns(job: Job, rank: int, timelines: Sequence[Timeline]) -> float:
+    """How long a mean step of ``rank`` takes without any communication."""
+    incidents = job.incidents
+    factor = job.steps.factor_of(rank) * (1 + incidents.slow_share * (incidents.slow_factor - 1))
+    return factor * sum(time_ns for each in timelines for _, time_ns in parts_of(each)) / len(timelines)
+
+
+def _of_ranks(of_hosts: Sequence[T], workers: Sequence[Sequence[int]]) -> list[T]:
+    return [of_host for of_host, ranks in zip(of_hosts, workers, strict=True) for _ in ranks]
+
+
+def _of_workers(incidents: Incidents, workers: Sequence[Sequence[int]]) -> Incidents:
+    """What happens to hosts: one of which a rank dies has left the job. Slow steps are in those that were simulated.
+
+    Raises UnsupportedError where ranks join.
+    """
+    if incidents.joins:
+        raise UnsupportedError(
+            "ranks of hosts that are workers cannot join", got=", ".join(incidents.describe()),
+            expected="deaths alone", fix="Leave joins: out, or within_hosts.",
+        )  # fmt: skip
+    first_ns = {
+        number: min(time_ns for time_ns, rank in incidents.deaths if rank in ranks)
+        for number, ranks in enumerate(workers)
+        if any(rank in ranks for _, rank in incidents.deaths)
+    }
+    return Incidents(deaths=tuple(sorted((time_ns, number) for number, time_ns in first_ns.items())))
+
+
+def _played(
+    job: Job, strategy: PartialAllReduceStrategy, cluster: Cluster, steps: Sequence[Sequence[Parts]],
+    factors: Mapping[int, float], incidents: Incidents, hand_down_ns: Sequence[int] = (),
+) -> Outcome:  # fmt: skip
+    """Simulate workers that compute ``steps``, ``factors`` times as long, one on each rank of ``cluster``."""
     lengths_ns = [
-        factors[rank] * sum(time_ns for parts in own for _, time_ns in parts) / len(own)
-        for rank, own in enumerate(steps)
+        factors.get(worker, 1.0) * sum(time_ns for parts in own for _, time_ns in parts) / len(own)
+        for worker, own in enumerate(steps)
     ]
     mean_ns = sum(lengths_ns) / len(lengths_ns)
     until_ns = max(round((WARM_UP + COUNTED) * mean_ns), round(10 * max(lengths_ns)), 10)
-    incidents = job.incidents
-    _check_somebody_stays(incidents, job.world_size)
+    _check_somebody_stays(incidents, len(steps))
     until_ns = max(until_ns, incidents.last_ns + until_ns // 5)  # so that what follows from the last is seen
     expected = sum(until_ns / max(1.0, each) for each in lengths_ns)
     if expected > MOST_RANK_ITERATIONS:
@@ -53,7 +128,9 @@ def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy) -> Outcome:
     )  # fmt: skip
     size_bytes = averaged_bytes(job.model, strategy)
     iterations = Iterations(steps, scenario, factors)
-    return CoSimulation(cluster, strategy.decide(job), iterations, size_bytes, strategy.staleness).play()
+    return CoSimulation(
+        cluster, strategy.decide(job), iterations, size_bytes, strategy.staleness, hand_down_ns=hand_down_ns
+    ).play()
 
 
 def _check_somebody_stays(incidents: Incidents, world_size: int) -> None:

@@ -11,7 +11,7 @@ import atexit
 import hmac
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -88,6 +88,12 @@ class Meeting:
             return Coordination(address, secret, _for_peers(secret), host)
         told, peers = found["secret"], bytes.fromhex(found["peers"])
         return Coordination(address, None if told is None else str(told).encode(), peers, host)
+
+    def hosts(self) -> Sequence[Hashable]:
+        """What each rank, by rank, is on: the same of two ranks where they are on one host."""
+        own = {"name": interface.host_name(), "address": interface.job_address()}
+        places = [_read(said) for said in self._exchanged("host", json.dumps(own))]
+        return [(str(place.get("name")), str(place.get("address"))) for place in places]
 
     def after_the_first(self) -> None:
         """Return once rank 0 has joined: the others begin with its parameters, as under DistributedDataParallel."""

@@ -1,7 +1,8 @@
-"""Who is told of every round of this process, whatever model it is of, such as a recorder."""
+"""Who is told of every round of this process, whatever model it is of, such as a recorder; and who has no rounds."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from headway.coordination.generator import Worker
@@ -22,6 +23,19 @@ def watch(told: Told) -> Callable[[], None]:
             _watching.remove(told)
 
     return leave
+
+
+_following: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def follows(model: object) -> None:
+    """This process trains ``model``, whose rounds another rank of its host goes through."""
+    _following.add(model)
+
+
+def is_following() -> bool:
+    """Whether a model of this process takes over what another rank averages."""
+    return bool(_following)
 
 
 def tell(worker: Worker, ended: Round) -> None:

@@ -47,5 +47,6 @@ def check_bare(module: nn.Module) -> None:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
             "workers of several processes are not supported: the model is wrapped for them already",
-            got=type(module).__name__, expected="one process a worker", fix="Pass its .module.",
+            got=type(module).__name__, expected="one process a worker",
+            fix="Pass its .module; workers of a host's processes are made by headway.parallelize, with within_hosts.",
         )  # fmt: skip

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
-    from headway.strategies.decentralised.wrapper import PartialDataParallel
 
 
 class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
@@ -50,27 +49,29 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
         return proposal(job)
 
     def footprint(self, job: Job, schedule: GroupSchedule | CoordinatedGroups, stage: int) -> Footprint:
-        return footprint(job.stages[stage], getattr(schedule, "staleness", 1))
+        of_hosts = 1 < schedule.world_size < job.world_size
+        ddp_bytes = job.stages[stage].size_bytes if of_hosts else 0
+        return footprint(job.stages[stage], getattr(schedule, "staleness", 1), ddp_bytes)
 
     def messages(self, schedule: Any, world_size: int, library: str) -> int:
         return 1
 
-    def wrap(
-        self, module: nn.Module, strategy: PartialAllReduceStrategy, **ddp_options: Any
-    ) -> PartialDataParallel:
-        from headway.strategies.decentralised.wrapper import PartialDataParallel
-
-        return PartialDataParallel(module, strategy=strategy, **ddp_options)
+    def wrap(self, module: nn.Module, strategy: PartialAllReduceStrategy, **ddp_options: Any) -> nn.Module:
+        return _wrapper(strategy)(module, strategy=strategy, **ddp_options)  # type: ignore[call-arg]
 
     def updated_by(self, wrapped: nn.Module, optimizer: Optimizer) -> None:
+        from headway.strategies.decentralised.host_wrapper import HostDataParallel
         from headway.strategies.decentralised.wrapper import PartialDataParallel
 
-        if isinstance(wrapped, PartialDataParallel):
+        if isinstance(wrapped, PartialDataParallel | HostDataParallel):
             wrapped.updated_by(optimizer)
 
     def finish(self, wrapped: nn.Module, timeout_s: float) -> tuple[int, ...] | None:
+        from headway.strategies.decentralised.host_wrapper import HostDataParallel
         from headway.strategies.decentralised.runtime import PartialAllReduce
 
+        if isinstance(wrapped, HostDataParallel):
+            return wrapped.hosts.ranks_of(wrapped.finish(timeout_s=timeout_s).workers)
         if not isinstance(wrapped, PartialAllReduce):
             return None
         return wrapped.finish(timeout_s=timeout_s).workers
@@ -85,9 +86,10 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
         return nullcontext({}) if strategy.is_static else coordinator(strategy)
 
     def wrappers(self) -> tuple[type[nn.Module], ...]:
+        from headway.strategies.decentralised.host_wrapper import HostDataParallel
         from headway.strategies.decentralised.runtime import PartialAllReduce
 
-        return (PartialAllReduce,)
+        return PartialAllReduce, HostDataParallel
 
     def recognise(self, wrapped: Any) -> InForce | None:
         from headway.strategies.decentralised.recognising import in_force
@@ -101,6 +103,9 @@ class _Injection(Injection[PartialAllReduceStrategy]):
 
         return PartialDataParallel
 
+    def wrapper_under(self, strategy: PartialAllReduceStrategy) -> type[DistributedDataParallel]:
+        return _wrapper(strategy)
+
     def construct(
         self,
         init: Callable[..., None],
@@ -113,10 +118,21 @@ class _Injection(Injection[PartialAllReduceStrategy]):
 
         init(wrapped, module, **given, strategy=strategy)
         if dist.get_rank() == 0:
+            whose = "hosts'" if strategy.within_hosts else "ranks'"
             print(
-                f"headway: {strategy.describe()}: ranks' models differ until headway.finish(model)",
+                f"headway: {strategy.describe()}: {whose} models differ until headway.finish(model)",
                 file=sys.stderr,
             )
+
+
+def _wrapper(strategy: PartialAllReduceStrategy) -> type[DistributedDataParallel]:
+    if strategy.within_hosts:
+        from headway.strategies.decentralised.host_wrapper import HostDataParallel
+
+        return HostDataParallel
+    from headway.strategies.decentralised.wrapper import PartialDataParallel
+
+    return PartialDataParallel
 
 
 PLUGIN = _Plugin()

@@ -19,12 +19,15 @@ OPTIONS = (
     "group_size", "neighbours", "deadline_ms", "patience", "slowdown_threshold", "lateness_threshold", "mixing_window",
 )  # fmt: skip
 
+_RANKS = ("rank", "ranks", "a model of its own")
+
 
 class PartialAllReduceStrategy(Strategy):
     """Every rank trains a model of its own, and averages it with those of a group of ranks after each iteration.
 
-    It does not train as all-reduce does: ranks hold different models in between, and unless groups are static, which
-    ones average depends on when they come.
+    With ``within_hosts`` a worker is not a rank but a host, whose ranks train one model together. It does not train as
+    all-reduce does: workers hold different models in between, and unless groups are static, which ones average depends
+    on when they come.
     """
 
     name: ClassVar[str] = "partial-all-reduce"
@@ -35,6 +38,10 @@ class PartialAllReduceStrategy(Strategy):
 
     group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
     """How many ranks average together; by default 4. Of static and inter-intra groups: how many hosts."""
+
+    within_hosts: Literal["all-reduce"] | None = None
+    """all-reduce: the ranks of a host are one worker. They all-reduce their gradients at every step, as
+    DistributedDataParallel does, and hosts average their models: groups are of hosts, not of ranks."""
 
     staleness: Literal[0, 1] = 0
     """1: a rank computes its next iteration while its group averages, and takes the average over after it."""
@@ -62,7 +69,8 @@ class PartialAllReduceStrategy(Strategy):
     """How many of its last groups have to connect each rank with all others, directly or by way of others."""
 
     hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Of static groups: how many ranks each host has, in their order. Without it all of a live job are on one."""
+    """Of static groups, and with within_hosts: how many ranks each host has, in their order. Without it all of a live
+    job are on one; with within_hosts ranks tell each other which host they are on."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """What chance starts from."""
@@ -77,8 +85,10 @@ class PartialAllReduceStrategy(Strategy):
                 options_of(self.groups, given)
             except PlanError as error:
                 raise ValueError(str(error)) from None
-            if self.hosts:
-                raise ValueError("hosts are of static groups only")
+            if self.hosts and not self.within_hosts:
+                raise ValueError("hosts are of static groups only, or of within_hosts")
+            if self.within_hosts and self.groups == "inter-intra":
+                raise ValueError("inter-intra groups average within hosts themselves: leave within_hosts out")
         elif not set(given) <= {"group_size"}:
             raise ValueError(f"static groups have no {', '.join(sorted(set(given) - {'group_size'}))}")
         return self
@@ -94,13 +104,32 @@ class PartialAllReduceStrategy(Strategy):
         return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
 
     def decide(self, job: Job) -> GroupSchedule | CoordinatedGroups:
-        """Fix the groups, or say who forms them. Raises PlanError for hosts of another number of ranks."""
-        if self.is_static:
-            if job.world_size == 1:
-                return GroupSchedule(1, ((),))
-            return hosts_in_turn(self._ranks_of_hosts(job), self.group_size or 4)
+        """Fix the groups of workers, or say who forms them.
+
+        Raises PlanError for hosts of another number of ranks, and where with ``within_hosts`` there is one host.
+        """
+        if job.world_size == 1:
+            return GroupSchedule(1, ((),)) if self.is_static else self._coordinated(1)
+        workers = self.workers(job)
+        if len(workers) == 1:
+            raise PlanError(
+                "all ranks are on one host, and with within_hosts hosts average: nothing but all-reduce is left",
+                got=f"{job.world_size} ranks of one host", expected="two hosts", fix="Use ddp, or leave it out.",
+            )  # fmt: skip
+        if not self.is_static:
+            return self._coordinated(len(workers))
+        hosts: Sequence[Sequence[int]] = self._ranks_of_hosts(job)
+        if self.within_hosts:
+            hosts = [[worker] for worker in range(len(workers))]
+        return hosts_in_turn(hosts, self.group_size or 4)
+
+    def _coordinated(self, workers: int) -> CoordinatedGroups:
         options = tuple(sorted(self.generator_options.items()))
-        return CoordinatedGroups(job.world_size, self.groups, options, self.staleness, self.seed)
+        return CoordinatedGroups(workers, self.groups, options, self.staleness, self.seed)
+
+    def workers(self, job: Job) -> Sequence[Sequence[int]]:
+        """The ranks of each worker: one each, or with ``within_hosts`` those of a host. Raises as ``decide`` does."""
+        return self._ranks_of_hosts(job) if self.within_hosts else [(rank,) for rank in range(job.world_size)]
 
     def spelled_out(self, job: Job) -> Self:
         """The same with the hosts of static groups written out."""
@@ -114,7 +143,7 @@ class PartialAllReduceStrategy(Strategy):
             sizes = (job.world_size,) if job.cluster is None else tuple(h.workers for h in job.cluster.hosts)
         if sum(sizes) != job.world_size:
             raise PlanError(
-                "the hosts of static groups have another number of ranks",
+                f"the hosts of {'within_hosts' if self.within_hosts else 'static groups'} have another number of ranks",
                 got=f"{sum(sizes)} ranks", expected=f"{job.world_size}",
             )  # fmt: skip
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
@@ -123,20 +152,26 @@ class PartialAllReduceStrategy(Strategy):
     @property
     def changes_training(self) -> str:
         """Models of their own, whom they are averaged with, and how late."""
-        whom = "all ranks that are there" if self.groups == "all" else "a group of ranks"
+        one, many, several = (
+            ("host", "hosts", "a model that its ranks share") if self.within_hosts else _RANKS
+        )
+        whom = f"all {many} that are there" if self.groups == "all" else f"a group of {many}"
         said = [
-            f"every rank trains a model of its own and averages its parameters with {whom}, instead of summing "
+            f"every {one} trains {several} and averages its parameters with {whom}, instead of summing "
             "gradients over all ranks"
         ]
+        if self.within_hosts:
+            said.append("each host counts once in an average, however many ranks it has")
         if self.groups not in (STATIC, "all"):
-            said.append("which ranks average depends on when they come, so two runs differ")
+            said.append(f"which {many} average depends on when they come, so two runs differ")
         if self.staleness:
             said.append("averages are taken over one iteration late")
         return "; ".join(said)
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""
-        said = [f"partial all-reduce, {self.groups} groups"]
+        whose = " of hosts, all-reduce within" if self.within_hosts else ""
+        said = [f"partial all-reduce, {self.groups} groups{whose}"]
         said += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
         said += ["one iteration stale"] * self.staleness + ["moments averaged"] * (self.moments == "averaged")
         return ", ".join(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.strategies.decentralised.host_wrapper import HostDataParallel
 from headway.strategies.decentralised.policy import STATIC, PartialAllReduceStrategy
 from headway.strategies.decentralised.runtime import PartialAllReduce
 from headway.strategies.decentralised.scheduled_coordinator import ScheduledCoordinator
@@ -15,6 +16,8 @@ def in_force(wrapped: Any) -> InForce | None:
 
     Who forms groups is the coordinator's matter: a wrapper without a plan only knows whether there is one.
     """
+    if isinstance(wrapped, HostDataParallel) and wrapped.worker is not None:
+        return InForce(wrapped.strategy.model_dump(mode="json", exclude_defaults=True))
     if not isinstance(wrapped, PartialAllReduce):
         return None
     planned = getattr(wrapped, "strategy", None)

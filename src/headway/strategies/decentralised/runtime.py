@@ -13,10 +13,8 @@ meeting, wrapper         in the place of DistributedDataParallel, as a plan says
 from __future__ import annotations
 
 import atexit
-import os
-import socket
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,7 +23,7 @@ from headway import torch_private
 from headway.coordination.generator import Worker
 from headway.coordination.membership import Coordinator, GroupStart, Member
 from headway.errors import UnsupportedError, UserError
-from headway.rpc.interface import job_address
+from headway.rpc.interface import host_name, job_address
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.decentralised import checkpoint, joining, scheduled_coordinator
 from headway.strategies.decentralised.averaged import Layout, Policy, check_module
@@ -75,6 +73,9 @@ class PartialAllReduce(nn.Module):
     model, CommunicationError where the job cannot be joined within ``join_timeout_s``.
     """
 
+    is_called: ClassVar[bool] = True
+    """Whether a script calls it, rather than another wrapper that it is part of."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -115,8 +116,7 @@ class PartialAllReduce(nn.Module):
             )
         self._server = PeerServer(host or job_address(), secret)
         self._peers = Peers(secret)
-        host_name = os.environ.get("HEADWAY_HOST") or socket.gethostname()  # hosts of a lab have one name
-        self.member = Member(rank, incarnation, self._server.address, host_name)
+        self.member = Member(rank, incarnation, self._server.address, host_name())
         self._known = Known(self.member, self._server)
         self._snapshots = Snapshots(self._state)
         self._server.handle("state", lambda c, _h, _p, deadline: joining.give(self._snapshots, c, deadline))
@@ -162,8 +162,12 @@ class PartialAllReduce(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if self.training:
-            self._snapshots.resume()  # statistics of normalisation layers change from here on
+            self.changes()
         return self.module(*inputs, **kwargs)
+
+    def changes(self) -> None:
+        """What a joining worker is given changes from here on, until the next step's end: statistics, in a forward."""
+        self._snapshots.resume()
 
     def updated_by(self, optimizer: Optimizer) -> None:
         """``optimizer`` is the one that updates the model, which is found at its first step otherwise.

@@ -145,10 +145,10 @@ class ScheduledCoordinator:
 
 def number_of(coordinator: Coordinator | GroupSchedule, worker: Worker | None) -> Worker:
     """This worker's number: as it is told, or its rank in the schedule. Raises UserError where there is none."""
-    if not isinstance(coordinator, GroupSchedule):
-        if worker is None:
-            raise UserError("this worker has no number", fix="Pass worker=, a number of its own in the job.")
+    if worker is not None:
         return worker
+    if not isinstance(coordinator, GroupSchedule):
+        raise UserError("this worker has no number", fix="Pass worker=, a number of its own in the job.")
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "there is no process group", expected="torch.distributed to be initialised",

@@ -15,6 +15,7 @@ from headway.errors import HeadwayWarning
 from headway.strategies.decentralised.rounds import Ending
 
 if TYPE_CHECKING:
+    from headway.strategies.decentralised.host_wrapper import HostDataParallel
     from headway.strategies.decentralised.runtime import PartialAllReduce
 
 W = TypeVar("W", bound=nn.Module)
@@ -71,6 +72,19 @@ def of_partial_all_reduce(wrapped: PartialAllReduce) -> str:
         f"state_dict() of a model under partial all-reduce is worker {wrapped.member.worker}'s own after "
         f"{wrapped.iteration} steps, {averaged}. At the end of training, headway.finish(model) on every rank "
         "makes all workers' models one"
+    )
+
+
+def of_hosts(wrapped: HostDataParallel) -> str:
+    """Whose model ``wrapped`` is, unless all hosts have the same."""
+    if wrapped.worker is None or not wrapped.iteration or wrapped.worker.is_common:
+        return ""
+    host = wrapped.hosts.number_of(dist.get_rank())
+    ranks = ", ".join(map(str, wrapped.hosts.ranks[host]))
+    return (
+        f"state_dict() of a model under partial all-reduce is that of host {host} alone (ranks {ranks}) after "
+        f"{wrapped.iteration} steps. At the end of training, headway.finish(model) on every rank makes all hosts' "
+        "models one"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Self
@@ -20,6 +19,7 @@ from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decentralised import coordinated
 from headway.strategies.decentralised.averaged import check_module
 from headway.strategies.decentralised.averaging import Observer
 from headway.strategies.decentralised.launching import choice_of
@@ -59,7 +59,7 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
     ) -> None:
         check_bare(module)
         check_module(module)  # before ranks wait for each other
-        _check_options(module, given)
+        check_options(module, given)
         options: dict[str, Any] = {
             "staleness": strategy.staleness, "moments": strategy.moments, "observer": observer,
             "join_timeout_s": join_timeout_s,
@@ -77,34 +77,27 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         self, module: nn.Module, strategy: PartialAllReduceStrategy, optimizer: Optimizer | None,
         options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        _refuse_second()
+        coordinated.refuse_second()
         meeting = Meeting(options["join_timeout_s"])
         choice = choice_of(strategy)
         found = meeting.coordination(choice)
-        meeting.after_the_first()
         rank = dist.get_rank()
-        client = CoordinatorClient(found.address, found.secret)
-        try:
+
+        def construct(client: CoordinatorClient) -> PartialAllReduce:
             # Workers of an earlier attempt may still count as there: rank 0 does not ask them for their state.
-            super().__init__(
+            super(PartialDataParallel, self).__init__(
                 module, client, optimizer, worker=rank, host=found.host, secret=found.peers_secret,
                 initial="peer" if rank else "own", **options,
             )  # fmt: skip
-            if client.generator not in (None, str(choice)):
-                self.close()
-                raise UserError(
-                    "the coordinator forms other groups than the plan says", got=client.generator,
-                    expected=str(choice), fix="Start it with headway coordinate --plan, or leave it to headway run.",
-                )  # fmt: skip
-        except BaseException as error:
-            meeting.give_up(error)
-            raise
+            return self
+
+        coordinated.join(meeting, choice, found, construct)
         try:
             meeting.begin_together()
         except BaseException:
             self.close()
             raise
-        _coordinated.add(self)
+        coordinated.is_trained(self)
 
     def _look_like_ddp(self, given: Mapping[str, Any]) -> None:
         """What scripts read of a DistributedDataParallel."""
@@ -166,7 +159,8 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         raise UnsupportedError("Join has no collectives to shadow under partial all-reduce", fix=FIX)
 
 
-def _check_options(module: nn.Module, given: Mapping[str, Any]) -> None:
+def check_options(module: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise UserError or UnsupportedError for options of DistributedDataParallel that cannot be had here."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     if unknown := sorted(set(given) - set(known)):
         raise UserError("DistributedDataParallel has no such option", got=", ".join(unknown))
@@ -175,8 +169,8 @@ def _check_options(module: nn.Module, given: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{name} is not supported by partial all-reduce", fix=FIX)
     if given.get("process_group") not in (None, dist.group.WORLD):
         raise UnsupportedError(
-            "partial all-reduce is for all ranks of the job: workers of several processes are not supported",
-            got="a process group of its own", fix="Leave process_group out.",
+            "partial all-reduce is for all ranks of the job", got="a process group of its own",
+            fix="Leave process_group out. For workers of several processes a plan has within_hosts.",
         )  # fmt: skip
     if torch_private.ddp_ignores_some_of(module):
         raise UnsupportedError("DistributedDataParallel was told to ignore some parameters", fix=FIX)
@@ -201,15 +195,3 @@ def _schedule(module: nn.Module, strategy: PartialAllReduceStrategy) -> GroupSch
         return GroupSchedule(1, ((),))
     decided = strategy.decide(Job.of(model_spec(module), world_size))
     return decided if isinstance(decided, GroupSchedule) else None
-
-
-_coordinated: weakref.WeakSet[PartialDataParallel] = weakref.WeakSet()
-
-
-def _refuse_second() -> None:
-    """Raise UnsupportedError where this process has a coordinated model that has not finished: it is one worker."""
-    if any(not each.is_closed for each in _coordinated):
-        raise UnsupportedError(
-            "a process has one model that a coordinator's groups average", got="another one",
-            expected="one, or static groups", fix="Call headway.finish(model) of the first one, or put both into one.",
-        )  # fmt: skip

@@ -1,0 +1,169 @@
+"""The ranks of one host that are a worker together: the first one averages, the others take over what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from headway.coordination.generator import Worker
+from headway.errors import UnsupportedError, UserError
+from headway.strategies.data_parallel.checksum import checksum
+from headway.strategies.decentralised import checkpoint, observing
+from headway.strategies.decentralised.averaged import Layout, Policy
+from headway.strategies.decentralised.finishing import Finished
+from headway.strategies.decentralised.handing_down import HandingDown, Told, Word
+from headway.strategies.decentralised.options import JOIN_LIMIT_S
+from headway.strategies.decentralised.runtime import PartialAllReduce
+from headway.strategies.decentralised.stepping import Stepping
+
+BUFFERS: Policy = "averaged"
+
+
+class FirstOfHost(PartialAllReduce):
+    """The worker of a host of several ranks: it hands down what comes of each step, and of ``flush`` and ``finish``."""
+
+    is_called: ClassVar[bool] = False
+
+    def __init__(
+        self, module: nn.Module, coordinator: Any, optimizer: Optimizer | None, *, down: HandingDown, hosts: int,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self._down, self._hosts = down, hosts
+        super().__init__(module, coordinator, optimizer, buffers=BUFFERS, **options)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all hosts have the same model."""
+        last = self.last_round
+        if last is None:
+            return not self.iteration
+        return (last.iteration, last.staleness, len(last.members)) == (self.iteration, 0, self._hosts)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The model's, once it is known."""
+        return self._stepping.optimizer
+
+    def flush(self) -> None:
+        """As ``PartialAllReduce.flush``, on all ranks of the host."""
+        with self._down.failure_told():
+            committed = self._averaging.committed
+            super().flush()
+            self._hand_down(Word.FLUSHED, committed)
+
+    def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
+        """As ``PartialAllReduce.finish``, on all ranks of the host."""
+        with self._down.failure_told():
+            finished = super().finish(source, timeout_s)
+            layout = Layout(self.module, None, buffers=BUFFERS, moments="local")
+            workers = (*finished.workers, finished.given_by)
+            self._down.tell(Word.FINISHED, self.iteration, layout, is_common=True, workers=workers)
+        return finished
+
+    def _after_step(self) -> None:
+        with self._down.failure_told():
+            committed = self._averaging.committed
+            super()._after_step()
+            self._hand_down(Word.STEPPED, committed)
+
+    def _hand_down(self, word: Word, committed: int) -> None:
+        changed = self._averaging.committed > committed
+        self._down.tell(word, self.iteration, self._layout() if changed else None, is_common=self.is_common)
+
+
+class OtherOfHost:
+    """Another rank of a host: after each step it holds what the first one does."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, *, down: HandingDown, moments: Policy
+    ) -> None:
+        self.module = module
+        self._down, self._moments = down, moments
+        self.iteration = 0
+        self.is_common = True
+        self.is_closed = False
+        self._stepping = Stepping(module, lambda _: None, self._refuse_closed, self._after_step)
+        observing.follows(self)
+        if optimizer is not None:
+            self._stepping.bind(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The model's, once it is known."""
+        return self._stepping.optimizer
+
+    def joined(self) -> None:
+        """Wait until the first rank has joined the job."""
+        self.iteration = self._down.hear(Word.JOINED, self._layout).iteration
+
+    def changes(self) -> None:
+        """Nobody takes this rank's state."""
+
+    def updated_by(self, optimizer: Optimizer) -> None:
+        """As of ``PartialAllReduce``."""
+        self._stepping.bind_once(optimizer)
+
+    def flush(self) -> None:
+        """Take over what the first rank finishes."""
+        self._heard(self._down.hear(Word.FLUSHED, self._layout, self.iteration))
+
+    def finish(self, source: Worker | None = None, timeout_s: float = JOIN_LIMIT_S) -> Finished:
+        """Take over the final model. ``source`` and ``timeout_s`` are the first rank's matter."""
+        del source, timeout_s
+        self._refuse_closed()
+        self.flush()
+        try:
+            final = Layout(self.module, None, buffers=BUFFERS, moments="local")
+            told = self._down.hear(Word.FINISHED, lambda: final, self.iteration)
+        finally:
+            self.close()
+        self._heard(told)
+        *workers, given_by = told.workers
+        return Finished(tuple(workers), given_by)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """As of ``PartialAllReduce``."""
+        self.flush()
+        return checkpoint.saved(self.module, self.optimizer, self.iteration)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """As of ``PartialAllReduce``."""
+        self.iteration = checkpoint.restore(state, self.module, self.optimizer)
+
+    def close(self, *, leave: bool = True) -> None:
+        """Follow no more steps."""
+        del leave
+        self.is_closed = True
+        self._stepping.close()
+
+    def _after_step(self) -> None:
+        self.iteration += 1
+        self._heard(self._down.hear(Word.STEPPED, self._layout, self.iteration))
+
+    def _heard(self, told: Told) -> None:
+        self.is_common = told.is_common
+
+    def _layout(self) -> Layout:
+        return Layout(self.module, self.optimizer, buffers=BUFFERS, moments=self._moments)
+
+    def _refuse_closed(self) -> None:
+        if self.is_closed:
+            raise UnsupportedError(
+                "the model has finished or was closed", fix="Train its .module, or wrap that again."
+            )
+
+
+def check_same(rank: FirstOfHost | OtherOfHost, down: HandingDown) -> None:
+    """Raise UserError on all ranks of a host where they were not restored from the same state."""
+    state = [] if rank.optimizer is None else [rank.optimizer.state[key] for key in rank.optimizer.state]
+    moments = [value for own in state for value in own.values() if hasattr(value, "element_size")]
+    tensors = [each for each in (*rank.module.parameters(), *moments) if each.element_size() > 1]
+    if not down.agree((checksum(tensors) + 7 * rank.iteration) % 2**62):
+        raise UserError(
+            "ranks of one host were restored from different checkpoints",
+            expected="the same model, optimizer and iteration on all ranks of a host",
+            fix="Restore all of them from the checkpoint of one.",
+        )  # fmt: skip
