@@ -108,9 +108,10 @@ def test_a_host_that_loses_a_rank_ends_and_the_others_go_on(victim: int) -> None
     assert ended[0].result["endings"].count("committed") >= 2
 
 
+@pytest.mark.parametrize("groups", ["all", "static"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_checkpoint_is_gone_on_from(staleness: int) -> None:
-    options = {"groups": "all", "staleness": staleness}
+def test_a_checkpoint_is_gone_on_from(staleness: int, groups: str) -> None:
+    options = {"groups": groups, "staleness": staleness}
     for rank, result in enumerate(workers.run(4, f"{CASES}:restores", "aabb", options)):
         assert result["iteration"] == 3
         assert result["found"][0] == result["found"][1]

@@ -212,12 +212,15 @@ class PartialAllReduce(nn.Module):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``checkpoint()``, whatever this worker held. Wrap with ``initial="own"`` if all are restored.
 
-        Raises UserError where it is no checkpoint of this model.
+        Under a schedule all ranks are restored, as often as each other. Raises UserError where it is no checkpoint of
+        this model.
         """
         self._averaging.drop()
         with self._snapshots.writing():
             self.iteration = checkpoint.restore(state, self.module, self._stepping.optimizer)
         self._awaited = None
+        if isinstance(self.coordinator, ScheduledCoordinator):
+            self.coordinator.begin_anew()
 
     def close(self, *, leave: bool = True) -> None:
         """Leave the job without a last mean; the model is this worker's own."""

@@ -43,6 +43,7 @@ class ScheduledCoordinator:
         self._server, self._peers = server, peers
         self._members: dict[int, Member] = {}
         self._iteration = 0
+        self._beginnings = 0
         self._starts: dict[int, GroupStart] = {}
         self._outcomes: dict[int, bool] = {}
 
@@ -79,6 +80,10 @@ class ScheduledCoordinator:
                 f"rank {self._rank}: not all {len(keys)} ranks of the schedule were ready within {timeout_s:g} s"
             ) from error
 
+    def begin_anew(self) -> None:
+        """Rounds that there have been may come again, as every rank goes on from a checkpoint: they are others."""
+        self._beginnings += 1
+
     def ask(self, iteration: int) -> None:
         """This rank has finished ``iteration``, counted from 1: its group is that of round ``iteration`` - 1."""
         self._iteration = iteration
@@ -89,7 +94,7 @@ class ScheduledCoordinator:
         ranks = self._schedule.group_of(self._rank, self._iteration - 1) or (self._rank,)
         number = self._iteration * self._schedule.world_size + ranks[0]
         members = tuple(self._members[rank] for rank in ranks)
-        start = GroupStart(number, f"{self._run}/{number}", members)
+        start = GroupStart(number, f"{self._run}/{self._beginnings}/{number}", members)
         self._starts = {number: start}
         return start
 
