@@ -8,7 +8,9 @@ something else; and it knows nothing of collectives that the script itself waits
 
 Three things are looked at, each by itself, and the largest counts:
 
-- **computation**: what the slowest rank computes in a step;
+- **computation**: what the slowest rank computes in a step. The mean over ranks of a few steps may be less, as others
+  may be nearer to it when these end than when they begin: by up to a step, but it is no less than what ranks compute
+  on average;
 - **dependencies**: a gradient arrives a latency after it is there at the earliest, and what is computed from then on,
   until the period ends (``periods``), follows it;
 - **links**: over each cut of the cluster (``cuts``) all bytes pass between the moments at which they are there and those
@@ -21,15 +23,17 @@ Where ranks compute differently, links and dependencies are those of a rank that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from headway.job import Job
 from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
 from headway.planning.bound.lateness import Work, least_lateness
-from headway.planning.bound.periods import Form, Period, RankPeriods, periods_of
+from headway.planning.bound.periods import Form, Period
+from headway.planning.bound.ranks import ranks_of
 
 COMPUTATION, LATENCY = "computation", "latency"
+STEPS_AHEAD = 1  # of the slowest rank: by as many may others come closer to it, or get away from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +60,19 @@ class StepBound:
     @property
     def reason(self) -> str:
         """Why a step cannot be shorter, in a sentence."""
-        computation = f"its slowest rank computes for {self.parts_ns[COMPUTATION] / 1e6:.1f} ms"
+        computation = f"computation alone takes {self.parts_ns[COMPUTATION] / 1e6:.1f} ms"
         if self.binds == COMPUTATION:
             return f"No plan can be faster, as {computation}."
         if self.binds == LATENCY:
             return f"No plan can be faster, as gradients arrive a latency later than they are there; {computation}."
         return (
             f"No plan can be faster, as all gradients have to pass {self.binds}, whatever the algorithm; {computation}."
+        )
+
+    def scaled(self, factor: float) -> StepBound:
+        """The bound of a step of which everything takes so many times as long."""
+        return StepBound(
+            self.step_ns * factor, {name: part_ns * factor for name, part_ns in self.parts_ns.items()}
         )
 
     def distance(self, step_ms: float) -> str:
@@ -75,32 +85,35 @@ def bound_of(job: Job, form: Form, *, steps: float | None = None, sent_share: fl
     """The bound of the mean step of ``job``, whose model is not cut into stages, under plans of one ``form``.
 
     It holds for the mean of its steps as they are replayed; with ``steps`` for the mean of so many like them: the more
-    there are, the less does it matter what links had saved up before (``math.inf``: not at all). ``sent_share`` is for
-    plans that send every gradient in no less than that share of its bytes.
+    there are, the less does it matter what links had saved up before, and how far ranks may get ahead of others
+    (``math.inf``: not at all). ``sent_share`` is for plans that send every gradient in no less than that share of its
+    bytes.
     """
-    ranks = _ranks(job, form)
-    count = len(next(iter(job.steps.timelines.values())))
-    parts_ns = {COMPUTATION: max(rank.computation_ns for rank in ranks.as_recorded) / count}
-    periods = ranks.fastest_periods if job.world_size > 1 else []
-    if not periods:
-        return StepBound(parts_ns[COMPUTATION], parts_ns)
-    sizes = {
-        name: each.size_bytes * least_byte_factor(job.on) * sent_share
-        for name, each in job.model.by_name.items()
-    }
+    ranks = ranks_of(job, form)
+    recorded = len(next(iter(job.steps.timelines.values())))
+    count = recorded if steps is None else steps
+    edges_ns = ranks.edges_ns / count
+
+    def mean_ns(periods_ns: Iterable[float]) -> float:
+        return sum(periods_ns) / recorded + edges_ns
+
+    slowest_ns = ranks.slowest_ns / recorded * (1 - STEPS_AHEAD / count)
+    parts_ns = {COMPUTATION: max(ranks.mean_ns / recorded, slowest_ns)}
     cuts = cuts_of(job.on)
-    edges_ns = min(rank.edges_ns for rank in ranks.as_recorded)
+    if not cuts or not ranks.fastest:
+        return StepBound(parts_ns[COMPUTATION], parts_ns)
     latency_ns = min(cut.latency_ns for cut in cuts)
-    parts_ns[LATENCY] = (sum(_dependent_ns(each, latency_ns) for each in periods) + edges_ns) / count
-    longest_ns = [0.0] * len(periods)
+    parts_ns[LATENCY] = mean_ns(_dependent_ns(each, latency_ns) for each in ranks.fastest)
+    factor = least_byte_factor(job.on) * sent_share
+    sizes = {name: each.size_bytes * factor for name, each in job.model.by_name.items()}
+    total_bytes = sum(sizes[name] for period in ranks.fastest for name in period.released_ns) / recorded
+    longest_ns = [0.0] * len(ranks.fastest)
     for cut in cuts:
-        each_ns = [_passing_ns(each, cut, sizes) for each in periods]
+        each_ns = [_passing_ns(each, cut, sizes) for each in ranks.fastest]
         longest_ns = list(map(max, longest_ns, each_ns))
-        passing_ns = (sum(each_ns) + edges_ns) / count
-        all_ns = sum(cut.time_ns(sum(sizes[name] for name in each.released_ns)) for each in periods) / count
-        saved_ns = cut.credit_ns / (count if steps is None else steps)
-        parts_ns[cut.name] = max(parts_ns.get(cut.name, 0.0), passing_ns, all_ns - saved_ns)
-    return StepBound(max(*parts_ns.values(), (sum(longest_ns) + edges_ns) / count), parts_ns)
+        refilled_ns = cut.time_ns(total_bytes) - cut.credit_ns / count
+        parts_ns[cut.name] = max(parts_ns.get(cut.name, 0.0), mean_ns(each_ns), refilled_ns)
+    return StepBound(max(*parts_ns.values(), mean_ns(longest_ns)), parts_ns)
 
 
 def _dependent_ns(period: Period, latency_ns: float) -> float:
@@ -123,37 +136,4 @@ def _passing_ns(period: Period, cut: Cut, sizes: Mapping[str, float]) -> float:
                 work.append((max(released_ns, period.step_ns), due_ns, length_ns / 2))
         else:
             work.append((released_ns, due_ns, length_ns))
-    return max(period.computation_ns, least_lateness(work, cut.credit_ns))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The periods of all different ranks, and for each period one that asks no more than any of them."""
-
-    as_recorded: Sequence[RankPeriods]
-    fastest_periods: Sequence[Period]
-
-
-def _ranks(job: Job, form: Form) -> _Ranks:
-    """What the different ranks of ``job`` do. Those that were not recorded do what others do, maybe in another step."""
-    computation, known = job.steps, job.steps.timelines
-    names = sorted(known)
-    slow = job.incidents.slow_factor if job.incidents.slow_share else 1.0
-    different = {
-        (rank if rank in known else names[rank % len(names)], computation.factor_of(rank) * min(1.0, slow))
-        for rank in range(job.world_size)
-    }
-    scaled = [
-        [step.scaled(factor) if factor != 1.0 else step for step in known[rank]]
-        for rank, factor in sorted(different)
-    ]
-    as_recorded = [periods_of(steps, job.model, form) for steps in scaled]
-    counts = {len(each.periods) for each in as_recorded}
-    if len(counts) > 1:  # they do not exchange gradients in the same steps
-        return _Ranks(as_recorded, [])
-    if job.world_size <= len(known) or len(scaled[0]) == 1:
-        together = zip(*(each.periods for each in as_recorded), strict=True)
-        return _Ranks(as_recorded, [Period.fastest(each) for each in together])
-    turned = [steps[begin:] + steps[:begin] for steps in scaled for begin in range(len(steps))]
-    every = [period for steps in turned for period in periods_of(steps, job.model, form).periods]
-    return _Ranks(as_recorded, [Period.fastest(every)] * counts.pop() if every else [])
+    return max(_dependent_ns(period, cut.latency_ns), least_lateness(work) - cut.credit_ns)
