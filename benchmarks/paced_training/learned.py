@@ -11,8 +11,8 @@ import torch.distributed as dist
 from headway.cluster import Cluster, Host
 from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
-from headway.model import ModelSpec
 from headway.job import Job
+from headway.model import ModelSpec
 from headway.planning.bound import bound_of
 from headway.scheduling.buckets import GATHER_MODES
 from headway.strategies.data_parallel.module_spec import model_spec

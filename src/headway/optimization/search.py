@@ -336,7 +336,9 @@ def _as_recorded(job: Job, schedule: Schedule) -> list[Proposal]:
     """The bound of the recorded plan where that sends gradients in fewer bytes than any that is proposed."""
     if not isinstance(schedule, BucketSchedule):
         return []
-    share = min((each.wire_bytes / each.size_bytes for each in schedule.buckets if each.size_bytes), default=1.0)
+    share = min(
+        (each.wire_bytes / each.size_bytes for each in schedule.buckets if each.size_bytes), default=1.0
+    )
     return [Proposal.within((), bound_of(job, "all-reduce", sent_share=share))] if share < 1 else []
 
 

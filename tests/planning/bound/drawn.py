@@ -124,11 +124,15 @@ def clusters(draw: st.DrawFn, size_bytes: int, computation_ms: float) -> Cluster
         hosts = [hosts[0].model_copy(update={"workers": draw(st.integers(2, 4))})]
     given: dict[str, Any] = {}
     if len(hosts) > 1 and draw(st.booleans()):
-        given["traffic"] = (Traffic(source="host0", target="host1", gbps=gbps * draw(st.sampled_from([0.2, 0.7, 3.0]))),)
+        given["traffic"] = (
+            Traffic(source="host0", target="host1", gbps=gbps * draw(st.sampled_from([0.2, 0.7, 3.0]))),
+        )
         given["window_bytes"] = int(size_bytes * draw(st.sampled_from([0, 0.01, 0.2])))
     if len(hosts) > 1 and draw(st.integers(0, 4)) == 0:
         given["paths"] = (SlowPath(source="host1", target="host0", gbps=gbps / 3),)
-    costs = st.sampled_from([AlgorithmCost(), AlgorithmCost(byte_factor=0.9), AlgorithmCost(overhead_us=300, message_us=50)])
+    costs = st.sampled_from(
+        [AlgorithmCost(), AlgorithmCost(byte_factor=0.9), AlgorithmCost(overhead_us=300, message_us=50)]
+    )
     return Cluster(
         hosts=tuple(hosts),
         latency_us=draw(st.sampled_from([0, 0, 100, 3000])),

@@ -71,7 +71,7 @@ def one_parameter(
     steps: int = 3,
     **cluster: object,
 ) -> Job:
-    """A job whose gradients are complete when backward ends; it computes for a forward, a backward and a rest of 1 ms."""
+    """A job whose gradients are complete when backward ends; it computes a forward, a backward, a rest of 1 ms."""
     hosts = tuple(
         Host(name=f"host{index}", workers=workers_a_host, up_gbps=GBPS, down_gbps=GBPS)
         for index in range(workers // workers_a_host)
@@ -121,7 +121,9 @@ def test_the_bound_is_what_a_single_bucket_takes_inside_a_host(workers: int) -> 
         ("parameters", DecoupledStrategy(gather="parameters")),
     ],
 )
-def test_the_bound_is_what_computation_takes_where_bytes_pass_beneath_it(form: Form, strategy: Strategy) -> None:
+def test_the_bound_is_what_computation_takes_where_bytes_pass_beneath_it(
+    form: Form, strategy: Strategy
+) -> None:
     job = layered_job([2**20] * 24, communication=0.01, latency_us=0.0, overhead_us=0.0).job
     bound = bound_of(job, form)
     assert bound.parts_ns[COMPUTATION] == pytest.approx(bound.step_ns, rel=0.01)
@@ -171,7 +173,9 @@ def test_a_burst_that_is_never_saved_again_is_spent_once() -> None:
 
 
 def test_gradients_are_a_latency_on_the_way() -> None:
-    job = one_parameter(2, latency_us=50_000.0).moved_to(one_parameter(2, latency_us=50_000.0).on.scaled(bandwidth=1e5))
+    job = one_parameter(2, latency_us=50_000.0).moved_to(
+        one_parameter(2, latency_us=50_000.0).on.scaled(bandwidth=1e5)
+    )
     bound = bound_of(job, "all-reduce")
     assert bound.step_ms == pytest.approx(31 + 50, rel=1e-3)
 

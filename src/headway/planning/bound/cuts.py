@@ -96,7 +96,9 @@ def _cuts(cluster: Cluster, *, shared: bool) -> Iterator[Cut]:
 def _inside(host: Host, memory: float, links: _Link, latency_ns: float) -> Cut:
     """The workers of a host and what is outside of it: each copy uses the memory of a sender or one of the links."""
     rate = host.workers * memory + links.rate
-    return Cut(f"the memory and link of host {host.name}", 2 * host.workers, rate, links.credit_bytes, latency_ns)
+    return Cut(
+        f"the memory and link of host {host.name}", 2 * host.workers, rate, links.credit_bytes, latency_ns
+    )
 
 
 def _slowest(cuts: Iterable[Cut]) -> Cut:

@@ -45,7 +45,9 @@ class Period:
     def fastest(cls, periods: Sequence[Period]) -> Period:
         """A period that asks no more than any of ``periods``, which are not none."""
         steps = [each.step_ns for each in periods if each.step_ns is not None]
-        common = [name for name in periods[0].released_ns if all(name in each.released_ns for each in periods)]
+        common = [
+            name for name in periods[0].released_ns if all(name in each.released_ns for each in periods)
+        ]
         return cls(
             min(each.computation_ns for each in periods),
             {name: min(each.released_ns[name] for each in periods) for name in common},

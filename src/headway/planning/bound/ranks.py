@@ -46,6 +46,4 @@ def ranks_of(job: Job, form: Form) -> Ranks:
             turned = [steps[first:] + steps[:first] for steps in scaled for first in range(len(steps))]
             every = [period for steps in turned for period in periods_of(steps, job.model, form).periods]
             fastest = [Period.fastest(every)] * len(fastest)
-    return Ranks(
-        max(computed_ns), total_ns / job.world_size, fastest, min(own.edges_ns for own in each)
-    )
+    return Ranks(max(computed_ns), total_ns / job.world_size, fastest, min(own.edges_ns for own in each))

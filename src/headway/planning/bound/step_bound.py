@@ -1,8 +1,8 @@
 """The bound of a step: no plan that exchanges exact gradients in every step is replayed in less, whatever it decides.
 
 It holds for all plans of synchronous data parallelism of one ``Form``, and the least over forms for all of them:
-whatever buckets gradients are cut into and in whatever order they leave, decoupled or not, on however many connections,
-over rings, trees, servers or hierarchies. It does not hold for plans that send something else than every gradient in its
+whatever buckets gradients are cut into and in whatever order they leave, decoupled or not, on however many
+connections, over rings, trees, servers or hierarchies. It does not hold for plans that send something else than every gradient in its
 own type (of fewer bits, of some elements, not in every step, or not to all), nor for pipelines, whose ranks exchange
 something else; and it knows nothing of collectives that the script itself waits for, which only add to a step.
 
@@ -13,12 +13,12 @@ Three things are looked at, each by itself, and the largest counts:
   on average;
 - **dependencies**: a gradient arrives a latency after it is there at the earliest, and what is computed from then on,
   until the period ends (``periods``), follows it;
-- **links**: over each cut of the cluster (``cuts``) all bytes pass between the moments at which they are there and those
-  at which they are needed, at the rate of its links, and what these have saved up. Communication is cut as finely as one
-  likes and costs nothing but its bytes. Over all steps together, links pass no more than their rate and what they had
+- **links**: over each cut of the cluster (``cuts``) all bytes pass between the moments at which they are there and
+  those at which they are needed, at the rate of its links, and what these have saved up. Communication is cut as finely
+  as one likes and costs nothing but its bytes. Over all steps together, links pass no more than their rate and what they had
   saved up before the first of them: a burst that is spent in every step has to be saved up in every step.
 
-Where ranks compute differently, links and dependencies are those of a rank that is as fast as the fastest in everything.
+Where ranks compute differently, links and dependencies are those of a rank that is as fast as the fastest in all.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class StepBound:
             return f"No plan can be faster, as {computation}."
         if self.binds == LATENCY:
             return f"No plan can be faster, as gradients arrive a latency later than they are there; {computation}."
-        return (
-            f"No plan can be faster, as all gradients have to pass {self.binds}, whatever the algorithm; {computation}."
-        )
+        return f"No plan can be faster, as all gradients have to pass {self.binds}; {computation}."
 
     def scaled(self, factor: float) -> StepBound:
         """The bound of a step of which everything takes so many times as long."""

@@ -40,9 +40,7 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
     def propose(self, job: Job) -> Proposal:
         """The default, and caps of many sizes."""
         capped = (DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in CAPS_MB)
-        return Proposal.within(
-            (DistributedDataParallelStrategy(), *capped), bound_of(job, "all-reduce")
-        )
+        return Proposal.within((DistributedDataParallelStrategy(), *capped), bound_of(job, "all-reduce"))
 
     def wrap(
         self, module: nn.Module, strategy: DistributedDataParallelStrategy, **ddp_options: Any
