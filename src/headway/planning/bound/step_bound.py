@@ -2,9 +2,10 @@
 
 It holds for all plans of synchronous data parallelism of one ``Form``, and the least over forms for all of them:
 whatever buckets gradients are cut into and in whatever order they leave, decoupled or not, on however many
-connections, over rings, trees, servers or hierarchies. It does not hold for plans that send something else than every gradient in its
-own type (of fewer bits, of some elements, not in every step, or not to all), nor for pipelines, whose ranks exchange
-something else; and it knows nothing of collectives that the script itself waits for, which only add to a step.
+connections, over rings, trees, servers or hierarchies. It does not hold for plans that send something else than every
+gradient in its own type (of fewer bits, of some elements, not in every step, or not to all), nor for pipelines, whose
+ranks exchange something else; and it knows nothing of collectives that the script itself waits for, which only add to
+a step.
 
 Three things are looked at, each by itself, and the largest counts:
 
@@ -15,8 +16,8 @@ Three things are looked at, each by itself, and the largest counts:
   until the period ends (``periods``), follows it;
 - **links**: over each cut of the cluster (``cuts``) all bytes pass between the moments at which they are there and
   those at which they are needed, at the rate of its links, and what these have saved up. Communication is cut as finely
-  as one likes and costs nothing but its bytes. Over all steps together, links pass no more than their rate and what they had
-  saved up before the first of them: a burst that is spent in every step has to be saved up in every step.
+  as one likes and costs nothing but its bytes. Over all steps together, links pass no more than their rate and what
+  they had saved up before the first of them: a burst that is spent in every step has to be saved up in every step.
 
 Where ranks compute differently, links and dependencies are those of a rank that is as fast as the fastest in all.
 """
