@@ -87,6 +87,8 @@ def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> N
     assert all(later >= (1 - TIE) * earlier for earlier, later in itertools.pairwise(times))
     assert times[0] <= (1 + TIE) * min(times)
     assert times[0] >= 0.999 * found.bound_ms
+    assert found.bound is not None
+    assert found.bound.step_ms == pytest.approx(found.bound_ms)
     assert seen[-1][0] == seen[-1][1] == len(found.candidates)
     assert found.best("ddp").predicted_ms >= min(times)
 

@@ -15,7 +15,7 @@ within any time ``t`` it lets ``credit + rate * t`` pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from headway.cluster import Cluster, Host
@@ -55,10 +55,7 @@ def cuts_of(cluster: Cluster) -> tuple[Cut, ...]:
     then there is a second cut of the same name, of a smaller rate and a larger credit, and both hold. Slower paths
     between hosts are left out, as others may lead around them, and others' traffic that begins or ends meanwhile.
     """
-    found = [cut for cut in _cuts(cluster, shared=False) if cut.copies]
-    if shared := [cut for cut in _cuts(cluster, shared=True) if cut.copies]:
-        found += [cut for cut in shared if cut not in found]
-    return tuple(found)
+    return tuple(dict.fromkeys((*_cuts(cluster, shared=False), *_cuts(cluster, shared=True))))
 
 
 def least_byte_factor(cluster: Cluster) -> float:
@@ -68,20 +65,20 @@ def least_byte_factor(cluster: Cluster) -> float:
 
 def _cuts(cluster: Cluster, *, shared: bool) -> Iterator[Cut]:
     hosts, workers = cluster.hosts, cluster.world_size
-    ways = {way: [_Link.of(cluster, host, way, shared=shared) for host in hosts] for way in ("from", "to")}
-    between_ns, inside_ns = cluster.latency_us * 1e3, cluster.local_latency_us * 1e3
     others = len(hosts) - 1
-    for way, links in ways.items() if others else ():
-        named = [(f"the link {way} host {host.name}", link) for host, link in zip(hosts, links, strict=True)]
-        yield _slowest(Cut(name, 1, link.rate, link.credit_bytes, between_ns) for name, link in named)
-        total = _Link.together(links)
-        name = f"the links {way} all hosts"
-        yield Cut(name, 2 * others, total.rate, total.credit_bytes, between_ns, in_halves=True)
+    ways = {
+        way: [_Link.of(cluster, host, way, shared=shared) for host in hosts] if others else []
+        for way in ("from", "to")
+    }
+    between_ns, inside_ns = cluster.latency_us * 1e3, cluster.local_latency_us * 1e3
+    if others:
+        for way, links in ways.items():
+            yield from _between(hosts, way, links, between_ns)
     if workers == len(hosts):
         return
     memory = cluster.local_gbps * BYTES_A_NS_AND_GBPS
     least_ns = min(between_ns, inside_ns) if others else inside_ns
-    sending = _Link.together(ways["from"] if others else [])
+    sending = _Link.together(ways["from"])
     yield Cut(
         "the memory and links of all workers", 2 * (workers - 1), sending.rate + workers * memory,
         sending.credit_bytes, least_ns, in_halves=True,
@@ -91,6 +88,18 @@ def _cuts(cluster: Cluster, *, shared: bool) -> Iterator[Cut]:
             _inside(host, memory, _Link.together([up, down]), least_ns)
             for host, up, down in zip(hosts, ways["from"], ways["to"], strict=True)
         )
+
+
+def _between(hosts: Sequence[Host], way: str, links: Sequence[_Link], latency_ns: float) -> Iterator[Cut]:
+    """One direction of the links of all hosts: of each by itself, and of all together."""
+    yield _slowest(
+        Cut(f"the link {way} host {host.name}", 1, link.rate, link.credit_bytes, latency_ns)
+        for host, link in zip(hosts, links, strict=True)
+    )
+    total, copies = _Link.together(links), 2 * (len(hosts) - 1)
+    yield Cut(
+        f"the links {way} all hosts", copies, total.rate, total.credit_bytes, latency_ns, in_halves=True
+    )
 
 
 def _inside(host: Host, memory: float, links: _Link, latency_ns: float) -> Cut:
