@@ -33,13 +33,13 @@ def check(case: Drawn, slack: float = ROUNDING) -> None:
         assert step_ms >= least_ms, f"{strategy!r} beats the bound: {bound.reason}"
 
 
-@settings(MANY, max_examples=100)
+@settings(MANY, max_examples=60)
 @given(drawn())
 def test_nothing_is_replayed_in_less(case: Drawn) -> None:
     check(case)
 
 
-@settings(MANY, max_examples=50)
+@settings(MANY, max_examples=30)
 @given(drawn(ranks_differ=True))
 def test_nothing_is_replayed_in_less_on_ranks_that_differ(case: Drawn) -> None:
     check(case)
