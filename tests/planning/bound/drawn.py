@@ -83,7 +83,8 @@ def profiles(draw: st.DrawFn, model: ModelSpec, computation_ns: int) -> StepProf
     shares = st.integers(0, 10)
     own = {module: (draw(shares), draw(shares)) for module in model.forward_order}
     total = max(1, sum(map(sum, own.values())))
-    needs_ns, ready_ns = {}, {}
+    needs_ns: dict[str, int] = {}
+    ready_ns: dict[str, int] = {}
     now_ns = 0
     for module in model.forward_order:
         if draw(st.integers(0, 9)):
