@@ -32,7 +32,8 @@ WORKER = "--worker"
 TIMEOUT_S = 3600.0
 WORDS = (
     "Median step over interleaved rounds (ms; slowest rank), `spread` its quartiles, `bound_ms` what no method of that "
-    "kind can beat: all-reduce t_f + max(t_b, 2c); decoupled or sharded max(t_f, c) + max(t_b, c); "
+    "kind can beat whose halves stay apart: all-reduce t_f + max(t_b, 2c); decoupled or sharded "
+    "max(t_f, c) + max(t_b, c); "
     "bytescheduler max(t_f + t_b, 2c); t_f and t_b measured alone, c the volume of one way at the measured goodput. "
     "Paced rows: parameters, gradients and messages are real, computation is asleep for a modelled time "
     "(RTX 2080 Ti, headway.models.roofline) stretched by `dilation`; sizes are scaled by `size_scale`, and "

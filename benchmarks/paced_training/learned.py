@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from headway.cluster import Cluster, Host
+from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
+from headway.job import Job
 from headway.model import ModelSpec
-from headway.planning.dependency_bound import bounds_of
-from headway.planning.surrogate import Predictor
+from headway.planning.bound import bound_of
+from headway.scheduling.buckets import GATHER_MODES
 from headway.strategies.data_parallel.module_spec import model_spec
 from paced_training.jobs import PacedJob
 from paced_training.trainer import alone
@@ -41,8 +43,9 @@ class Learned:
             needs_ns={name: round(at_s * 1e9) for name, at_s in self.needed_s.items()},
             ready_ns={name: round(at_s * 1e9) for name, at_s in self.ready_s.items()},
         )
-        bounds = bounds_of(Predictor(self.spec, profile, Cluster(hosts=tuple(hosts), latency_us=0.0)))
-        return min(bounds.gradients_ns, bounds.parameters_ns) / 1e9
+        cluster = Cluster(hosts=tuple(hosts), latency_us=0.0)
+        job = Job((self.spec,), cluster.world_size, cluster, Computation({0: (profile.timeline(),)}))
+        return min(bound_of(job, form).step_ns for form in GATHER_MODES) / 1e9
 
 
 def learn(job: PacedJob) -> Learned:

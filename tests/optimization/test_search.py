@@ -11,7 +11,7 @@ from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.search import TIE, candidate_strategies, is_better, needed_bytes, plan_of, search
-from headway.planning.bounds import step_bound
+from headway.planning.bound import bound_of
 from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
@@ -87,6 +87,8 @@ def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> N
     assert all(later >= (1 - TIE) * earlier for earlier, later in itertools.pairwise(times))
     assert times[0] <= (1 + TIE) * min(times)
     assert times[0] >= 0.999 * found.bound_ms
+    assert found.bound is not None
+    assert found.bound.step_ms == pytest.approx(found.bound_ms)
     assert seen[-1][0] == seen[-1][1] == len(found.candidates)
     assert found.best("ddp").predicted_ms >= min(times)
 
@@ -108,9 +110,9 @@ def test_the_planners_schedules_are_replayed_and_none_of_a_fixed_cap_is_better(r
 
 
 def test_all_reduces_never_beat_their_own_bound(replayer: Replayer) -> None:
-    bound = step_bound(replayer.job.steps.timelines, replayer.trace.model.size_bytes, replayer.cluster)
+    bound = bound_of(replayer.job, "all-reduce")
     best = search(replayer).best("ddp")
-    assert best.predicted_ms >= 0.999 * bound.all_reduce_ms
+    assert best.predicted_ms >= 0.999 * bound.step_ms
 
 
 def test_the_plan_holds_what_was_predicted_and_fits_the_recorded_job(replayer: Replayer) -> None:

@@ -5,7 +5,7 @@ from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.collectives.selection import RINGS
 from headway.job import Job
-from headway.planning.dependency_bound import bounds_of, least_lateness
+from headway.planning.bound import bound_of
 from headway.planning.planner import plan
 from headway.planning.surrogate import Predictor
 from headway.scheduling.buckets import (
@@ -32,7 +32,8 @@ JOBS: dict[str, tuple[PlannedJob, float]] = {
     "bound by computation": (layered_job(EVEN, communication=0.1), 1.04),
     "an embedding first in forward": (layered_job(EMBEDDING, communication=0.8, forward_ms=60), 1.04),
     "many small layers": (layered_job(SMALL, communication=0.6), 1.04),
-    "two workers a host": (layered_job(EVEN, communication=0.7, workers_a_host=2), 1.04),
+    # Adding up within hosts first would send two thirds of what rings send between them.
+    "two workers a host": (layered_job(EVEN, communication=0.7, workers_a_host=2), 1.25),
 }
 
 
@@ -53,7 +54,7 @@ def test_no_fixed_cap_is_better_and_the_bound_is_near(case: tuple[PlannedJob, fl
         best = planned.best(form)
         caps = [fixed(cap, form).decide(Job.of(job.model)) for cap in CAPS_BYTES]
         assert best.step_ns <= 1.001 * min(predictor.predict(schedule) for schedule in caps)
-        bound_ns = planned.bounds.of(form)
+        bound_ns = bound_of(job.job, form).step_ns
         assert bound_ns <= best.step_ns <= factor * bound_ns
         assert best.step_ns == pytest.approx(predictor.predict(best.schedule))
 
@@ -112,7 +113,10 @@ def test_gathering_gradients_early_beats_what_overlap_alone_can() -> None:
     job = layered_job(EVEN, communication=0.75, latency_us=1.0, overhead_us=5.0, optimizer_ms=0.0)
     planned = plan(job.job, forms=["gradients"])
     assert planned.best().schedule.gathers_after
-    assert planned.best().step_ns < 0.95 * planned.bounds.overlap_ns
+    profile = job.profile
+    one_way_ns = 0.75 * profile.backward_ns
+    apart_ns = max(profile.forward_ns, one_way_ns) + max(profile.backward_ns, one_way_ns)
+    assert planned.best().step_ns < 0.95 * (apart_ns + profile.tail_ns + profile.rest_ns)
 
 
 def test_planning_twice_gives_the_same_and_every_plan_can_be_written_down() -> None:
@@ -130,20 +134,3 @@ def test_a_single_worker_and_a_model_of_one_parameter_are_planned_too() -> None:
     alone = plan(job.job.moved_to(job.cluster.resized(1)))
     assert alone.best().step_ns >= job.profile.computation_ns
     assert plan(job.job).best().schedule.buckets
-
-
-def test_the_bound_counts_what_cannot_overlap() -> None:
-    job = layered_job(EVEN, communication=0.0001)
-    bounds = bounds_of(Predictor(job.model, job.profile, job.cluster))
-    # All but the last module's bytes pass under computation; what optimizers take overlaps it, or not.
-    assert bounds.parameters_ns == pytest.approx(job.profile.computation_ns, rel=1e-3)
-    with_update_ns = job.profile.computation_ns + job.profile.optimizer_ns
-    assert bounds.gradients_ns == pytest.approx(with_update_ns, rel=1e-3)
-    assert bounds.overlap_ns == pytest.approx(job.profile.computation_ns, rel=1e-3)
-
-
-def test_what_is_due_first_is_served_first() -> None:
-    assert least_lateness([(0, 10, 4), (0, 3, 3)]) == 0
-    assert least_lateness([(0, 10, 4), (0, 4, 3)]) == -1
-    assert least_lateness([(0, 100, 10), (2, 5, 3)]) == 0  # interrupts the longer one, which ends at 13
-    assert least_lateness([(0, 1, 3)]) == 2

@@ -125,8 +125,11 @@ class _Sharing:
     def _save(self, resource: int, now_ns: int) -> None:
         idle_ns = now_ns - self._so_since_ns[resource]
         unused_ns = int(idle_ns * (self._spare[resource] / self._usual[resource]))
-        self._saved_ns[resource] = min(self._burst_ns[resource], self._saved_ns[resource] + unused_ns)
-        self._held_ns[resource] = max(0, self._held_ns[resource] - unused_ns)
+        caught_up_ns = min(self._held_ns[resource], unused_ns)  # others have it first
+        self._held_ns[resource] -= caught_up_ns
+        self._saved_ns[resource] = min(
+            self._burst_ns[resource], self._saved_ns[resource] + unused_ns - caught_up_ns
+        )
         self._so_since_ns[resource] = now_ns
 
     def _hold(self, resource: int, now_ns: int) -> None:

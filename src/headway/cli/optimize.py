@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.optimization.search import Candidate, SearchResult
+    from headway.planning.bound import StepBound
 
 MOST_NAMED = 2
 ANY = "any"
@@ -110,6 +111,7 @@ def optimize(
                     for each in found.excluded
                 ],
                 "bound_ms": found.bound_ms,
+                "bound": None if found.bound is None else bound_document(found.bound),
                 "searched": len(found.candidates),
                 "elapsed_s": found.elapsed_s,
                 "plan": str(plan_path),
@@ -128,6 +130,8 @@ def optimize(
     )
     for sentence in doubts_of(best, found.like(best)):
         console.print(sentence)
+    if found.bound is not None and best.recut is None and not best.changes_training:
+        console.print(found.bound.distance(best.predicted_ms))
     if found.note:
         console.print(f"Note: {found.note}.")
     console.print(plans_table(found))
@@ -149,6 +153,12 @@ def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
         more = f" | and {len(like) - MOST_NAMED} more" if len(like) > MOST_NAMED else ""
         said.append(f"Within ±, these plans may be as good: {names}{more}.")
     return said
+
+
+def bound_document(bound: StepBound) -> dict[str, Any]:
+    """The bound as a document: what binds, why, and what each part leaves of a step by itself."""
+    parts_ms = {name: part_ns / 1e6 for name, part_ns in bound.parts_ns.items()}
+    return {"binds": bound.binds, "reason": bound.reason, "parts_ms": parts_ms}
 
 
 def plans_table(found: SearchResult) -> Table:

@@ -12,10 +12,12 @@ from headway.optimization.recut import Recut, recuts
 from headway.optimization.sizes import Size, for_script, script_micro_batches, sizes
 from headway.permission import check_allowed, permitted
 from headway.plan import Plan, Prediction
+from headway.planning.bound import StepBound, bound_of
 from headway.replayer.expectation import Expectation
 from headway.replayer.memory import peak_bytes
 from headway.replayer.replayer import Replayer
 from headway.replayer.size import times_in_range
+from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import PIPELINE, Strategy, fits
 from headway.strategies.pipeline.mesh import MeshStrategy
@@ -75,7 +77,7 @@ class SearchResult:
     """Candidates best first, what gains are counted from, and the bound no plan can beat.
 
     ``baseline_ms`` is the recorded step, ``replayed_ms`` what replay makes of it. ``excluded`` need more memory than
-    there is.
+    there is. ``bound`` says why no plan can beat ``bound_ms``; None for plans of which only the number is known.
     """
 
     baseline_ms: float
@@ -85,6 +87,7 @@ class SearchResult:
     elapsed_s: float
     note: str = ""
     excluded: tuple[Candidate, ...] = ()
+    bound: StepBound | None = None
 
     def dominated(self, candidate: Candidate) -> bool:
         """Whether another one is no slower and needs no more memory, and is better in one of both.
@@ -194,20 +197,23 @@ def search(
     ]
     if memory_limit_bytes is not None and excluded:
         notes.append(exclusion(excluded, memory_limit_bytes))
+    bound_ms, bound = least_bound(
+        (each, reproduced)
+        for own, reproduced in (
+            ([*proposals, *_as_recorded(job, in_force)], replayer.recorded_step_ms / replayer.base.step_ms),
+            *((own, size.reproduced) for size, own, _ in more),
+        )
+        for each in own
+    )
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
         candidates=_best_first(fitting, replayer.recorded_step_ms),
-        bound_ms=min(
-            _bound_ms(own, reproduced)
-            for own, reproduced in (
-                (proposals, replayer.recorded_step_ms / replayer.base.step_ms),
-                *((own, size.reproduced) for size, own, _ in more),
-            )
-        ),
+        bound_ms=bound_ms,
         elapsed_s=time.perf_counter() - begun,
         note=". ".join(notes),
         excluded=tuple(excluded),
+        bound=bound,
     )
 
 
@@ -315,12 +321,25 @@ def _left_out(job: Job) -> list[str]:
     return [plugin.left_out(job) for plugin in plugins().values() if not fits(job, plugin.policy)]
 
 
-def _bound_ms(proposals: Iterable[Proposal], reproduced: float) -> float:
-    """What no candidate can beat, of whatever strategy. The recorded step is ``reproduced`` times its replay.
+def least_bound(proposals: Iterable[tuple[Proposal, float]]) -> tuple[float, StepBound | None]:
+    """What no candidate can beat, of whatever strategy, and why; the latter is None where that is not known.
 
-    Where replay is too slow for the record, so are the links and times that bounds are made of.
+    Of each proposal's job the recorded step is so many times its replay. Where replay is too slow for the record, so
+    are the links and times that bounds are made of.
     """
-    return min(proposal.bound_ms for proposal in proposals) * min(1.0, reproduced)
+    scaled = [(each, min(1.0, reproduced)) for each, reproduced in proposals]
+    least, factor = min(scaled, key=lambda one: one[0].bound_ms * one[1])
+    return least.bound_ms * factor, None if least.bound is None else least.bound.scaled(factor)
+
+
+def _as_recorded(job: Job, schedule: Schedule) -> list[Proposal]:
+    """The bound of the recorded plan where that sends gradients in fewer bytes than any that is proposed."""
+    if not isinstance(schedule, BucketSchedule):
+        return []
+    share = min(
+        (each.wire_bytes / each.size_bytes for each in schedule.buckets if each.size_bytes), default=1.0
+    )
+    return [Proposal.within((), bound_of(job, "all-reduce", sent_share=share))] if share < 1 else []
 
 
 def _best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candidate, ...]:

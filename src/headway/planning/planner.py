@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.planning.algorithm_choices import algorithm_choices
-from headway.planning.dependency_bound import Bounds, bounds_of
 from headway.planning.draft import Groups, ScheduleDrafter, ScheduleOptions
 from headway.planning.refine import refine
 from headway.planning.starts import starting_groups
@@ -32,10 +31,9 @@ class PlannedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The best schedules, fastest first, the bounds of the step, and how many predictions that took."""
+    """The best schedules, fastest first, and how many predictions that took."""
 
     schedules: tuple[PlannedSchedule, ...]
-    bounds: Bounds
     evaluated: int
 
     def best(self, gather: GatherMode | None = None) -> PlannedSchedule:
@@ -72,7 +70,7 @@ def plan(
     found = [each for drafter in drafters for each in _planned(drafter, forms, channels, keep, effort)]
     found.sort(key=lambda planned: planned.step_ns)
     evaluated = sum(drafter.evaluated for drafter in drafters)
-    return Planned(tuple(found), Bounds.least(bounds_of(d.predictor) for d in drafters), evaluated)
+    return Planned(tuple(found), evaluated)
 
 
 def _planned(

@@ -296,12 +296,13 @@ def reallocate(
 def save(side: int, now: int, resources: Array, burst: Array) -> None:
     """Put by what a resource that nobody used has let pass since then: as much of the time as others left.
 
-    Others have caught up with as much of what they held back.
+    With the first of it others caught up on what they held back: nothing is saved while they have something queued.
     """
     idle = now - resources[side, SO_SINCE]
     unused = int(idle * (resources[side, SPARE] / resources[side, USUAL]))
-    resources[side, SAVED] = min(burst[side], resources[side, SAVED] + unused)
-    resources[side, HELD] = max(0, resources[side, HELD] - unused)
+    caught_up = min(resources[side, HELD], unused)
+    resources[side, HELD] -= caught_up
+    resources[side, SAVED] = min(burst[side], resources[side, SAVED] + unused - caught_up)
     resources[side, SO_SINCE] = now
 
 

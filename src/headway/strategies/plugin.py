@@ -17,6 +17,7 @@ from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import native
 from headway.job import Job
+from headway.planning.bound import StepBound
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
@@ -37,14 +38,21 @@ S = TypeVar("S", bound=Strategy)
 class Proposal:
     """The plans of a strategy that are worth a replay for one job.
 
-    No plan of the strategy can have a step shorter than ``bound_ms``. ``note`` says why some plans are left out; it is
-    told only to users who permit plans that change what is trained where it is ``about_permitted`` ones.
+    No plan of the strategy can have a step shorter than ``bound_ms``; ``bound`` says why, where that is known. ``note``
+    says why some plans are left out; it is told only to users who permit plans that change what is trained where it is
+    ``about_permitted`` ones.
     """
 
     strategies: tuple[Strategy, ...] = ()
     bound_ms: float = math.inf
     note: str = ""
     about_permitted: bool = False
+    bound: StepBound | None = None
+
+    @classmethod
+    def within(cls, strategies: tuple[Strategy, ...], bound: StepBound, note: str = "") -> Proposal:
+        """Plans none of which can beat ``bound``."""
+        return cls(strategies, bound.step_ms, note, bound=bound)
 
 
 @dataclass(frozen=True, slots=True)

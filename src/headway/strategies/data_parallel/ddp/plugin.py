@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headway.job import Job
-from headway.planning.bounds import step_bound
+from headway.planning.bound import bound_of
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import footprint
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -39,9 +39,8 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
 
     def propose(self, job: Job) -> Proposal:
         """The default, and caps of many sizes."""
-        bound = step_bound(job.steps.timelines, job.model.size_bytes, job.on)
         capped = (DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in CAPS_MB)
-        return Proposal((DistributedDataParallelStrategy(), *capped), bound.all_reduce_ms)
+        return Proposal.within((DistributedDataParallelStrategy(), *capped), bound_of(job, "all-reduce"))
 
     def wrap(
         self, module: nn.Module, strategy: DistributedDataParallelStrategy, **ddp_options: Any

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headway.cluster import BACKGROUND_UPDATE, RUNTIME_COSTS, Cluster
 from headway.collectives.algorithms import ALL_GATHER
 from headway.job import Job
+from headway.planning.bound import bound_of
 from headway.planning.planner import plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
@@ -68,8 +69,10 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
             for form in forms
             for cap in CAPS_BYTES
         ]
-        bound_ms = min((planned.bounds.of(form) / 1e6 for form in forms), default=float("inf"))
-        return Proposal(tuple(found), bound_ms, note)
+        if not forms:
+            return Proposal(note=note)
+        bound = min((bound_of(job, form) for form in forms), key=lambda each: each.step_ns)
+        return Proposal.within(tuple(found), bound, note)
 
     def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
         had = before.gather if isinstance(before, DecoupledStrategy) else ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.collectives.algorithms import NCCL, SERVERS
 from headway.job import Job
+from headway.planning.bound import bound_of
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.parameter_server import footprint
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
@@ -42,13 +43,12 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         """
         if job.on.library == NCCL or SERVERS not in job.on.algorithms:
             return Proposal()
-        return Proposal(
-            tuple(
-                ParameterServerStrategy(bucket_cap_mb=cap, channels=channels)
-                for channels in CHANNELS
-                for cap in CAPS_MB
-            )
+        proposed = tuple(
+            ParameterServerStrategy(bucket_cap_mb=cap, channels=channels)
+            for channels in CHANNELS
+            for cap in CAPS_MB
         )
+        return Proposal.within(proposed, bound_of(job, "all-reduce"))
 
     def wrap(self, module: nn.Module, strategy: ParameterServerStrategy, **ddp_options: Any) -> nn.Module:
         from headway.strategies.data_parallel.parameter_server import runtime

@@ -1,0 +1,6 @@
+"""The bound of a step: what no plan over a cluster can beat."""
+
+from headway.planning.bound.periods import Form
+from headway.planning.bound.step_bound import StepBound, bound_of
+
+__all__ = ["Form", "StepBound", "bound_of"]

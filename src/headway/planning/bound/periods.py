@@ -1,0 +1,199 @@
+"""Periods: what a step asks of communication, from one moment at which everything before has arrived to the next.
+
+Where gradients are all-reduced while backward runs, that moment is the end of a step. Where they are gathered under the
+next forward it is the first gradient of a backward: it is accumulated only when the step before is settled. So periods
+follow each other, whatever is in flight when a step ends, and can be looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.model import ModelSpec
+
+Form = Literal["all-reduce", "gradients", "parameters"]
+"""When gradients are needed: all when backward ends; each when forward uses its parameter, which is updated first; each
+at that time, and updated elsewhere and at another time, by whoever has the sum of all."""
+
+_NOT_COUNTED = {
+    "all-reduce": frozenset({Part.OPTIMIZER}),  # counted where the optimizer steps
+    "gradients": frozenset({Part.OPTIMIZER, Part.FINALIZE}),
+    "parameters": frozenset({Part.OPTIMIZER, Part.FINALIZE, Part.READ}),  # of which ranks may do a share each
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """What one rank computes in a period, and between which of its moments each gradient is exchanged (ns).
+
+    The gradient of ``parameter`` is there ``released_ns[parameter]`` after the beginning, and the rank computes for
+    ``after_ns[parameter]`` from when it needs what has become of it to the end. The optimizer steps ``step_ns`` after
+    the beginning, or not at all (None). With ``halves``, whoever has the sum of a gradient sends on what the step has
+    made of it, and not before.
+    """
+
+    computation_ns: float
+    released_ns: Mapping[str, float]
+    after_ns: Mapping[str, float]
+    step_ns: float | None
+    halves: bool = False
+
+    @classmethod
+    def fastest(cls, periods: Sequence[Period]) -> Period:
+        """A period that asks no more than any of ``periods``, which are not none."""
+        steps = [each.step_ns for each in periods if each.step_ns is not None]
+        common = [
+            name for name in periods[0].released_ns if all(name in each.released_ns for each in periods)
+        ]
+        return cls(
+            min(each.computation_ns for each in periods),
+            {name: min(each.released_ns[name] for each in periods) for name in common},
+            {name: min(each.after_ns[name] for each in periods) for name in common},
+            min(steps) if len(steps) == len(periods) else None,
+            periods[0].halves,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeriods:
+    """The periods of one rank in order, and what it computes besides in the steps that count (``edges_ns``).
+
+    That is what lies behind the last period, less what lies of the first one before the first step that counts.
+    """
+
+    periods: tuple[Period, ...]
+    edges_ns: float
+
+    @property
+    def computation_ns(self) -> float:
+        """What the rank computes in the steps that count."""
+        return sum(period.computation_ns for period in self.periods) + self.edges_ns
+
+
+def periods_of(steps: Sequence[Timeline], model: ModelSpec, form: Form) -> RankPeriods:
+    """The periods of a rank that takes ``steps``, the first of which it has taken once before."""
+    reader = _Reader(model, form)
+    if form == "all-reduce":
+        return RankPeriods(tuple(reader.read_alone(step) for step in steps), 0.0)
+    reader.read(steps[0])
+    counted_from_ns = reader.now_ns
+    for step in steps:
+        reader.read(step)
+    return RankPeriods(tuple(reader.closed), reader.outside_ns - counted_from_ns)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A period that goes on. Moments are counted from its beginning."""
+
+    begun_ns: float
+    released_ns: dict[str, float] = field(default_factory=dict)
+    step_ns: float | None = None
+    optimizer_ns: float = 0.0
+    used_ns: dict[str, float] = field(default_factory=dict)  # by module, since the optimizer stepped
+    backward_end_ns: float | None = None
+    reads: bool = False
+
+
+class _Reader:
+    """Reads a rank's steps one after the other. ``closed`` are the periods that are over."""
+
+    def __init__(self, model: ModelSpec, form: Form) -> None:
+        self._parameters = model.by_name
+        self._total_bytes = max(1, model.size_bytes)
+        self._form = form
+        self._not_counted = _NOT_COUNTED[form]
+        self._open = _Open(0.0)
+        self._begun = False
+        self._before_ns = 0.0
+        self.now_ns = 0.0
+        self.closed: list[Period] = []
+
+    @property
+    def outside_ns(self) -> float:
+        """What lies before the first period and behind the last one."""
+        return self._before_ns + self.now_ns - self._open.begun_ns if self._begun else self.now_ns
+
+    def read_alone(self, step: Timeline) -> Period:
+        """The period that is ``step`` itself."""
+        self._open = _Open(self.now_ns)
+        self._begun = True
+        self._read(step)
+        return self._close()
+
+    def read(self, step: Timeline) -> None:
+        """Go on with ``step``, whose first gradient ends a period."""
+        ready = (
+            index
+            for index, item in enumerate(step.items)
+            if item.kind == Point.READY and item.name in self._parameters
+        )
+        self._read(step, next(ready, -1))
+
+    def _read(self, step: Timeline, first_gradient: int = -1) -> None:
+        stepped = False
+        for index, item in enumerate(step.items):
+            if index == first_gradient:
+                self._turn()
+            self._note(item)
+            if item.kind == Point.STEP and not stepped:
+                stepped = True
+                self._open.optimizer_ns += step.optimizer_ns
+                self.now_ns += step.optimizer_ns if self._form == "all-reduce" else 0
+            if item.kind not in self._not_counted:
+                self.now_ns += item.duration_ns
+
+    def _turn(self) -> None:
+        if self._begun:
+            self.closed.append(self._close())
+        else:
+            self._before_ns = self.now_ns
+        self._begun = True
+        self._open = _Open(self.now_ns)
+
+    def _note(self, item: Item) -> None:
+        open_ = self._open
+        at_ns = self.now_ns - open_.begun_ns
+        match item.kind:
+            case Point.READY if item.name in self._parameters:
+                open_.released_ns[item.name] = at_ns
+            case Point.BACKWARD_END:
+                open_.backward_end_ns = at_ns
+            case Point.STEP if open_.step_ns is None:
+                open_.step_ns = at_ns
+            case Point.USE if open_.step_ns is not None:
+                open_.used_ns.setdefault(item.name, at_ns)
+            case Part.READ:
+                open_.reads = True
+
+    def _close(self) -> Period:
+        open_ = self._open
+        length_ns = self.now_ns - open_.begun_ns
+        if self._form == "all-reduce":
+            needed_ns = length_ns if open_.backward_end_ns is None else open_.backward_end_ns
+            after_ns = dict.fromkeys(open_.released_ns, length_ns - needed_ns)
+        else:
+            after_ns = {
+                name: length_ns - open_.used_ns.get(self._parameters[name].module, length_ns)
+                for name in open_.released_ns
+            }
+        if self._form == "gradients" and open_.step_ns is not None:
+            length_ns += self._add_updates(after_ns)
+        return Period(length_ns, open_.released_ns, after_ns, open_.step_ns, self._form == "parameters")
+
+    def _add_updates(self, after_ns: dict[str, float]) -> float:
+        """Add the updates to ``after_ns``, and return what all of them take.
+
+        A parameter is updated when it is used, and what is used later is updated later; unless the script reads some
+        of them, which may then be updated before.
+        """
+        open_ = self._open
+        total_ns = 0.0
+        for name in sorted(after_ns, key=after_ns.__getitem__):
+            own_ns = open_.optimizer_ns * self._parameters[name].size_bytes / self._total_bytes
+            total_ns += own_ns
+            after_ns[name] += own_ns if open_.reads else total_ns
+        return total_ns

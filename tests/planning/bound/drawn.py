@@ -1,0 +1,171 @@
+"""Jobs, clusters and plans by chance: what the bound has to hold for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
+from headway.graph.computation import Computation
+from headway.graph.step_profile import StepProfile
+from headway.graph.timeline import Item, Part, Timeline
+from headway.job import Job
+from headway.model import ModelSpec, ParameterSpec
+from headway.planning.bound import Form
+from headway.scheduling.buckets import GATHER_MODES
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+
+MS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A job, and plans for it, each with the form that it is of."""
+
+    job: Job
+    plans: tuple[tuple[Form, Strategy], ...]
+
+
+@st.composite
+def drawn(draw: st.DrawFn, *, ranks_differ: bool = False, steps_differ: bool = False) -> Drawn:
+    """A job on a cluster that may be mixed, with bursts and other tenants, and one plan of each kind.
+
+    Its ranks compute at speeds of their own where ``ranks_differ``, its steps where ``steps_differ``.
+    """
+    model = draw(models())
+    computation_ms = draw(st.sampled_from([5, 20, 80]))
+    cluster = draw(clusters(model.size_bytes, computation_ms))
+    profile = draw(profiles(model, computation_ms * MS))
+    ranks, steps = cluster.world_size if ranks_differ else 1, draw(st.sampled_from([1, 2, 4]))
+    speeds = st.sampled_from([0.7, 1.0, 1.1, 1.5])
+    rank_speeds = [draw(speeds) if ranks_differ else 1.0 for _ in range(ranks)]
+    read_ns = draw(st.sampled_from([0, 0, 0, MS]))
+    timelines = {
+        rank: tuple(
+            _with_reads(profile.timeline(rank, step), read_ns).scaled(
+                speed * (draw(speeds) if steps_differ else 1.0)
+            )
+            for step in range(steps)
+        )
+        for rank, speed in enumerate(rank_speeds)
+    }
+    computation = Computation(
+        timelines, draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1.0, 1.0, 0.5]))
+    )
+    job = Job((model,), cluster.world_size, cluster, computation)
+    return Drawn(job, tuple(draw(plans(job))))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    """Up to eight modules with a parameter or two each; orders are set by ``profiles``."""
+    numels = st.sampled_from([1, 1000, 20_000, 300_000, 2_000_000])
+    parameters = tuple(
+        ParameterSpec(name=f"m{index}.{kind}", shape=(draw(numels),), dtype="float32", module=f"m{index}")
+        for index in range(draw(st.integers(1, 6)))
+        for kind in draw(st.sampled_from([("weight",), ("weight", "bias")]))
+    )
+    modules = dict.fromkeys(parameter.module for parameter in parameters)
+    ready = tuple(parameter.name for parameter in reversed(parameters))
+    return ModelSpec(parameters=parameters, forward_order=tuple(modules), ready_order=ready)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, model: ModelSpec, computation_ns: int) -> StepProfile:
+    """A step whose modules take times by chance; some are not used by forward."""
+    shares = st.integers(0, 10)
+    own = {module: (draw(shares), draw(shares)) for module in model.forward_order}
+    total = max(1, sum(map(sum, own.values())))
+    needs_ns: dict[str, int] = {}
+    ready_ns: dict[str, int] = {}
+    now_ns = 0
+    for module in model.forward_order:
+        if draw(st.integers(0, 9)):
+            needs_ns[module] = now_ns
+        now_ns += own[module][0] * computation_ns // total
+    forward_ns, now_ns = now_ns, 0
+    for module in reversed(model.forward_order):
+        now_ns += own[module][1] * computation_ns // total
+        ready_ns |= {p.name: now_ns for p in model.parameters if p.module == module}
+    between, tail, rest, optimizer = (draw(st.sampled_from([0, 0, MS, 5 * MS])) for _ in range(4))
+    return StepProfile(forward_ns, now_ns + 1000, needs_ns, ready_ns, between, tail, rest, optimizer)
+
+
+def _with_reads(timeline: Timeline, read_ns: int) -> Timeline:
+    """The same where the script reads all gradients before the optimizer's step."""
+    if not read_ns:
+        return timeline
+    place = next(index for index, item in enumerate(timeline.items) if item.kind == "step")
+    items = (*timeline.items[:place], Item(Part.READ, "grad", read_ns), *timeline.items[place:])
+    return Timeline(timeline.rank, timeline.step, items)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, size_bytes: int, computation_ms: float) -> Cluster:
+    """Two to a dozen workers whose links need from a tenth to thrice the computation for one way of all bytes."""
+    ratio = draw(st.sampled_from([0.1, 0.5, 1.0, 3.0]))
+    gbps = max(1e-4, size_bytes * 8e-6 / (computation_ms * ratio))
+    factors = st.sampled_from([0.5, 1.0, 2.0]) if draw(st.booleans()) else st.just(1.0)
+    workers = draw(st.sampled_from([1, 1, 1, 2]))
+    hosts = [
+        Host(
+            name=f"host{index}", workers=draw(st.sampled_from([workers, workers, 1])),
+            up_gbps=gbps * draw(factors), down_gbps=gbps * draw(factors),
+        )
+        for index in range(draw(st.integers(1, 4)))
+    ]  # fmt: skip
+    if len(hosts) == 1:
+        hosts = [hosts[0].model_copy(update={"workers": draw(st.integers(2, 4))})]
+    given: dict[str, Any] = {}
+    if len(hosts) > 1 and draw(st.booleans()):
+        given["traffic"] = (
+            Traffic(source="host0", target="host1", gbps=gbps * draw(st.sampled_from([0.2, 0.7, 3.0]))),
+        )
+        given["window_bytes"] = int(size_bytes * draw(st.sampled_from([0, 0.01, 0.2])))
+    if len(hosts) > 1 and draw(st.integers(0, 4)) == 0:
+        given["paths"] = (SlowPath(source="host1", target="host0", gbps=gbps / 3),)
+    costs = st.sampled_from(
+        [AlgorithmCost(), AlgorithmCost(byte_factor=0.9), AlgorithmCost(overhead_us=300, message_us=50)]
+    )
+    return Cluster(
+        hosts=tuple(hosts),
+        latency_us=draw(st.sampled_from([0, 0, 100, 3000])),
+        local_gbps=gbps * draw(st.sampled_from([0.2, 1.0, 8.0])),
+        local_latency_us=draw(st.sampled_from([0, 30])),
+        algorithms={"ring": draw(costs), "gloo_all_reduce": draw(costs), "servers": draw(costs)},
+        library=draw(st.sampled_from(["gloo", "gloo", "nccl"])),
+        sharing=draw(st.sampled_from(["shared", "shared", "queued"])),
+        burst_bytes=int(size_bytes * draw(st.sampled_from([0, 0.001, 0.02, 0.1, 0.5, 1, 3, 20]))),
+        compute_slowdown=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        **given,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, job: Job) -> Sequence[tuple[Form, Strategy]]:
+    """A plan of DDP, one of servers, and one of each form of the decoupled all-reduce."""
+    caps = st.sampled_from([0.03, 0.2, 0.5, 1.1]).map(lambda share: math.ceil(job.model.size_bytes * share))
+    channels = st.integers(1, 3)
+    found: list[tuple[Form, Strategy]] = [
+        ("all-reduce", DistributedDataParallelStrategy(bucket_cap_mb=draw(caps) / 2**20))
+    ]
+    if job.on.library == "gloo":
+        servers = ParameterServerStrategy(bucket_cap_mb=draw(caps) / 2**20, channels=draw(channels))
+        found.append(("all-reduce", servers))
+    for gather in GATHER_MODES:
+        algorithm = draw(st.sampled_from(["ring", "native"]))
+        decoupled = DecoupledStrategy(
+            bucket_cap_bytes=draw(caps), gather=gather, channels=draw(channels),
+            reduce_scatter=algorithm, all_gather=algorithm,
+        ).spelled_out(job)  # fmt: skip
+        if gather == "gradients" and draw(st.booleans()):  # as early as may be
+            decoupled = decoupled.model_copy(update={"gathers_after": decoupled.gather_order})
+        found.append((gather, decoupled))
+    return found
