@@ -26,7 +26,7 @@ def test_over_many_models_nothing_grows(kind: str, count: int) -> None:
         # Questions of peers come and go.
         assert threads <= held["tenth"][0] + 12
         assert descriptors <= held["tenth"][1] + 12
-        assert held["after"] == held["before"]
+        assert all(after <= before for after, before in zip(held["after"], held["before"], strict=True)), held
 
 
 def test_an_idle_job_wakes_no_more_threads_than_ddp() -> None:
