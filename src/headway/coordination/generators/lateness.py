@@ -33,9 +33,12 @@ class Lateness:
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self.paces: dict[Worker, Pace] = {}
+        self._shortest_ns: int | None = None  # of mean periods; None: to be found again
 
     def asked(self, worker: Worker, now_ns: int) -> None:
         """A worker asks."""
+        if not self._threshold:
+            return
         pace = self.paces.get(worker) or Pace(free_ns=now_ns)
         if pace.asked_ns is None:
             self.paces[worker] = pace.model_copy(update={"asked_ns": now_ns})
@@ -45,6 +48,7 @@ class Lateness:
             free_ns=pace.free_ns, asked_ns=now_ns, lag_ns=_mean(pace.lag_ns, max(0, lag_ns)),
             period_ns=_mean(pace.period_ns, max(0, period_ns)),
         )  # fmt: skip
+        self._shortest_ns = None
 
     def freed(self, worker: Worker, now_ns: int) -> None:
         """The group of a worker has ended."""
@@ -54,16 +58,18 @@ class Lateness:
     def left(self, worker: Worker) -> None:
         """A worker is not there any more."""
         self.paces.pop(worker, None)
+        self._shortest_ns = None
 
     def is_late(self, worker: Worker, other: Worker) -> bool:
         """Whether ``worker`` comes later than ``other`` by the threshold, a share of the shortest iteration."""
-        if not self._threshold:
-            return False
-        periods = [pace.period_ns for pace in self.paces.values() if pace.period_ns is not None]
         one, two = self.paces.get(worker), self.paces.get(other)
         if one is None or two is None or one.lag_ns is None or two.lag_ns is None:
             return False
-        return one.lag_ns - two.lag_ns > self._threshold * min(periods)
+        if self._shortest_ns is None:
+            self._shortest_ns = min(
+                pace.period_ns for pace in self.paces.values() if pace.period_ns is not None
+            )
+        return one.lag_ns - two.lag_ns > self._threshold * self._shortest_ns
 
     def known(self) -> dict[Worker, Any]:
         """All that it knows, as a JSON document."""
@@ -72,6 +78,7 @@ class Lateness:
     def take(self, paces: Mapping[Worker, Pace]) -> None:
         """Go on from what another one knew."""
         self.paces = dict(paces)
+        self._shortest_ns = None
 
 
 def _mean(mean: int | None, new: int) -> int:
