@@ -229,3 +229,15 @@ def test_spread_is_that_of_sampled_updates(data: st.DataObject) -> None:
     assert consensus.distance(range(ranks)) == pytest.approx(np.linalg.norm(apart) / np.sqrt(ranks - 1))
     sampled = np.sqrt(((models - models.mean(axis=0)) ** 2).mean())
     assert consensus.spread(range(ranks)) == pytest.approx(sampled, rel=0.05, abs=1e-6)
+
+
+def test_iterations_differ_by_chance_within_the_jitter_and_the_same_in_every_simulation() -> None:
+    scenario = Scenario(10**9, jitter=0.02)
+    factors = [scenario.factor(rank, iteration) for rank in range(8) for iteration in range(50)]
+    assert 0.98 <= min(factors) < 0.985
+    assert 1.015 < max(factors) <= 1.02
+    assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.003)
+    assert factors == [
+        Scenario(10**9, jitter=0.02).factor(rank, iteration) for rank in range(8) for iteration in range(50)
+    ]
+    assert Scenario(10**9).factor(3, 7) == 1.0

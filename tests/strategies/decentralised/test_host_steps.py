@@ -17,6 +17,7 @@ from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.simulate import simulate
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.decentralised import horizon
 from headway.strategies.decentralised.host_steps import cluster_of_hosts, hand_down_ns
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.horizon import Outcome
@@ -57,6 +58,12 @@ def simulated(of: Job, **options: Any) -> Outcome:
     found = PLUGIN.over_a_horizon(of, PartialAllReduceStrategy(within_hosts="all-reduce", **options))
     assert found is not None
     return found
+
+
+@pytest.fixture(autouse=True)
+def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations are as long as they are computed to be."""
+    monkeypatch.setattr(horizon, "JITTER", 0.0)
 
 
 def ring_of_two_ns(gbps: float, latency_us: float) -> float:

@@ -20,6 +20,9 @@ from headway.strategies.horizon import Outcome
 
 WARM_UP, COUNTED = 10, 40  # iterations of a rank that takes the mean time
 MOST_RANK_ITERATIONS = 200_000
+JITTER = 0.02
+"""By what share iterations differ by chance. Ranks of which one step is known would come at the same time for ever, in
+the order of their numbers, and so in groups of their own host."""
 
 T = TypeVar("T")
 Parts = Sequence[tuple[str, int]]
@@ -124,7 +127,7 @@ def _played(
         )  # fmt: skip
     scenario = Scenario(
         until_ns, from_ns=until_ns // 5, deaths=incidents.deaths, joins=incidents.joins,
-        slow_share=incidents.slow_share, slow_factor=incidents.slow_factor,
+        slow_share=incidents.slow_share, slow_factor=incidents.slow_factor, jitter=JITTER,
     )  # fmt: skip
     size_bytes = averaged_bytes(job.model, strategy)
     iterations = Iterations(steps, scenario, factors)

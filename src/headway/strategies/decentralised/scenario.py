@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headway.graph.timeline import Part, Point, Timeline
 from headway.incidents import Incidents
-from headway.strategies.slowing import slowed
+from headway.strategies.slowing import jittered, slowed
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Scenario:
 
     What happens until ``from_ns`` is a warm-up; nothing is simulated from ``until_ns`` on. ``deaths`` and ``joins``
     are (time, rank): a rank that joins first is not there from the start; one may join again after its death. Every
-    iteration takes, with the probability ``slow_share``, ``slow_factor`` times as long, by ``seed``.
+    iteration takes, with the probability ``slow_share``, ``slow_factor`` times as long, and a share of up to ``jitter``
+    more or less, by ``seed``.
     """
 
     until_ns: int
@@ -25,6 +26,7 @@ class Scenario:
     joins: Sequence[tuple[int, int]] = ()
     slow_share: float = 0.0
     slow_factor: float = 1.0
+    jitter: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,7 +48,8 @@ class Scenario:
 
     def factor(self, rank: int, iteration: int) -> float:
         """How many times as long as usual an iteration of a rank takes."""
-        return slowed(self.slow_share, self.slow_factor, self.seed, rank, iteration)
+        slow = slowed(self.slow_share, self.slow_factor, self.seed, rank, iteration)
+        return slow * jittered(self.jitter, self.seed, rank, iteration)
 
 
 @dataclass(frozen=True)
