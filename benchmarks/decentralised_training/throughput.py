@@ -14,7 +14,7 @@ from common import commit
 from in_lab import run_in_lab
 
 from decentralised_training.cases import SLOW_RANK, ThroughputCase
-from decentralised_training.methods import BASELINE, METHODS, is_partial
+from decentralised_training.methods import BASELINE, METHODS, REFERENCE, is_partial
 from decentralised_training.predicting import Predicted, Profile, choice, job_of, predicted
 from decentralised_training.statistics_of import interval
 from headway.cluster import Cluster
@@ -170,7 +170,7 @@ def _expected(found: Predicted | None, measured_per_s: float) -> dict[str, Any]:
 
 
 def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Against the better of default and tuned DDP, parameter servers, and the better of AD-PSGD's two."""
+    """Against the better of default and tuned DDP, parameter servers, and AD-PSGD."""
     rates = {row["method"]: row["iterations_per_s"] for row in rows if "iterations_per_s" in row}
 
     def best(*names: str) -> float | None:
@@ -179,7 +179,7 @@ def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     opponents = {
         f"over_{BASELINE}": best(BASELINE, f"{BASELINE}-tuned"),
         "over_parameter-server": best("parameter-server"),
-        "over_ad-psgd": best("ad-psgd", "ad-psgd-waiting"),
+        "over_ad-psgd": best(REFERENCE),
     }
     for row in rows:
         if "iterations_per_s" in row:

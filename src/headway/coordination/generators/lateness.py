@@ -27,7 +27,7 @@ class Lateness:
     """How long each worker takes from the end of its group until it asks again: its ``lag``.
 
     Counts of requests do not tell who is slow: workers that average with a slow one ask as rarely as it does. But they
-    ask at once, or after their own iteration, when their group has ended, and the slow one comes last.
+    ask immediately, or after their own iteration, when their group has ended, and the slow one comes last.
     """
 
     def __init__(self, threshold: float) -> None:

@@ -40,7 +40,7 @@ class Cut:
 
     @property
     def credit_ns(self) -> float:
-        """How long the links need for what they let through at once."""
+        """How long the links need for their burst."""
         return self.credit_bytes / self.rate
 
     def time_ns(self, size_bytes: float) -> float:
@@ -116,7 +116,7 @@ def _slowest(cuts: Iterable[Cut]) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What a direction of a link carries (bytes a nanosecond), and at once after a pause."""
+    """What a direction of a link carries (bytes a nanosecond), and its burst after a pause."""
 
     rate: float
     credit_bytes: float
