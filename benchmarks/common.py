@@ -40,11 +40,15 @@ def parse_arguments(description: str, cases: Sequence[str]) -> BenchmarkArgument
 
 
 def commit() -> str:
-    """What is checked out, and whether it was changed."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    """What is checked out, and whether anything but kept results was changed."""
+
+    def said(*command: str) -> str:
+        return subprocess.run(["git", *command], capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = said(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results"
     )
-    return done.stdout.strip()
+    return said("describe", "--always") + ("-dirty" if changed else "")
 
 
 def interval_ms(values: Sequence[float]) -> str:

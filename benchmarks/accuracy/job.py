@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from paced_training.planned import end, settle
 from torch import nn
 
 import headway
@@ -23,8 +24,6 @@ from headway.measuring.probe import probe_cluster
 from headway.models.catalogue import MODELS
 from headway.models.paced import PacedModel, Pacing
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.decoupled.lifecycle import release
-from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.registry import plugin_of
 
 WARM_STEPS = 3
@@ -67,9 +66,8 @@ def _training(
     model = PacedModel(MODELS[subject.model](), pacing)
     wrapped = plugin_of(strategy).wrap(model, strategy)
     yield model, wrapped, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
-    if isinstance(wrapped, DecoupledDataParallel) and wrapped.engine is not None:
-        wrapped.engine.settlement.settle_values()
-        release(wrapped.engine)
+    settle(wrapped)
+    end(wrapped)
 
 
 def _step(model: PacedModel, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> None:

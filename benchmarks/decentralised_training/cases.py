@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
+from decentralised_training.methods import HOSTS, PER_HOST
 from headway.lab.spec import LabSpec, parse_spec
 from headway.models.catalogue import MODELS
 from headway.models.convolutional import ConvolutionalBuilder, Feature
@@ -114,8 +115,8 @@ class ThroughputCase:
     situation: Situation
     model: str
     network: Network
-    hosts: int = 4
-    workers_per_host: int = 4
+    hosts: int = HOSTS
+    workers_per_host: int = PER_HOST
 
     @property
     def name(self) -> str:

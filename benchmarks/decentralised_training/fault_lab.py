@@ -305,6 +305,7 @@ def _coordinate(arguments: list[str], said: Path) -> None:
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python that was not forked in the lab
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -85,6 +85,7 @@ def work(config: dict[str, Any]) -> None:
 def prepare(config: dict[str, Any]) -> None:
     """Be a process of one's own: session, output, the name of its host; SIGUSR1 has it say where its threads are."""
     os.setsid()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python that was not forked in the lab
     os.environ["HEADWAY_HOST"] = config["host_name"]
     output = os.open(config["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)

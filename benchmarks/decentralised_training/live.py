@@ -21,6 +21,7 @@ from headway.scheduling.groups import hosts_in_turn
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
+from headway.strategies.decentralised.host_wrapper import HostDataParallel
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.decentralised.rounds import Ending, Round
 from headway.strategies.decentralised.runtime import PartialAllReduce
@@ -72,6 +73,10 @@ def wrap(
     """``module`` as ``strategy`` trains it. Collective."""
     if not isinstance(strategy, PartialAllReduceStrategy):
         return plugin_named(strategy.name).wrap(module, strategy)
+    if strategy.within_hosts:
+        return HostDataParallel(
+            module, strategy=strategy, optimizer=optimizer, observer=observer, join_timeout_s=JOIN_S
+        )
     options: dict[str, Any] = {
         "staleness": strategy.staleness, "moments": strategy.moments, "observer": observer, "initial": "own",
         "time_limit_s": GROUP_LIMIT_S, "join_timeout_s": JOIN_S,
@@ -123,7 +128,7 @@ class Trainer:
 
     def close(self) -> None:
         """Give back what was made for it. Collective."""
-        if isinstance(self.wrapped, PartialAllReduce):
+        if isinstance(self.wrapped, PartialAllReduce | HostDataParallel):
             self.wrapped.close()
         elif isinstance(self.wrapped, DecoupledDataParallel) and self.wrapped.engine is not None:
             self.settle()
@@ -132,7 +137,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Wait for what is in flight."""
-        if isinstance(self.wrapped, PartialAllReduce):
+        if isinstance(self.wrapped, PartialAllReduce | HostDataParallel):
             self.wrapped.flush()
         elif isinstance(self.wrapped, DecoupledDataParallel) and self.wrapped.engine is not None:
             self.wrapped.engine.settlement.settle_values()

@@ -25,7 +25,6 @@ from decentralised_training.losses import (
     QUICK_METHODS,
     QUICK_RUN_S,
     QUICK_SEEDS,
-    RUN_S,
     SEEDS,
     SLOW_RANK,
     LossCase,
@@ -162,7 +161,7 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
             trainer = Trainer(
                 module, task.optimizer(module), strategy, learning.step, case.hosts, coordinators
             )
-            run = _run(case, task, trainer, learning, QUICK_RUN_S if quick else RUN_S)
+            run = _run(case, task, trainer, learning, QUICK_RUN_S if quick else case.run_s)
             computing_s += learning.computing_s
             runs.append({"method": method.name, "seed": seed, **run})
             if dist.get_rank() == 0:

@@ -16,6 +16,7 @@ Bound = Literal["all-reduce", "decoupled", "none"]
 CAPS_MB = (2.5, 10.0, 25.0, 50.0)  # of the unscaled model
 DEFAULT_CAPS_MB = (1.0, 25.0)
 MIB = 2**20
+HOSTS, PER_HOST = 4, 4  # of the cases of throughput
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ def _partial(
     ]
 
 
+def _static_hosts(_scale: float) -> Sequence[Strategy]:
+    return [
+        PartialAllReduceStrategy(
+            groups="static", staleness=1, group_size=2, within_hosts="all-reduce", hosts=(PER_HOST,) * HOSTS
+        )
+    ]
+
+
 METHODS = (
     Method("all-reduce", "all-reduce", _ddp_default),
     Method("all-reduce-tuned", "all-reduce", _ddp),
@@ -65,6 +74,7 @@ METHODS = (
     Method("ad-psgd", "none", _partial("pairs", 1)),
     Method("static", "none", _partial("static", 0), is_choice=True),
     Method("static-stale", "none", _partial("static", 1), is_choice=True),
+    Method("static-hosts-stale", "none", _static_hosts, is_choice=True),
     Method("first-come", "none", _partial("first-come", 0, 4), is_choice=True),
     Method("first-come-stale", "none", _partial("first-come", 1, 4), is_choice=True),
     Method("global-division", "none", _partial("global-division", 0, 4), is_choice=True),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 from decentralised_training.cases import FACTORS, Situation
-from decentralised_training.methods import METHODS, REFERENCE, is_partial, method_named
+from decentralised_training.methods import METHODS, REFERENCE, method_named
+from decentralised_training.rates import Found, throughput
 from headway.cluster import Cluster
 from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
@@ -16,9 +19,12 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.replayer.simulate import simulate
 from headway.strategies.base import Strategy
+from headway.strategies.decentralised.horizon import Window, over_a_horizon
+from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.horizon import Outcome
-from headway.strategies.registry import plugin_named
 
+SEEDS = 3
+SHORTEST_NS = 8_000_000_000
 SPREAD_ROOM = 1.02  # of simulated spreads, what chance is taken to make of equal ones
 
 
@@ -89,13 +95,45 @@ def job_of(profile: Profile, situation: Situation, cluster: Cluster, slow_rank: 
     return Job((profile.spec,), world_size, cluster, Computation(timelines, warm_up_steps=3))
 
 
-def predicted(job: Job, strategy: Strategy) -> Predicted:
-    """The throughput of one method."""
-    if not is_partial(strategy):
+def predicted(job: Job, strategy: Strategy, block: Found) -> Predicted:
+    """The throughput of one method, in blocks like ``block`` of rank 0.
+
+    Blocks begin with nobody in a group and end before groups have gone through all that can happen to them over a slow
+    link, so it is not the rate of a long run that is measured. What is simulated begins and ends as a block does, over
+    several seeds.
+    """
+    if not isinstance(strategy, PartialAllReduceStrategy):
         return Predicted(job.world_size / simulate(job, strategy).step_ms * 1e3)
-    outcome: Outcome | None = plugin_named(strategy.name).over_a_horizon(job, strategy)
-    assert outcome is not None
-    return Predicted(outcome.total_per_s, outcome.standing_ms, outcome.mean_spread, outcome.sizes)
+    outcomes = [_simulated(job, strategy, block, seed) for seed in range(SEEDS)]
+    sizes: Counter[int] = Counter()
+    for each in outcomes:
+        sizes.update(each.sizes)
+    return Predicted(
+        mean(throughput(_blocks(each, block)) for each in outcomes),
+        mean(each.standing_ms for each in outcomes), mean(each.mean_spread for each in outcomes), sizes,
+    )  # fmt: skip
+
+
+def _simulated(job: Job, strategy: PartialAllReduceStrategy, block: Found, seed: int) -> Outcome:
+    if block["by_itself"]:
+        return over_a_horizon(
+            job, strategy, Window(round(block["warm_s"] * 1e9), round(block["until_s"] * 1e9), seed)
+        )
+    until_ns = SHORTEST_NS
+    while True:  # as many iterations as the block has, on every rank
+        outcome = over_a_horizon(job, strategy, Window(0, until_ns, seed))
+        if min(map(len, outcome.finished_ns)) >= len(block["ends_s"]):
+            return outcome
+        until_ns *= 2
+
+
+def _blocks(outcome: Outcome, block: Found) -> list[Found]:
+    """What was simulated as ranks would have written it down."""
+    most = None if block["by_itself"] else len(block["ends_s"])
+    return [
+        {**block, "begin_s": 0.0, "ends_s": [at_ns / 1e9 for at_ns in own[:most]]}
+        for own in outcome.finished_ns
+    ]
 
 
 def choice(found: Mapping[str, Predicted]) -> str:

@@ -16,6 +16,7 @@ from in_lab import run_in_lab
 from decentralised_training.cases import SLOW_RANK, ThroughputCase
 from decentralised_training.methods import BASELINE, METHODS, REFERENCE, is_partial
 from decentralised_training.predicting import Predicted, Profile, choice, job_of, predicted
+from decentralised_training.rates import Found, throughput
 from decentralised_training.statistics_of import interval
 from headway.cluster import Cluster
 from headway.errors import HeadwayError
@@ -23,7 +24,6 @@ from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_named
 
 TIMEOUT_S = 1200.0
-Found = Mapping[str, Any]
 
 
 def measure(case: ThroughputCase, worker: Sequence[str], *, quick: bool) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def rows_of(
     refused: dict[str, str] = {}
     for name, strategy in strategies.items():
         try:
-            expected[name] = predicted(job, strategy)
+            expected[name] = predicted(job, strategy, ranks[0]["blocks"][name][0])
         except HeadwayError as error:
             refused[name] = str(error)
     plan, bounds = case.plan(quick=quick), bounds_of(case, profile, cluster)
@@ -112,26 +112,6 @@ def measured(own: Sequence[Sequence[Found]]) -> dict[str, Any]:
         found["aborted"] = sum(not one["committed"] and one["size"] > 1 for one in groups)
         found["distance"] = mean(one["distance"] for one in groups)
     return found
-
-
-def throughput(ranks: Sequence[Found]) -> float:
-    """Iterations a second of all ranks together in one round, without its warm-up, while every rank trains."""
-    if ranks[0]["by_itself"]:
-        since = max(block["begin_s"] + block["warm_s"] for block in ranks)
-        until = min(block["begin_s"] + block["until_s"] for block in ranks)
-    else:  # as many steps on each: a rank that averages one late may be some of them ahead of a slow one
-        since = max(block["ends_s"][block["warm_steps"] - 1] for block in ranks)
-        until = min(block["ends_s"][-1] for block in ranks)
-    return sum(
-        _rate([at for at in block["ends_s"] if since <= at <= until], until - since) for block in ranks
-    )
-
-
-def _rate(ends_s: Sequence[float], window_s: float) -> float:
-    """Iterations a second of one rank: between the first and the last that ended in the window, where there are two."""
-    if len(ends_s) < 2:
-        return len(ends_s) / window_s
-    return (len(ends_s) - 1) / (ends_s[-1] - ends_s[0])
 
 
 def bounds_of(case: ThroughputCase, profile: Profile, cluster: Cluster) -> dict[str, float]:

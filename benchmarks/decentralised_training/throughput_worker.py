@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from paced_training.jobs import PacedJob, optimizer_of
 from paced_training.learned import Learned, learn, shared_from_rank_0
-from paced_training.measuring import busiest_share, cores_ticks
+from paced_training.measuring import busiest_share, busy_share, cores_ticks
 from torch import nn
 from torch.optim import Optimizer
 
@@ -62,6 +62,7 @@ class Measuring:
 FULL = Measuring(
     rounds=2, warm_steps=2, steps=8, steps_together=4, trial_steps=1, shortest_s=12.0, longest_s=24.0, warm_s=6.0,
 )  # fmt: skip
+LONGEST_BY_CHANCE_S = 14.0
 QUICK = Measuring(
     rounds=1, warm_steps=2, steps=6, steps_together=3, trial_steps=1, shortest_s=2.0, longest_s=8.0, warm_s=1.0,
     most_options=1,
@@ -188,7 +189,10 @@ def _measured(
         dist.barrier()
     steps_s = {name: _step_s(trainer, effort) for name, trainer in trainers.items()}
     if case.situation.by_chance:
-        effort = replace(effort, steps=FACTORS)
+        # Each block of a rank by itself, and all blocks together where ranks wait for each other, have every draw.
+        effort = replace(
+            effort, steps=FACTORS, steps_together=-(-FACTORS // effort.rounds), longest_s=LONGEST_BY_CHANCE_S
+        )
     blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
     names = list(trainers)
     for number in range(effort.rounds):
@@ -270,17 +274,10 @@ def _block(trainer: Trainer, effort: Measuring, step_s: float) -> dict[str, Any]
     return {
         **asdict(block), "by_itself": trainer.by_itself, "warm_steps": effort.warm_steps, "warm_s": warm_s,
         "until_s": until_s, "cpu_s": _cpu_s() - used,
-        "busiest_core": busiest_share(before, after), "busy_cores": _busy(before, after),
+        "busiest_core": busiest_share(before, after), "busy_cores": busy_share(before, after),
     }  # fmt: skip
 
 
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def _busy(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
-    """Of all cores, what anybody used."""
-    return sum(b1 - b0 for (b0, _), (b1, _) in zip(before, after, strict=True)) / max(
-        1, sum(t1 - t0 for (_, t0), (_, t1) in zip(before, after, strict=True))
-    )

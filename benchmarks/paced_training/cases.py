@@ -12,8 +12,8 @@ IMITATED_WORKERS = 64
 TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets (measured, field notes on collectives)
 MOST_BYTES = 12e6  # of a scaled model: what eight ranks can move a step on two cores besides everything else
 MOST_BYTES_PER_S = 60e6  # of one link, for the same reason
-WANTED_STEP_S = {4: 1.0, 8: 1.4}
-QUICK_STEP_S = 0.5
+WANTED_STEP_S = {4: 1.0, 8: 1.4, 16: 2.4}
+QUICK_STEP_S = {4: 0.5, 8: 0.5, 16: 1.2}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PacedCase:
         ratio = self.imitated_ratio()
         forward_s, backward_s = step_s(self.table)
         share = forward_s / (forward_s + backward_s)
-        wanted_s = QUICK_STEP_S if quick else WANTED_STEP_S[self.world_size]
+        wanted_s = (QUICK_STEP_S if quick else WANTED_STEP_S)[self.world_size]
         compute_s = wanted_s / (max(share, ratio) + max(1 - share, ratio))
         others = (self.world_size - 1) / self.world_size
         bytes_in_time = MOST_BYTES_PER_S * ratio * compute_s / others

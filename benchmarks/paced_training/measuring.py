@@ -9,25 +9,46 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from paced_training.trainer import Trainer
+from paced_training.jobs import StepTime
+
+
+class Measured(Protocol):
+    """What is timed: a model in training, by whatever method."""
+
+    def restart(self) -> None:
+        """Called before steps that follow upon something else."""
+
+    def step(self) -> StepTime:
+        """One step of training."""
+
+    def finish(self) -> None:
+        """Wait for everything in flight."""
+
+    def close(self) -> None:
+        """Give back what a garbage collector would not."""
 
 
 @dataclass
 class Samples:
-    """One method's rounds: seconds of a step, of its forward and backward, and of CPU; the busiest core's share."""
+    """One method's rounds: seconds of a step, of its forward and backward, and of CPU; the busiest core's share.
+
+    ``busy_cores`` is how many cores anybody on the machine kept busy meanwhile.
+    """
 
     step_s: list[float] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     busiest_core: list[float] = field(default_factory=list)
+    busy_cores: list[float] = field(default_factory=list)
 
 
-def measure(trainers: Sequence[Trainer], *, rounds: int, warm: int, steps: int) -> list[Samples]:
+def measure(trainers: Sequence[Measured], *, rounds: int, warm: int, steps: int) -> list[Samples]:
     """Interleave all ``trainers``; the order turns from round to round. Every one takes equally many steps."""
     samples = [Samples() for _ in trainers]
     for round_number in range(rounds):
@@ -37,16 +58,18 @@ def measure(trainers: Sequence[Trainer], *, rounds: int, warm: int, steps: int) 
     return samples
 
 
-def _sample(trainer: Trainer, warm: int, steps: int, into: Samples) -> None:
+def _sample(trainer: Measured, warm: int, steps: int, into: Samples) -> None:
     dist.barrier()
-    trainer.training.restart()
+    trainer.restart()
     for _ in range(warm):
         trainer.step()
     cores, cpu_s, start = cores_ticks(), _cpu_s(), time.perf_counter()
     taken = [trainer.step() for _ in range(steps)]
     into.step_s.append((time.perf_counter() - start) / steps)
     into.cpu_s.append((_cpu_s() - cpu_s) / steps)
-    into.busiest_core.append(busiest_share(cores, cores_ticks()))
+    ticks = cores_ticks()
+    into.busiest_core.append(busiest_share(cores, ticks))
+    into.busy_cores.append(len(cores) * busy_share(cores, ticks))
     into.forward_s.append(statistics.mean(t.forward_s for t in taken))
     into.backward_s.append(statistics.mean(t.backward_s for t in taken))
     trainer.finish()
@@ -67,6 +90,7 @@ def slowest_of_ranks(samples: Samples) -> Samples:
         backward_s=reduced(samples.backward_s, most),
         cpu_s=reduced(samples.cpu_s, total),
         busiest_core=reduced(samples.busiest_core, most),
+        busy_cores=reduced(samples.busy_cores, most),
     )
 
 
@@ -90,6 +114,13 @@ def cores_ticks() -> list[tuple[int, int]]:
             ticks = [int(text) for text in line.split()[1:]]
             found.append((sum(ticks) - ticks[3] - ticks[4], sum(ticks)))
     return found or [(0, 0)] * (os.cpu_count() or 1)
+
+
+def busy_share(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
+    """Of all cores, what anybody used."""
+    return sum(b1 - b0 for (b0, _), (b1, _) in zip(before, after, strict=True)) / max(
+        1, sum(t1 - t0 for (_, t0), (_, t1) in zip(before, after, strict=True))
+    )
 
 
 def busiest_share(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from headway.job import Job
 from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
-from headway.strategies.data_parallel.decoupled.lifecycle import release
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Alternative, Tuned
 from headway.strategies.data_parallel.decoupled.tuning.tuner import MEASURED_STEPS, tune
 from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
 from paced_training.cases import Effort
 from paced_training.jobs import PacedJob, optimizer_of
+from paced_training.planned import end, settle
 from paced_training.trainer import Memory, Trainer, live_storages
 
 BEGIN_MB = 25.0  # the buckets that training begins with: stock DDP's
@@ -22,7 +22,7 @@ class Ours(Trainer):
     name = "headway"
     bound = "decoupled"
 
-    def __init__(self, job: PacedJob, strategy: DecoupledStrategy, *, counted: bool = False) -> None:
+    def __init__(self, job: PacedJob, strategy: Alternative, *, counted: bool = False) -> None:
         """``counted`` counts memory during the first step, which then takes long."""
         inner = job.make()
         self._counted = counted
@@ -30,7 +30,12 @@ class Ours(Trainer):
             own = {p.untyped_storage().data_ptr() for p in inner.parameters()}
             # Kept until then, so that none of their addresses is used again.
             self._others = {a: storage for a, storage in live_storages().items() if a not in own}
-        wrapped = DecoupledDataParallel(inner, schedule=strategy.decide(Job.of(model_spec(inner))))
+        decided = strategy if isinstance(strategy, DecoupledStrategy) else DecoupledStrategy()
+        wrapped = DecoupledDataParallel(
+            inner, schedule=decided.decide(Job.of(model_spec(inner))), bucket_cap_mb=BEGIN_MB * job.scale
+        )
+        if decided is not strategy:
+            wrapped.use_stock_ddp()
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
         self._held_bytes = 0
@@ -45,17 +50,14 @@ class Ours(Trainer):
         self.optimizer.step()
 
     def finish(self) -> None:
-        engine = self.decoupled.engine
-        assert engine is not None
-        engine.settlement.settle_values()  # not flush(): nobody looks at gradients, which would have to be fetched
+        settle(self.decoupled)
 
     def optimizer_bytes(self) -> int:
         engine = self.decoupled.engine
-        assert engine is not None
         # A look into the optimizer's state would bring the other ranks' shares.
         return (
             engine.settlement.form.state_bytes
-            if isinstance(engine.settlement.form, GatherParameters)
+            if engine is not None and isinstance(engine.settlement.form, GatherParameters)
             else super().optimizer_bytes()
         )
 
@@ -68,8 +70,7 @@ class Ours(Trainer):
         return Memory(parameter_bytes, self._held_bytes - parameter_bytes, self.optimizer_bytes())
 
     def close(self) -> None:
-        if self.decoupled.engine is not None:
-            release(self.decoupled.engine)
+        end(self.decoupled)
 
 
 def tuned(job: PacedJob, effort: Effort) -> Tuned:

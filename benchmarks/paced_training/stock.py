@@ -26,13 +26,22 @@ class Ddp(Trainer):
     name = "ddp"
     bound = "all-reduce"
 
-    def __init__(self, job: PacedJob, caps_mb: Sequence[float], *, views: bool, zero: bool = False) -> None:
+    def __init__(
+        self,
+        job: PacedJob,
+        caps_mb: Sequence[float],
+        *,
+        views: bool,
+        zero: bool = False,
+        static_graph: bool = False,
+    ) -> None:
         inner = job.make()
         # The stubs want whole MiB, the code takes fractions, which scaled sizes need.
         wrapped = DistributedDataParallel(
             inner,
             bucket_cap_mb_list=list(caps_mb),  # type: ignore[arg-type]
             gradient_as_bucket_view=views,
+            static_graph=static_graph,
         )
         parameters = list(inner.parameters())
         optimizer = (

@@ -43,6 +43,10 @@ class Trainer:
         self.note = ""
         self.gradient_bytes = 0
 
+    def restart(self) -> None:
+        """Call before steps that follow upon something else."""
+        self.training.restart()
+
     def step(self) -> StepTime:
         """One step of training."""
         return self.training.step(self.zero_grad, self.update)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from paced_training.cases import Effort
+from paced_training.measuring import Measured
 from paced_training.probing import slowest
 from paced_training.threshold_search import ThresholdSearch, share_over
 from paced_training.trainer import Trainer
@@ -16,17 +18,17 @@ from paced_training.trainer import Trainer
 T = TypeVar("T")
 
 
-def trial_s(make: Callable[[], Trainer], effort: Effort) -> float:
-    """Seconds a step of a trainer made for the trial: the slowest rank's mean."""
+def trial_s(make: Callable[[], Measured], warm: int, steps: int) -> float:
+    """Seconds a step of a trainer made for the trial, after ``warm`` steps: the slowest rank's mean."""
     trainer = make()
     dist.barrier()
-    trainer.training.restart()
-    for _ in range(effort.trial_warm):
+    trainer.restart()
+    for _ in range(warm):
         trainer.step()
     start = time.perf_counter()
-    for _ in range(effort.trial_steps):
+    for _ in range(steps):
         trainer.step()
-    taken_s = (time.perf_counter() - start) / effort.trial_steps
+    taken_s = (time.perf_counter() - start) / steps
     trainer.finish()
     trainer.close()
     return slowest(taken_s)
@@ -34,7 +36,7 @@ def trial_s(make: Callable[[], Trainer], effort: Effort) -> float:
 
 def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) -> tuple[T, dict[str, float]]:
     """The best option, and every option's milliseconds."""
-    times = [trial_s(lambda option=option: make(option), effort) for option in options]  # type: ignore[misc]
+    times = [trial_s(partial(make, option), effort.trial_warm, effort.trial_steps) for option in options]
     best = min(range(len(times)), key=times.__getitem__)
     return options[best], {str(o): round(t * 1e3, 1) for o, t in zip(options, times, strict=True)}
 
@@ -45,7 +47,7 @@ def bayesian(make: Callable[[float], Trainer], effort: Effort) -> tuple[float, d
     tried: dict[float, float] = {}
     while not search.done:
         threshold_mb = search.ask()
-        taken_s = trial_s(lambda mb=threshold_mb: make(mb), effort)  # type: ignore[misc]
+        taken_s = trial_s(partial(make, threshold_mb), effort.trial_warm, effort.trial_steps)
         search.tell(threshold_mb, taken_s)
         tried[threshold_mb] = min(taken_s, tried.get(threshold_mb, taken_s))
     return search.ask(), {f"{mb:.3g}": round(s * 1e3, 1) for mb, s in tried.items()}

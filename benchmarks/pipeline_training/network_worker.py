@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab_clock import since_lab_s
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -25,7 +26,7 @@ from headway.strategies.pipeline.tuning.watch import StepWatch
 from headway.torch_private.pipelining import PipelineSteps
 from pipeline_training.measured import cpu_s, message_ms, stream_ms
 from pipeline_training.network_cases import CASES, PHASE_S, NetworkCase
-from pipeline_training.paced import PacedStage
+from pipeline_training.stepping import mean_loss, stage_of, step_of
 
 SIZES = (2, 4, 8)
 ROUNDS, STEPS, WARM_STEPS = 5, 3, 2
@@ -79,7 +80,7 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     case = CASES[case_name]
     size_bytes = case.model.boundary_bytes[0]
     found: dict[str, Any] = {"message_ms": message_ms(size_bytes), "stream_ms": stream_ms(size_bytes)}
-    stage = _stage(case)
+    stage = stage_of(case)
     methods = _methods(case, stage)
     for method in methods.values():
         for _ in range(LEARNING_STEPS if method.follower else WARM_STEPS):
@@ -113,25 +114,13 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     os._exit(0)  # torch's groups wait for each other at length otherwise
 
 
-def _stage(case: NetworkCase) -> nn.Module:
-    rank, model = dist.get_rank(), case.model
-    if not model.is_paced:
-        torch.manual_seed(rank)
-        return nn.TransformerEncoderLayer(model.width, 8, 4 * model.width, dropout=0.0, batch_first=True)
-    given, sizes = model.input_shape(rank)[0], model.boundary_bytes
-    factor = sizes[rank] / given / 4 if rank < len(sizes) else 1.0
-    return PacedStage(model.forwards_ms[rank] / 1e3, factor)
-
-
 def _methods(case: NetworkCase, module: nn.Module) -> dict[str, Method]:
     rank, stages, count = dist.get_rank(), case.stages, case.micro_batches
-    batch = torch.ones(count, *case.model.input_shape(0))
-    target = torch.ones(count, 1)
     found = {}
     planned = strategies(case)
     for name in (*(() if case.is_phases else STOCK), *planned):
         stage = PipelineStage(module, rank, stages, torch.device("cpu"))
-        steps = STOCK.get(name, ScheduleGPipe)(stage, count, loss_fn=_loss)
+        steps = STOCK.get(name, ScheduleGPipe)(stage, count, loss_fn=mean_loss)
         follower, seen = None, list[RankStep]()
         if name in planned:
             own = PipelineSteps(steps)
@@ -139,17 +128,7 @@ def _methods(case: NetworkCase, module: nn.Module) -> dict[str, Method]:
             follower = Follower(own, runtime, planned[name]) if planned[name].follows_network else None
             if name == WATCHED:
                 _watch(runtime, seen)
-
-        def step(steps: Any = steps) -> None:
-            module.zero_grad()
-            if rank == 0:
-                steps.step(batch)
-            elif rank == stages - 1:
-                steps.step(target=target, losses=[], return_outputs=False)
-            else:
-                steps.step()
-
-        found[name] = Method(step, follower, seen)
+        found[name] = Method(step_of(case, module, steps), follower, seen)
     return found
 
 
@@ -175,14 +154,14 @@ def _block(case: NetworkCase, method: Method) -> Block:
     """Some steps, or those of a whole cycle of phases, from wherever in it."""
     block = Block()
     dist.barrier()
-    ends_s = _agreed(_since_lab_s()) + 2 * PHASE_S
+    ends_s = _agreed(since_lab_s()) + 2 * PHASE_S
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
     before_bytes = _status_bytes("VmRSS")
-    while len(block.took_ms) < STEPS or (case.is_phases and _agreed(_since_lab_s()) < ends_s):
-        begin_s = _since_lab_s()
+    while len(block.took_ms) < STEPS or (case.is_phases and _agreed(since_lab_s()) < ends_s):
+        begin_s = since_lab_s()
         method.step()
         block.begins_s.append(begin_s)
-        block.took_ms.append((_since_lab_s() - begin_s) * 1e3)
+        block.took_ms.append((since_lab_s() - begin_s) * 1e3)
     block.peak_bytes = _status_bytes("VmHWM") - before_bytes
     return block
 
@@ -200,16 +179,6 @@ def _from_every_rank(values: list[float]) -> list[list[float]]:
     return [each.tolist() for each in found]
 
 
-def _since_lab_s() -> float:
-    """Since this process started, which is when the lab's timeline begins."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
-def _loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-    return output.mean()

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from headway.scheduling.pipeline.schedule import Pass, PipelineSchedule
+from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
 from headway.torch_private.pipelining import PipelineSteps
 from pipeline_training.measured import cpu_s, message_ms, passes_ms
 from pipeline_training.paced import PacedStage
 from pipeline_training.runtime_cases import CASES, PipelineCase
+from pipeline_training.stepping import mean_loss, on_torchs_runtime
 
 SIZES = (1, 2, 4)
 ROUNDS, QUICK_ROUNDS = 7, 5
-_KINDS = {Pass.FORWARD: "F", Pass.BACKWARD: "B"}
 Method = Callable[[], None]
 
 
@@ -75,7 +75,7 @@ def _makers(case: PipelineCase) -> dict[str, Callable[[PipelineStage], Any]]:
 
     def ours(schedule: PipelineSchedule) -> Callable[[PipelineStage], Any]:
         def make(stage: PipelineStage) -> Any:
-            steps = ScheduleGPipe(stage, count, loss_fn=_loss)
+            steps = ScheduleGPipe(stage, count, loss_fn=mean_loss)
             PipelineRuntime(PipelineSteps(steps), schedule)
             return steps
 
@@ -83,20 +83,14 @@ def _makers(case: PipelineCase) -> dict[str, Callable[[PipelineStage], Any]]:
 
     def torchs(schedule: PipelineSchedule) -> Callable[[PipelineStage], Any]:
         def make(stage: PipelineStage) -> Any:
-            steps = schedules._PipelineScheduleRuntime([stage], count, loss_fn=_loss)
-            actions = {
-                rank: [schedules._Action.from_str(f"{a.stage}{_KINDS[a.kind]}{a.micro_batch}") for a in own]
-                for rank, own in enumerate(schedule.ranks)
-            }
-            steps._prepare_schedule_with_comms(actions)
-            return steps
+            return on_torchs_runtime(stage, count, schedule)
 
         return make
 
     planned = {name: each.schedule_of(case.stages) for name, each in strategies(case).items()}
     return {
-        "torch GPipe": lambda stage: ScheduleGPipe(stage, count, loss_fn=_loss),
-        "torch 1F1B": lambda stage: Schedule1F1B(stage, count, loss_fn=_loss),
+        "torch GPipe": lambda stage: ScheduleGPipe(stage, count, loss_fn=mean_loss),
+        "torch 1F1B": lambda stage: Schedule1F1B(stage, count, loss_fn=mean_loss),
         **{name.replace("headway", "torch runtime"): torchs(schedule) for name, schedule in planned.items()},
         **{name: ours(schedule) for name, schedule in planned.items()},
     }
@@ -118,7 +112,3 @@ def _method(make: Callable[[PipelineStage], Any], case: PipelineCase, module: nn
             steps.step()
 
     return step
-
-
-def _loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-    return output.mean()

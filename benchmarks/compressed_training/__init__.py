@@ -1,0 +1,1 @@
+"""Training with compressed gradients: what benchmarks/compression.py runs."""
