@@ -130,10 +130,13 @@ class Server:
         stream, sending = Stream(), asyncio.Lock()
         tasks: list[asyncio.Task[None]] = []
 
-        async def end(status: str, words: str) -> None:
+        async def last_message_sent() -> None:
             # gRPC loses a status that is sent while a message is in flight: the worker would wait for ever.
             with suppress(TimeoutError):
                 await asyncio.wait_for(sending.acquire(), LAST_MESSAGE_S)
+
+        async def end(status: str, words: str) -> None:
+            await last_message_sent()
             await context.abort(grpc.StatusCode[status], words)
 
         try:
@@ -145,6 +148,7 @@ class Server:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            await last_message_sent()
         except RefusedError as refused:
             status, words = refused.refusal
             _log.info("connection from %s ends: %s", context.peer(), words)
