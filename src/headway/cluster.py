@@ -188,6 +188,36 @@ class AlgorithmCost(BaseModel):
         )
 
 
+class CodecCost(BaseModel):
+    """What computing a codec of gradients takes a rank: before each exchange of a bucket, and behind the last one."""
+
+    model_config = _FROZEN
+
+    bucket_us: tuple[Latency, ...] = Field(min_length=2, max_length=8)
+    """What each of these takes by itself, however small the bucket."""
+
+    mib_us: tuple[Latency, ...] = Field(min_length=2, max_length=8)
+    """What each of them takes in addition for every MiB of gradients."""
+
+    slowdown: Share = 0.0
+    """How much longer training's computation takes meanwhile, on the same cores."""
+
+    @model_validator(mode="after")
+    def _as_many(self) -> CodecCost:
+        if len(self.bucket_us) != len(self.mib_us):
+            raise ValueError("bucket_us and mib_us differ in length")
+        return self
+
+    def crowded(self, times: float) -> CodecCost:
+        """The cost if ``times`` as many ranks share the cores."""
+        return self.model_copy(
+            update={
+                "bucket_us": tuple(us * times for us in self.bucket_us),
+                "mib_us": tuple(us * times for us in self.mib_us),
+            }
+        )
+
+
 class PassSlowdown(BaseModel):
     """How much longer a forward and a backward take while collectives are in flight: 0.2 means a fifth longer."""
 
@@ -226,6 +256,9 @@ class Cluster(BaseModel):
 
     algorithms: dict[str, AlgorithmCost] = {}
     """What collective algorithms, and optimizers on the hosts, cost, by name."""
+
+    codecs: dict[str, CodecCost] = {}
+    """What computing codecs of gradients takes, by the names of their costs, for as many workers as these."""
 
     compute_slowdown: Share = 0.0
     """How much longer computation takes while a collective is in flight on the same cores: 0.2 means a fifth longer. It
@@ -364,7 +397,8 @@ class Cluster(BaseModel):
         resized = self.model_copy(update=changed)
         times = resized.crowding / self.crowding
         slower = {name: cost.crowded(times) for name, cost in self.algorithms.items()}
-        return resized.model_copy(update={"algorithms": slower})
+        codecs = {name: cost.crowded(times) for name, cost in self.codecs.items()}
+        return resized.model_copy(update={"algorithms": slower, "codecs": codecs})
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

@@ -22,9 +22,9 @@ class Rank:
         self.done = self.sent = 0
         self.arrived: set[int] = set()  # steps whose message is there
 
-    def piece(self, number: int) -> np.ndarray[Any, Any]:
-        """A view of a piece."""
-        return self.tensor[slice(*self.bounds[number])]
+    def piece(self, number: int, run: int = 1) -> np.ndarray[Any, Any]:
+        """A view of a piece, or of a run of them."""
+        return self.tensor[self.bounds[number][0] : self.bounds[number + run - 1][1]]
 
     @property
     def posted(self) -> int:
@@ -48,24 +48,27 @@ class Rank:
         """Whether what the next step waits for is there."""
         return self.done in self.arrived
 
-    def land(self, number: int, piece: int, data: np.ndarray[Any, Any]) -> None:
+    def land(self, number: int, piece: int, run: int, data: np.ndarray[Any, Any]) -> None:
         """A message lands where the receive of step ``number`` says."""
         step = self.program.steps[number]
-        assert step.receive_piece == piece
+        assert (step.receive_piece, step.run) == (piece, run)
         if step.reduce:
             slot = number % self.program.lookahead
             assert slot not in self.scratch, "a scratch slot is overwritten"
             assert slot < self.program.scratch_slots
+            assert len(data) <= self.program.slot_numel(len(self.tensor))
             self.scratch[slot] = data.copy()
         else:
-            self.piece(piece)[:] = data
+            self.piece(piece, run)[:] = data
         self.arrived.add(number)
 
     def finish_step(self) -> None:
         """Add what the next step has waited for."""
         step = self.program.steps[self.done]
         if step.reduce:
-            self.piece(step.receive_piece)[:] += self.scratch.pop(self.done % self.program.lookahead)
+            self.piece(step.receive_piece, step.run)[:] += self.scratch.pop(
+                self.done % self.program.lookahead
+            )
         self.done += 1
 
 
@@ -78,7 +81,7 @@ def interpret(
     """
     choose = random.Random(seed)
     ranks = [Rank(program, tensor) for program, tensor in zip(programs, tensors, strict=True)]
-    wires: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # released sends, in order
+    wires: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)  # released sends, in order
     while any(_may_go_on(number, ranks, wires) for number in range(len(ranks))):
         for number in choose.sample(range(len(ranks)), len(ranks)):
             rank = ranks[number]
@@ -87,20 +90,20 @@ def interpret(
                     rank.finish_step()
                 if choose.random() < 0.5 and rank.released:
                     step = rank.program.steps[rank.sent]
-                    wires[number, step.send_to].append(step.send_piece)
+                    wires[number, step.send_to].append((step.send_piece, step.run))
                     rank.sent += 1
                 for (source, target), wire in wires.items():
                     if target != number or not wire or choose.random() < 0.5:
                         continue
                     if (awaited := rank.awaited(source)) is not None:
-                        piece = wire.popleft()
-                        rank.land(awaited, piece, ranks[source].piece(piece))
+                        message = wire.popleft()
+                        rank.land(awaited, *message, ranks[source].piece(*message))
     for rank in ranks:
         assert rank.done == rank.sent == len(rank.program.steps), "the programs wait for each other"
     return [rank.tensor for rank in ranks]
 
 
-def _may_go_on(number: int, ranks: list[Rank], wires: dict[tuple[int, int], deque[int]]) -> bool:
+def _may_go_on(number: int, ranks: list[Rank], wires: dict[tuple[int, int], deque[tuple[int, int]]]) -> bool:
     rank = ranks[number]
     return (
         rank.can_finish_step

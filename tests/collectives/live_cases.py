@@ -8,8 +8,19 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from headway.collectives import algorithms, executor, live
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, NATIVE, REDUCE_SCATTER, RING
+from headway.collectives import carrying_out, executor, live
+from headway.collectives.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    DIRECT,
+    HALVING_DOUBLING,
+    HIERARCHICAL,
+    KINDS,
+    NATIVE,
+    REDUCE_SCATTER,
+    RING,
+)
+from headway.collectives.hosts import Hosts
 from headway.collectives.program import (
     chunk_bounds,
     owned_chunk,
@@ -18,6 +29,7 @@ from headway.collectives.program import (
     ring_reduce_scatter,
     scratch_numel,
 )
+from headway.collectives.selection import Selection
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int32, torch.int64)
@@ -71,17 +83,17 @@ def check_native(rank: int, world_size: int) -> list[str]:
             for algorithm in (RING, NATIVE):
                 flat = inputs[rank].clone()
                 scratch = torch.empty(scratch_numel(numel, world_size), dtype=dtype)
-                algorithms.collective(algorithm, REDUCE_SCATTER, rank, world_size)(flat, group, scratch)
+                carrying_out.collective(algorithm, REDUCE_SCATTER, rank, world_size)(flat, group, scratch)
                 if not _near(flat[own], [part[own] for part in inputs]):
                     problems.append(f"{algorithm} reduce-scatter of {numel} {dtype}")
                 flat[own] = inputs[rank][own]
-                algorithms.collective(algorithm, ALL_GATHER, rank, world_size)(flat, group, scratch)
+                carrying_out.collective(algorithm, ALL_GATHER, rank, world_size)(flat, group, scratch)
                 chunks = chunk_bounds(numel, world_size)
                 whole = torch.cat([inputs[r][slice(*bounds)] for r, bounds in enumerate(chunks)])
                 if not torch.equal(flat, whole):
                     problems.append(f"{algorithm} all-gather of {numel} {dtype}")
                 flat = inputs[rank].clone()
-                algorithms.collective(algorithm, ALL_REDUCE, rank, world_size)(flat, group, scratch)
+                carrying_out.collective(algorithm, ALL_REDUCE, rank, world_size)(flat, group, scratch)
                 if not _near(flat, inputs):
                     problems.append(f"{algorithm} all-reduce of {numel} {dtype}")
     return problems
@@ -94,7 +106,7 @@ def check_prepared_again_and_again(rank: int, world_size: int) -> list[str]:
     scratch = torch.empty(scratch_numel(1000, world_size, 3), dtype=torch.int64)
     for algorithm in (RING, NATIVE) if flat.numel() % world_size == 0 else (RING,):
         actions = {
-            kind: algorithms.prepare(algorithm, kind, flat, group, scratch, pieces=3) for kind in KINDS
+            kind: carrying_out.prepare(algorithm, kind, flat, group, scratch, pieces=3) for kind in KINDS
         }
         for turn in range(20):
             flat.copy_(torch.arange(1000) * (rank + turn))
@@ -106,6 +118,89 @@ def check_prepared_again_and_again(rank: int, world_size: int) -> list[str]:
             if not torch.equal(flat, torch.arange(1000) * sum(r + turn for r in range(world_size))):
                 return [f"{algorithm}, turn {turn}"]
     return []
+
+
+def check_hierarchical(rank: int, world_size: int, places: str) -> list[str]:
+    """Every dtype with sizes as awkward as can be, ranks on the hosts that have a letter each in ``places``."""
+    group, hosts = _group(), Hosts.of_places(places)
+    shapes = [(0, 1), (1, 2), (world_size - 1, 1), (world_size * 12, 2), (1001, 3)]
+    problems = []
+    for dtype in FLOATS + INTEGERS:
+        for numel, pieces in shapes:
+            inputs = _inputs(numel, dtype, world_size)
+            wrong = _check_hierarchical(rank, world_size, group, inputs, pieces, hosts)
+            problems += [f"{what}: {numel} {dtype}, {pieces} pieces" for what in wrong]
+    return problems
+
+
+def check_direct(rank: int, world_size: int) -> list[str]:
+    """The same of direct halves."""
+    return _check_halves(rank, world_size, DIRECT)
+
+
+def check_halving_doubling(rank: int, world_size: int) -> list[str]:
+    """The same of halving and doubling."""
+    return _check_halves(rank, world_size, HALVING_DOUBLING)
+
+
+def _check_halves(rank: int, world_size: int, algorithm: str) -> list[str]:
+    group = _group()
+    problems = []
+    for dtype in FLOATS + INTEGERS:
+        for numel, pieces in [(0, 1), (1, 2), (world_size - 1, 1), (world_size * 12, 2), (1001, 3)]:
+            inputs = _inputs(numel, dtype, world_size)
+            own = slice(*chunk_bounds(numel, world_size)[rank])
+            needed = Selection(algorithm, REDUCE_SCATTER, pieces).scratch_numel(numel, world_size)
+            flat, scratch = torch.empty(numel, dtype=dtype), torch.empty(needed, dtype=dtype)
+            scatter, gather = (
+                carrying_out.prepare(algorithm, kind, flat, group, scratch, pieces)
+                for kind in (REDUCE_SCATTER, ALL_GATHER)
+            )
+            for turn in range(3):
+                flat.copy_(inputs[rank])
+                scatter(tag=2 * turn)
+                if not _near(flat[own], [part[own] for part in inputs]):
+                    problems.append(f"reduce-scatter: {numel} {dtype}, {pieces} pieces")
+                gather(tag=2 * turn + 1)
+                if not _near(flat, inputs):
+                    problems.append(f"all-gather: {numel} {dtype}, {pieces} pieces")
+    return problems
+
+
+def _check_hierarchical(
+    rank: int,
+    world_size: int,
+    group: dist.ProcessGroup,
+    inputs: list[torch.Tensor],
+    pieces: int,
+    hosts: Hosts,
+) -> Iterator[str]:
+    numel, dtype = inputs[0].numel(), inputs[0].dtype
+    bounds = chunk_bounds(numel, world_size)
+    own = slice(*bounds[owned_chunk(rank, world_size)])
+    flat, scratch = torch.empty(numel, dtype=dtype), torch.empty(numel * 2 + 2, dtype=dtype)
+    runs = {
+        kind: carrying_out.prepare(HIERARCHICAL, kind, flat, group, scratch, pieces, hosts=hosts)
+        for kind in KINDS
+    }
+    flat.copy_(inputs[rank])
+    runs[REDUCE_SCATTER]()
+    if not _near(flat[own], [part[own] for part in inputs]):
+        yield "reduce-scatter"
+    flat.zero_()
+    flat[own] = inputs[rank][own]
+    runs[ALL_GATHER]()
+    if not torch.equal(flat, torch.cat([inputs[r][slice(*bounds[r])] for r in range(world_size)])):
+        yield "all-gather"
+    flat.copy_(inputs[rank])
+    runs[ALL_REDUCE]()
+    if not _near(flat, inputs):
+        yield "all-reduce"
+    everyones = [torch.empty_like(flat) for _ in range(world_size)]
+    if numel:
+        dist.all_gather(everyones, flat, group=group)
+        if not all(torch.equal(theirs, flat) for theirs in everyones):
+            yield "all-reduce, the same on every rank"
 
 
 def check_two_groups_at_a_time(rank: int, world_size: int) -> list[str]:

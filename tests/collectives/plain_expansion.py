@@ -113,30 +113,33 @@ def expand(
 
     Every rule is that of ``collectives.program``: a message leaves when its sender has done the step that delivered
     it and its receiver has posted the receive. A rank ends when its last message has been received and its last
-    one has arrived. An empty piece, as of a barrier, takes the latency of a message and no link.
+    one to each other rank has arrived. An empty piece, as of a barrier, takes the latency of a message and no link.
     """
     world_size = len(begins)
     programs = [program_of(rank, world_size) for rank in range(world_size)]
-    cost = cost.at(size_bytes / (programs[0].chunks * programs[0].pieces))
+    cost = cost.at(size_bytes * programs[0].message_share)
     begun = [resources.overhead(builder, rank, cost, begin) for rank, begin in enumerate(begins)]
     done: list[list[int]] = [[] for _ in begins]  # for each rank, the operation that ends each step
-    last_sent = list(begun)
+    sent_to: list[dict[int, int]] = [
+        {} for _ in begins
+    ]  # for each rank, its latest transfer to each other one
     bounds = piece_bounds(round(size_bytes * cost.byte_factor), programs[0].chunks, programs[0].pieces)
     for number in range(len(programs[0].steps)):
         arrivals: dict[int, int] = {}
         for rank, program in enumerate(programs):
             step = program.steps[number]
-            start, end = bounds[step.send_piece]
+            start, end = bounds[step.send_piece][0], bounds[step.send_piece + step.run - 1][1]
             receiver, posted_after = step.send_to, number - programs[step.send_to].lookahead
             held = done[rank][step.send_after] if step.send_after >= 0 else begun[rank]
             posted = done[receiver][posted_after] if posted_after >= 0 else begun[receiver]
             arrivals[receiver] = resources.transfer(
                 builder, rank, receiver, end - start, [held, posted], cost, connection
             )
-            last_sent[rank] = arrivals[receiver]
+            sent_to[rank][receiver] = arrivals[receiver]
         for rank, steps in enumerate(done):
             before = steps[-1] if steps else begun[rank]
             steps.append(resources.handle(builder, rank, cost, [arrivals[rank], before]))
-    for steps, start, sent, end in zip(done, begun, last_sent, ends, strict=True):
+    for steps, start, sent, end in zip(done, begun, sent_to, ends, strict=True):
         builder.edge(steps[-1] if steps else start, end)
-        builder.edge(sent, end)
+        for last in sent.values():
+            builder.edge(last, end)

@@ -9,24 +9,73 @@ from tests.collectives import plain_expansion
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives import dataflow
-from headway.collectives.algorithms import KINDS, NATIVE, RING, program_of
+from headway.collectives.algorithms import (
+    ALL_GATHER,
+    DIRECT,
+    HALVING_DOUBLING,
+    HIERARCHICAL,
+    KINDS,
+    NATIVE,
+    REDUCE_SCATTER,
+    RING,
+    program_of,
+)
 from headway.collectives.columns import _stacked, columns_of, piece_sizes, structure_of
+from headway.collectives.hosts import Hosts
 from headway.collectives.program import ProgramOf, piece_bounds
 from headway.simulation.engine import play
 
 KIND = st.sampled_from(KINDS)
 PROGRAMS = st.one_of(
-    st.builds(program_of, st.just(RING), KIND, st.integers(1, 3)), st.builds(program_of, st.just(NATIVE), KIND)
+    st.builds(program_of, st.just(RING), KIND, st.integers(1, 3)), st.builds(program_of, st.just(NATIVE), KIND),
+    st.builds(program_of, st.just(DIRECT), st.sampled_from([REDUCE_SCATTER, ALL_GATHER]), st.integers(1, 3)),
+)  # fmt: skip
+HOSTS = st.one_of(
+    st.builds(lambda count, workers: Hosts.of_places([n // workers for n in range(count * workers)]),
+              st.integers(1, 4), st.integers(1, 4)),
+    st.integers(1, 3).flatmap(lambda workers: st.permutations("abc" * workers).map(Hosts.of_places)),
 )  # fmt: skip
 
 
 @given(PROGRAMS, st.integers(1, 12))
 def test_programs_that_rotate_are_those_of_every_rank(program: ProgramOf, world_size: int) -> None:
+    check_columns(program, world_size)
+
+
+def check_columns(program: ProgramOf, world_size: int) -> None:
     made = columns_of(program, world_size)
     each = _stacked([program(rank, world_size) for rank in range(world_size)])
     assert (made.chunks, made.pieces, made.lookahead) == (each.chunks, each.pieces, each.lookahead)
-    for name in ("send_to", "send_piece", "send_after"):
+    for name in ("send_to", "send_piece", "send_after", "run"):
         assert getattr(made, name).tolist() == getattr(each, name).tolist()
+
+
+@given(
+    st.sampled_from([REDUCE_SCATTER, ALL_GATHER]),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_programs_that_mirror_send_alike_modulo_what_is_folded(
+    kind: str, world_size: int, folded: int
+) -> None:
+    program = program_of(HALVING_DOUBLING, kind)
+    check_columns(program, world_size)
+    if world_size % folded:
+        return
+    whole, first = columns_of(program, world_size), columns_of(program, world_size, folded)
+    for rank in range(world_size):
+        like = rank % folded
+        assert (whole.send_to[:, rank] % folded == first.send_to[:, like] % folded).all()
+        assert whole.run[:, rank].tolist() == first.run[:, like].tolist()
+        assert whole.send_after[:, rank].tolist() == first.send_after[:, like].tolist()
+
+
+@given(HOSTS, KIND, st.integers(1, 3))
+def test_programs_that_repeat_after_a_host_are_those_of_every_rank(
+    hosts: Hosts, kind: str, pieces: int
+) -> None:
+    world_size = sum(map(len, hosts.ranks))
+    check_columns(program_of(HIERARCHICAL, kind, pieces, hosts), world_size)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(1, 4))

@@ -36,6 +36,27 @@ def test_large_rings(world_size: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("places", ["a", "ab", "aaa", "aabb", "abab", "aabbcc"])
+def test_hierarchical_collectives(places: str) -> None:
+    for problems in workers.run(
+        len(places), f"{CASES}:check_hierarchical", places, timeout_s=100, group_timeout_s=60
+    ):
+        assert problems == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_direct_halves(world_size: int) -> None:
+    nothing_is_wrong(world_size, "check_direct")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_halving_and_doubling(world_size: int) -> None:
+    nothing_is_wrong(world_size, "check_halving_doubling")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_native_forms(world_size: int) -> None:
     nothing_is_wrong(world_size, "check_native")

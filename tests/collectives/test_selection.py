@@ -6,6 +6,8 @@ from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives.algorithms import (
     ALL_GATHER,
     ALL_REDUCE,
+    DIRECT,
+    HIERARCHICAL,
     KINDS,
     NATIVE,
     NCCL,
@@ -13,7 +15,9 @@ from headway.collectives.algorithms import (
     RING,
     sent_bytes,
 )
-from headway.collectives.selection import RINGS, Algorithms, Selection, native
+from headway.collectives.hosts import Hosts
+from headway.collectives.selection import RINGS, Algorithms, Selection, SizeClass, native
+from headway.errors import PlanError
 
 MIB = 2**20
 
@@ -82,3 +86,37 @@ def test_a_native_half_that_nobody_measured_costs_what_a_native_all_reduce_does(
     assert (
         Selection(NATIVE, ALL_GATHER).cost(cluster(gloo_all_reduce=9, native_all_gather=4)).overhead_us == 4
     )
+
+
+SMALL = SizeClass(size_bytes=1000, reduce_scatter="direct", all_gather="native")
+MIDDLE = SizeClass(size_bytes=5000, reduce_scatter="direct", all_gather="ring")
+
+
+def test_a_bucket_has_the_algorithms_of_the_first_class_that_is_as_large() -> None:
+    mixed = Algorithms("hierarchical", "ring", (SMALL, MIDDLE))
+    for size_bytes, scatter, gather in (
+        (1, DIRECT, NATIVE),
+        (1000, DIRECT, NATIVE),
+        (1001, DIRECT, RING),
+        (5000, DIRECT, RING),
+        (5001, HIERARCHICAL, RING),
+    ):
+        assert mixed.select(REDUCE_SCATTER, size_bytes, 4).algorithm == scatter
+        assert mixed.select(ALL_GATHER, size_bytes, 4).algorithm == gather
+    assert mixed.names(REDUCE_SCATTER) == [DIRECT, HIERARCHICAL]
+    assert mixed.names(ALL_GATHER) == [NATIVE, RING]
+    assert mixed.in_words == [
+        "hierarchical reduce-scatter",
+        "direct reduce-scatter up to 1,000 bytes",
+        "native all-gather up to 1,000 bytes",
+        "direct reduce-scatter up to 5,000 bytes",
+        "ring all-gather up to 5,000 bytes",
+    ]
+    assert RINGS.in_words == []
+
+
+def test_no_class_may_ask_for_what_hosts_cannot_do() -> None:
+    halving = SizeClass(size_bytes=1000, reduce_scatter="ring", all_gather="halving_doubling")
+    Algorithms(by_size=(halving,)).check(Hosts.of_places("abcd"))
+    with pytest.raises(PlanError, match="a power of two"):
+        Algorithms(by_size=(halving,)).check(Hosts.of_places("abc"))

@@ -1,38 +1,58 @@
-"""Collective algorithms by name: what a plan may choose, what it costs on a cluster, and what carries it out."""
+"""Collective algorithms by name: what a plan may choose, what it does, and what names its cost on a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
 
-from headway.collectives.gloo import SEGMENTS, gloo_all_gather, gloo_all_reduce
-from headway.collectives.program import ProgramOf, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from headway.collectives.direct import direct_all_gather, direct_reduce_scatter
+from headway.collectives.gloo import SEGMENTS, gloo_all_gather, gloo_all_reduce, gloo_all_to_all
+from headway.collectives.halving_doubling import (
+    check_power_of_two,
+    doubling_all_gather,
+    halving_reduce_scatter,
+    is_power_of_two,
+)
+from headway.collectives.hierarchical import (
+    check_alike,
+    differs_from_rings,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+)
+from headway.collectives.hosts import Hosts
+from headway.collectives.program import (
+    ChunkProgram,
+    ProgramOf,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
 from headway.collectives.servers import push_and_pull
 from headway.errors import PlanError
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
 
 ALL_REDUCE = "all_reduce"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_GATHER = "all_gather"
+ALL_TO_ALL = "all_to_all"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)
+OF_LIBRARIES = (*KINDS, ALL_TO_ALL)
+"""The kinds that libraries carry out; for the last there is no chunk program of ours."""
 
 RING = "ring"  # Headway's chunk programs
+HIERARCHICAL = "hierarchical"  # rings within hosts and across them
+DIRECT = "direct"  # every rank sends to every other one
+HALVING_DOUBLING = "halving_doubling"  # partners halve and double what they hold
 NATIVE = "native"  # the process group's own collectives, of Gloo where replay plays them
 NCCL = "nccl"  # a process group's own as NCCL does them: replayed, never chosen
 SERVERS = "servers"  # every rank a parameter server
+COMPRESSED = "compressed"  # in recordings: a process group's own, of what a codec makes of a bucket
 
 GLOO_ALL_REDUCE = "gloo_all_reduce"
 
 # ProcessGroupGloo serves its queue with two threads, in order. It does not say when one takes a collective up.
 GLOO_THREADS = 2
-
-Collective = Callable[["torch.Tensor", "dist.ProcessGroup", "torch.Tensor"], None]
-"""Carries out one collective in place: (flat tensor, group, scratch)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,9 @@ class Algorithm:
 
     ``programs`` gives the chunk programs of a kind in so many pieces, ``cost_name`` the name under which
     ``Cluster.algorithms`` holds what that costs. ``is_library`` says that live the process group does it by itself.
-    ``probed`` are the kinds that share a cost, each with the pieces in which a probe measures them.
+    ``probed`` are the kinds that share a cost, each with the pieces in which a probe measures them. ``follows_hosts``
+    says that programs depend on which ranks share a host. ``check`` raises PlanError for ranks on hosts with which it
+    cannot do; ``differs`` says whether it can, and does anything there that rings do not.
     """
 
     name: str
@@ -50,6 +72,9 @@ class Algorithm:
     cost_name: Callable[[str, int], str]
     is_library: bool = False
     probed: tuple[tuple[tuple[str, ...], int], ...] = ()
+    follows_hosts: bool = False
+    check: Callable[[Hosts], None] = lambda _hosts: None
+    differs: Callable[[Hosts], bool] = lambda _hosts: True
 
 
 def _rings(kind: str, pieces: int) -> ProgramOf:
@@ -59,14 +84,39 @@ def _rings(kind: str, pieces: int) -> ProgramOf:
     return ring if pieces == 1 else partial(ring, pieces=pieces)
 
 
+def _hierarchical(kind: str, pieces: int) -> ProgramOf:
+    made = {
+        ALL_REDUCE: hierarchical_all_reduce,
+        REDUCE_SCATTER: hierarchical_reduce_scatter,
+        ALL_GATHER: hierarchical_all_gather,
+    }[kind]
+    return partial(made, pieces=pieces)
+
+
+def _direct(kind: str, pieces: int) -> ProgramOf:
+    direct = {REDUCE_SCATTER: direct_reduce_scatter, ALL_GATHER: direct_all_gather}[kind]
+    return partial(direct, pieces=pieces)
+
+
+def _halving_doubling(kind: str, _pieces: int) -> ProgramOf:
+    return {REDUCE_SCATTER: halving_reduce_scatter, ALL_GATHER: doubling_all_gather}[kind]
+
+
 def _gloo(kind: str, pieces: int) -> ProgramOf:
     """What Gloo does (``collectives.gloo``): its reduce-scatter moves as much as a whole all-reduce, as measured."""
+    if kind == ALL_TO_ALL:
+        return gloo_all_to_all
     native = gloo_all_gather if kind == ALL_GATHER else gloo_all_reduce
     return native if pieces <= SEGMENTS else partial(native, pieces=pieces)
 
 
 def _native_cost(kind: str, _pieces: int) -> str:
     return GLOO_ALL_REDUCE if kind == ALL_REDUCE else f"{NATIVE}_{kind}"
+
+
+def _nccl(kind: str, pieces: int) -> ProgramOf:
+    """NCCL's rings, in its pieces, are like our own; its all-to-all is sends and receives, all in flight together."""
+    return gloo_all_to_all if kind == ALL_TO_ALL else _rings(kind, pieces)
 
 
 _HALVES = (REDUCE_SCATTER, ALL_GATHER)
@@ -81,8 +131,35 @@ ALGORITHMS: dict[str, Algorithm] = {
             probed=tuple((_HALVES, pieces) for pieces in (1, 2, 4)),
         ),
         Algorithm(
-            NATIVE,
+            HIERARCHICAL,
             KINDS,
+            _hierarchical,
+            lambda _kind, pieces: HIERARCHICAL if pieces == 1 else f"{HIERARCHICAL}_{pieces}",
+            probed=tuple((_HALVES, pieces) for pieces in (1, 2)),
+            follows_hosts=True,
+            check=check_alike,
+            differs=differs_from_rings,
+        ),
+        Algorithm(
+            DIRECT,
+            _HALVES,
+            _direct,
+            lambda _kind, pieces: DIRECT if pieces == 1 else f"{DIRECT}_{pieces}",
+            probed=((_HALVES, 1),),
+            differs=lambda hosts: hosts.world_size > 2,  # two ranks are a ring
+        ),
+        Algorithm(
+            HALVING_DOUBLING,
+            _HALVES,
+            _halving_doubling,
+            lambda _kind, _pieces: HALVING_DOUBLING,
+            probed=((_HALVES, 1),),
+            check=check_power_of_two,
+            differs=lambda hosts: hosts.world_size > 2 and is_power_of_two(hosts.world_size),
+        ),
+        Algorithm(
+            NATIVE,
+            OF_LIBRARIES,
             _gloo,
             _native_cost,
             is_library=True,
@@ -95,8 +172,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             lambda _kind, _pieces: SERVERS,
             probed=(((ALL_REDUCE,), 1),),
         ),
-        # NCCL's rings, in its pieces, are like our own.
-        Algorithm(NCCL, KINDS, _rings, _native_cost, is_library=True),
+        Algorithm(NCCL, OF_LIBRARIES, _nccl, _native_cost, is_library=True),
     )
 }
 
@@ -111,84 +187,48 @@ def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
 
     Raises PlanError for an unknown name.
     """
-    return _known(algorithm, kind).cost_name(kind, pieces)
+    return known_algorithm(algorithm, kind).cost_name(kind, pieces)
 
 
 @cache
-def program_of(algorithm: str, kind: str, pieces: int = 1) -> ProgramOf:
+def program_of(algorithm: str, kind: str, pieces: int = 1, hosts: Hosts | None = None) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
-    A library's own collective is replayed as what it does. Raises PlanError for an unknown name.
+    A library's own collective is replayed as what it does. ``hosts`` is for algorithms that follow them. Raises
+    PlanError for an unknown name.
     """
-    return _known(algorithm, kind).programs(kind, pieces)
+    known = known_algorithm(algorithm, kind)
+    programs: Callable[..., ChunkProgram] = known.programs(kind, pieces)
+    if not known.follows_hosts:
+        return programs
+    assert hosts is not None, f"{algorithm} collectives depend on hosts"
+    return partial(programs, hosts=hosts)
 
 
-def sent_bytes(algorithm: str, kind: str, world_size: int, size_bytes: int) -> float:
-    """What each rank sends to its neighbour in a collective of a tensor of ``size_bytes``.
+def sent_bytes(
+    algorithm: str, kind: str, world_size: int, size_bytes: int, hosts: Hosts | None = None
+) -> float:
+    """What passes a link in each direction in a collective of a tensor of ``size_bytes``: what a rank sends to others.
 
-    Raises PlanError for an unknown name.
+    On several ``hosts`` it is what all ranks of the first one send to those of the others. Raises PlanError for an
+    unknown name.
     """
-    program = program_of(algorithm, kind)(0, world_size)
-    return size_bytes / world_size * len(program.steps) / program.pieces
+    known = program_of(algorithm, kind, hosts=hosts)
+    here = hosts.ranks[0] if hosts is not None and len(hosts.ranks) > 1 else (0,)
+    programs = [known(rank, world_size) for rank in here]
+    pieces = sum(step.run for program in programs for step in program.steps if step.send_to not in here)
+    return size_bytes / world_size * pieces / programs[0].pieces
 
 
-def collective(algorithm: str, kind: str, rank: int, world_size: int, pieces: int = 1) -> Collective:
-    """What carries a collective out on this rank.
-
-    All do the same in place: after a reduce-scatter ``owned_chunk`` holds sums and the rest is undefined, an
-    all-gather starts from it. ``pieces`` is for rings. The native halves need a numel that is a multiple of the world
-    size. Raises PlanError for an unknown name.
-    """
-    from headway.collectives import live, native
-
-    if _known(algorithm, kind).is_library:
-        return native.COLLECTIVES[kind]
-    return partial(live.run, program_of(algorithm, kind, pieces)(rank, world_size))
-
-
-class Run(Protocol):
-    """A collective bound to its tensors."""
-
-    def __call__(self, tag: int = 0) -> None:
-        """Run it. ``tag`` is the same on all ranks (``live.Prepared.run``)."""
-
-
-def prepare(
-    algorithm: str,
-    kind: str,
-    flat: torch.Tensor,
-    group: dist.ProcessGroup,
-    scratch: torch.Tensor,
-    pieces: int = 1,
-    second: dist.ProcessGroup | None = None,
-) -> Run:
-    """``collective`` bound to its tensors, to be called over and over at the least cost a call.
-
-    It is called with a tag for its messages, the same on all ranks. ``second`` is for rings of two ranks. See
-    ``live.Prepared`` for both.
-    """
-    from headway.collectives import live
-
-    if not _known(algorithm, kind).is_library:
-        program = program_of(algorithm, kind, pieces)(group.rank(), group.size())
-        return live.Prepared(program, flat, group, scratch, second).run
-    action = collective(algorithm, kind, group.rank(), group.size())
-
-    def run(tag: int = 0) -> None:
-        del tag  # the process group counts its own collectives
-        action(flat, group, scratch)
-
-    return run
-
-
-def _known(algorithm: str, kind: str) -> Algorithm:
+def known_algorithm(algorithm: str, kind: str) -> Algorithm:
+    """The algorithm of that name. Raises PlanError for an unknown one, or one that has no such ``kind``."""
     found = ALGORITHMS.get(algorithm)
     if found is None:
         raise PlanError(
             "there is no such collective algorithm", got=algorithm, expected=" or ".join(ALGORITHMS)
         )
-    if kind not in KINDS:
-        raise PlanError("there is no such collective kind", got=kind, expected=" or ".join(KINDS))
+    if kind not in OF_LIBRARIES:
+        raise PlanError("there is no such collective kind", got=kind, expected=" or ".join(OF_LIBRARIES))
     if kind not in found.kinds:
         raise PlanError(
             f"{algorithm} supports no such collective", got=kind, expected=" or ".join(found.kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -29,6 +29,7 @@ class ProgramColumns:
     send_to: Numbers
     send_piece: Numbers
     send_after: Numbers
+    run: Numbers
 
     @cached_property
     def pairs(self) -> tuple[Numbers, Numbers]:
@@ -40,27 +41,41 @@ class ProgramColumns:
             which.reshape(pair.shape).astype(np.int32),
         )
 
+    @property
+    def last_sends(self) -> tuple[Ints, Ints]:
+        """The last message of each rank to each that it sends to: its step and its sender, of each."""
+        _, pair_of = self.pairs
+        _, latest = np.unique(pair_of[::-1], return_index=True)
+        turn, rank = np.divmod(latest, pair_of.shape[1])
+        return len(pair_of) - 1 - turn, rank
+
+    @property
+    def message_share(self) -> float:
+        """The part of the tensor that a message is, in the mean over all."""
+        return float(self.run.mean() if self.run.size else 1.0) / (self.chunks * self.pieces)
+
 
 @lru_cache(maxsize=16)
 def columns_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> ProgramColumns:
-    """The programs of all ranks, or of the first ``folded``; those that rotate are made from rank 0's."""
-    first = program_of(0, world_size)
-    if not first.rotates:
-        assert not folded, "only programs that rotate can be folded"
-        return _stacked([program_of(rank, world_size) for rank in range(world_size)])
-    ranks = np.arange(folded or world_size)
-    piece = np.array([step.send_piece for step in first.steps], dtype=np.int64)[:, None]
-    chunk, within = np.divmod(piece, first.pieces)
-    send_to = np.array([step.send_to for step in first.steps], dtype=np.int64)[:, None]
-    send_after = np.array([step.send_after for step in first.steps], dtype=np.int32)[:, None]
-    return ProgramColumns(
-        world_size=world_size,
-        chunks=first.chunks,
-        pieces=first.pieces,
-        lookahead=first.lookahead,
-        send_to=((send_to + ranks) % world_size).astype(np.int32),
-        send_piece=((chunk + ranks) % first.chunks * first.pieces + within).astype(np.int32),
-        send_after=np.broadcast_to(send_after, (len(first.steps), len(ranks))),
+    """The programs of all ranks, or of the first ``folded``; those that repeat after some ranks are made from these."""
+    first, count = program_of(0, world_size), folded or world_size
+    rotation = first.rotation
+    if folded and first.mirrors:
+        assert world_size % folded == 0
+        return _stacked([program_of(rank, world_size) for rank in range(folded)])
+    assert not folded or (rotation and folded % rotation == 0), "folded ranks hold whole rotations"
+    known = _stacked([program_of(rank, world_size) for rank in range(rotation or world_size)])
+    if rotation in {0, count}:
+        return known
+    shift = np.repeat(np.arange(0, count, rotation, dtype=np.int64), rotation)
+    turns = count // rotation
+    chunk, within = np.divmod(np.tile(known.send_piece, (1, turns)).astype(np.int64), known.pieces)
+    return replace(
+        known,
+        send_to=((np.tile(known.send_to, (1, turns)) + shift) % world_size).astype(np.int32),
+        send_piece=((chunk + shift) % known.chunks * known.pieces + within).astype(np.int32),
+        send_after=np.tile(known.send_after, (1, turns)),
+        run=np.tile(known.run, (1, turns)),
     )
 
 
@@ -72,7 +87,7 @@ def _stacked(programs: list[ChunkProgram]) -> ProgramColumns:
     first = programs[0]
     return ProgramColumns(
         first.world_size, first.chunks, first.pieces, first.lookahead,
-        column("send_to"), column("send_piece"), column("send_after"),
+        column("send_to"), column("send_piece"), column("send_after"), column("run"),
     )  # fmt: skip
 
 
@@ -113,7 +128,7 @@ def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Str
     Rank ``r`` is like rank ``r + folded``: what would reach the one reaches the other at the same moment.
 
     A message leaves when its sender has done the step that delivered it and its receiver has posted the receive. A
-    rank ends when its last message has been received and its last one has arrived.
+    rank ends when its last message has been received and its last one to each other rank has arrived.
     """
     columns = columns_of(program_of, world_size, folded)
     count = folded or world_size
@@ -127,7 +142,7 @@ def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Str
     ends = OUTSIDE - ranks
     pairs = [
         (done[-1], ends),
-        (transfer[-1] if steps else ranks, ends),
+        (transfer[columns.last_sends], ends[columns.last_sends[1]]),
         (transfer, np.take_along_axis(done[1:], receiver, axis=1)),  # it arrives
         (done[:-1], done[1:]),  # steps are done in turn
         (np.take_along_axis(done, columns.send_after + 1, axis=0), transfer),  # the sender has it
@@ -148,7 +163,10 @@ def structure_of(program_of: ProgramOf, world_size: int, folded: int = 0) -> Str
 
 def message_bytes(columns: ProgramColumns, size_bytes: int, byte_factor: float) -> Ints:
     """How large the message of every step and rank is in a collective of ``size_bytes``."""
-    return piece_sizes(round(size_bytes * byte_factor), columns.chunks, columns.pieces)[columns.send_piece]
+    sizes = piece_sizes(round(size_bytes * byte_factor), columns.chunks, columns.pieces)
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    bytes_: Ints = before[columns.send_piece + columns.run] - before[columns.send_piece]
+    return bytes_
 
 
 def piece_sizes(numel: int, chunks: int, pieces: int) -> Ints:

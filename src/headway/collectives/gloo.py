@@ -4,6 +4,7 @@ Gloo's all-reduce (gloo/allreduce.cc) is a ring to the left whose chunks are cut
 would be larger than 1 MiB. Two segments are in flight at a time: a rank posts the receive and the send of one when it
 is through with the last but one before it. The gather begins when the reduction is over. Its all-gather
 (gloo/allgather.cc) is a ring to the right, of halves of chunks. torch makes its reduce-scatter of a whole all-reduce.
+Its all-to-all (gloo/alltoall.cc) posts every send and receive immediately.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def gloo_all_reduce(rank: int, world_size: int, pieces: int = SEGMENTS) -> Chunk
         rank, world_size, pieces, first_chunk=rank, to_the_right=False, reduce=False, first=len(scatter)
     )
     return ChunkProgram(
-        "gloo_all_reduce", rank, world_size, world_size, scatter + gather, pieces, UNDER_WAY, rotates=True
+        "gloo_all_reduce", rank, world_size, world_size, scatter + gather, pieces, UNDER_WAY, rotation=1
     )
 
 
@@ -40,7 +41,25 @@ def gloo_all_gather(rank: int, world_size: int, pieces: int = SEGMENTS) -> Chunk
     del pieces
     steps = _steps(rank, world_size, SEGMENTS, first_chunk=rank, to_the_right=True, reduce=False)
     return ChunkProgram(
-        "gloo_all_gather", rank, world_size, world_size, steps, SEGMENTS, UNDER_WAY, rotates=True
+        "gloo_all_gather", rank, world_size, world_size, steps, SEGMENTS, UNDER_WAY, rotation=1
+    )
+
+
+@lru_cache(maxsize=4096)
+def gloo_all_to_all(rank: int, world_size: int) -> ChunkProgram:
+    """A chunk of this rank to every other rank, and theirs to it. Only replayed: they land in another tensor."""
+    steps = tuple(
+        Step(
+            send_piece=(rank + turn) % world_size,
+            send_to=(rank + turn) % world_size,
+            receive_piece=(rank - turn) % world_size,
+            receive_from=(rank - turn) % world_size,
+            reduce=False,
+        )
+        for turn in range(1, world_size)
+    )
+    return ChunkProgram(
+        "gloo_all_to_all", rank, world_size, world_size, steps, lookahead=max(1, len(steps)), rotation=1
     )
 
 

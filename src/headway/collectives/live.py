@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import executor, transfers
-from headway.collectives.program import ChunkProgram, largest_piece, piece_bounds
+from headway.collectives.program import ChunkProgram, piece_bounds
 
 
 class Prepared:
@@ -39,21 +39,25 @@ class Prepared:
         assert program.world_size == group.size()
         assert program.rank == group.rank()
         numel, chunks = flat.numel(), program.chunks
-        slot = largest_piece(numel, chunks, program.pieces)
+        slot = program.slot_numel(numel)
         assert scratch.numel() >= program.scratch_slots * slot
         flat, scratch = flat.detach(), scratch.detach()
-        views = [flat[start:end] for start, end in piece_bounds(numel, chunks, program.pieces)]
+        bounds = piece_bounds(numel, chunks, program.pieces)
+
+        def view(piece: int, run: int) -> torch.Tensor:
+            return flat[bounds[piece][0] : bounds[piece + run - 1][1]]
+
         nothing = flat[:0]
         landings, targets = [], []
         for number, step in enumerate(program.steps):
-            place = views[step.receive_piece]
+            place = view(step.receive_piece, step.run)
             start = number % program.lookahead * slot
             landings.append(scratch[start : start + place.numel()] if step.reduce else place)
             targets.append(place if step.reduce else nothing)
         self._execute = executor.compiled()
         self._arguments = (
             *(each.boxed() for each in _by_direction(program, group, second)),
-            [views[step.send_piece] for step in program.steps],
+            [view(step.send_piece, step.run) for step in program.steps],
             [step.send_to for step in program.steps],
             [step.send_after for step in program.steps],
             landings,
@@ -87,17 +91,21 @@ class Prepared:
     def _transfers(self, times: list[int]) -> Iterator[transfers.Transfer]:
         """What the loop's times say of each message."""
         program = self._program
-        sizes = [end - start for start, end in piece_bounds(self._numel, program.chunks, program.pieces)]
+        bounds = piece_bounds(self._numel, program.chunks, program.pieces)
         count = len(program.steps)
+
+        def size_bytes(piece: int, run: int) -> int:
+            return (bounds[piece + run - 1][1] - bounds[piece][0]) * self._item_bytes
+
         for number, step in enumerate(program.steps):
             receive_posted, receive_done, send_posted, send_done = times[number::count]
             if receive_posted:
-                size_bytes = sizes[step.receive_piece] * self._item_bytes
+                received_bytes = size_bytes(step.receive_piece, step.run)
                 peer = self._ranks[step.receive_from]
-                yield transfers.Transfer(False, peer, size_bytes, receive_posted, receive_done)
+                yield transfers.Transfer(False, peer, received_bytes, receive_posted, receive_done)
             if send_posted:
-                size_bytes = sizes[step.send_piece] * self._item_bytes
-                yield transfers.Transfer(True, self._ranks[step.send_to], size_bytes, send_posted, send_done)
+                sent_bytes = size_bytes(step.send_piece, step.run)
+                yield transfers.Transfer(True, self._ranks[step.send_to], sent_bytes, send_posted, send_done)
 
 
 def _by_direction(

@@ -6,7 +6,7 @@ expands it into transfers on links. Both read the same value, and both keep to w
 
 **Tensors.** A tensor is cut into ``chunks`` chunks, one a rank (``chunk_bounds``), and every chunk into ``pieces``
 pieces (``piece_bounds``). Piece ``p`` of chunk ``c`` has the number ``c * pieces + p``. Which chunk a rank owns does
-not depend on ``pieces``.
+not depend on ``pieces``. A message is one piece, or a ``run`` of pieces that lie side by side.
 
 **Order.** Steps are numbered round by round, and piece by piece within a round. Between two ranks messages match in
 the order of the steps: receives are posted in it, and sends leave in it.
@@ -34,7 +34,10 @@ LOOKAHEAD_ROUNDS = 2  # rounds whose receives are posted where they need scratch
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One exchange of one rank: it sends a piece and receives another, each when the program's rules allow it."""
+    """One exchange of one rank: it sends a piece and receives another, each when the program's rules allow it.
+
+    It may be as many pieces as ``run`` says, in one message, of which the first is named.
+    """
 
     send_piece: int
     send_to: int
@@ -42,14 +45,18 @@ class Step:
     receive_from: int
     reduce: bool  # add what arrives to the own piece; otherwise it replaces the own piece
     send_after: int = -1  # the step that must be done before the send; never decreases along a program
+    run: int = 1  # how many pieces it sends, and how many it receives
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkProgram:
     """The steps of one rank over a tensor cut into ``chunks`` chunks of ``pieces`` pieces each.
 
-    ``lookahead`` is how many receives are posted at a time, at least 1. ``rotates`` says that the program of rank
-    ``r`` is that of rank 0 with ``r`` added to its ranks and chunks.
+    ``lookahead`` is how many receives are posted at a time, at least 1. ``rotation`` is a number of ranks after which
+    programs repeat: that of rank ``r + rotation`` is that of rank ``r`` with ``rotation`` added to its ranks and
+    chunks. It divides the world size, or is 0 where there is no such number. ``mirrors`` says that they are alike in
+    another way: for each divisor ``n`` of the world size ranks ``r`` and ``r + n`` send as much at each step, to ranks
+    that are the same modulo ``n``.
     """
 
     algorithm: str
@@ -59,14 +66,26 @@ class ChunkProgram:
     steps: tuple[Step, ...]
     pieces: int = 1
     lookahead: int = 1
-    rotates: bool = False
+    rotation: int = 0
+    mirrors: bool = False
 
     @property
     def scratch_slots(self) -> int:
-        """How many scratch slots, each of the largest piece, the program's additions use."""
+        """How many scratch slots the program's additions use, each with room for the largest message."""
         return max(
             (number % self.lookahead + 1 for number, s in enumerate(self.steps) if s.reduce), default=0
         )
+
+    @property
+    def message_share(self) -> float:
+        """The part of the tensor that a message is, in the mean over the program's."""
+        run = sum(step.run for step in self.steps) / len(self.steps) if self.steps else 1.0
+        return run / (self.chunks * self.pieces)
+
+    def slot_numel(self, numel: int) -> int:
+        """How many elements a scratch slot has for a tensor of ``numel`` elements."""
+        run = max((step.run for step in self.steps if step.reduce), default=0)
+        return run * largest_piece(numel, self.chunks, self.pieces)
 
 
 ProgramOf = Callable[[int, int], ChunkProgram]
@@ -133,7 +152,7 @@ def ring_reduce_scatter(rank: int, world_size: int, pieces: int = 1) -> ChunkPro
         steps,
         pieces,
         LOOKAHEAD_ROUNDS * pieces,
-        rotates=True,
+        rotation=1,
     )
 
 
@@ -145,9 +164,7 @@ def ring_all_gather(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram
     """
     steps = _ring_steps(rank, world_size, pieces, [rank - t for t in range(world_size)], reduce=False)
     lookahead = max(1, len(steps))
-    return ChunkProgram(
-        "ring_all_gather", rank, world_size, world_size, steps, pieces, lookahead, rotates=True
-    )
+    return ChunkProgram("ring_all_gather", rank, world_size, world_size, steps, pieces, lookahead, rotation=1)
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +187,7 @@ def ring_all_reduce(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram
         scatter.steps + gather,
         pieces,
         scatter.lookahead,
-        rotates=True,
+        rotation=1,
     )
 
 
@@ -198,7 +215,7 @@ def _ring_steps(
 
 def scratch_numel_of(program: ChunkProgram, numel: int) -> int:
     """How many elements ``program`` needs as scratch for a tensor of ``numel`` elements."""
-    return program.scratch_slots * largest_piece(numel, program.chunks, program.pieces)
+    return program.scratch_slots * program.slot_numel(numel)
 
 
 def scratch_numel(numel: int, chunks: int, pieces: int = 1) -> int:

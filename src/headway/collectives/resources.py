@@ -100,7 +100,7 @@ class ClusterResources:
             ranks = np.array(members or range(self._ranks))
             count = len(members) or self.world_size
             columns = columns_of(program_of, count, self.folded)
-            cost = cost.at(size_bytes / (columns.chunks * columns.pieces))
+            cost = cost.at(size_bytes * columns.message_share)
             sizes_bytes = message_bytes(columns, size_bytes, cost.byte_factor)
             work_us = self._work_us(cost)
             made = (

@@ -5,10 +5,11 @@ One rule for the live runtime, for replay and for predictions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.algorithms import (
@@ -24,7 +25,8 @@ from headway.collectives.algorithms import (
     program_of,
 )
 from headway.collectives.gloo import segments_for
-from headway.collectives.program import ProgramOf, pieces_for
+from headway.collectives.hosts import Hosts
+from headway.collectives.program import ProgramOf, pieces_for, scratch_numel_of
 
 
 def _may_be_chosen(name: str) -> str:
@@ -40,55 +42,120 @@ MOST_PIECES = 64  # more would change next to nothing, and be many messages
 
 
 class Selection(NamedTuple):
-    """How one collective of some kind is carried out."""
+    """How one collective of some kind is carried out: over ``hosts``, where its algorithm follows them."""
 
     algorithm: str
     kind: str
     pieces: int = 1
+    hosts: Hosts | None = None
+
+    def on(self, hosts: Hosts) -> Selection:
+        """The same among ranks on ``hosts``. Raises PlanError where its algorithm cannot do with them."""
+        known = ALGORITHMS[self.algorithm]
+        known.check(hosts)
+        return self._replace(hosts=hosts) if known.follows_hosts else self
 
     @property
     def program_of(self) -> ProgramOf:
         """Its chunk programs."""
-        return program_of(self.algorithm, self.kind, self.pieces)
+        return program_of(self.algorithm, self.kind, self.pieces, self.hosts)
 
     @property
     def cost_names(self) -> tuple[str, ...]:
         """The names under which a cluster may hold its cost or one like it, the most fitting one first."""
         names = [cost_name(self.algorithm, self.kind, pieces) for pieces in (self.pieces, 1)]
-        return tuple(
-            dict.fromkeys([*names, *([GLOO_ALL_REDUCE] if ALGORITHMS[self.algorithm].is_library else [])])
-        )
+        if ALGORITHMS[self.algorithm].is_library:
+            names.append(GLOO_ALL_REDUCE)
+        elif self.algorithm in FOR_HALVES:
+            names += [cost_name(RING, self.kind, pieces) for pieces in (self.pieces, 1)]
+        return tuple(dict.fromkeys(names))
 
     def cost(self, cluster: Cluster) -> AlgorithmCost:
         """What it costs on ``cluster``.
 
         Where nobody measured it, a ring in pieces costs what one of whole chunks does, a native half what a native
-        all-reduce does.
+        all-reduce does, and our other halves what rings do: they are made of the same messages.
         """
         return next(
             (cluster.algorithms[n] for n in self.cost_names if n in cluster.algorithms), AlgorithmCost()
         )
+
+    def scratch_numel(self, numel: int, world_size: int) -> int:
+        """How many elements it needs as scratch for a tensor of ``numel`` elements, whatever ranks share a host.
+
+        What follows hosts needs no more than a ring.
+        """
+        known = ALGORITHMS[self.algorithm]
+        algorithm = RING if known.is_library or known.follows_hosts else self.algorithm
+        return scratch_numel_of(program_of(algorithm, self.kind, self.pieces)(0, world_size), numel)
+
+
+class SizeClass(BaseModel):
+    """The algorithms of buckets of up to some size: an entry of ``by_size`` of ``decoupled``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int = Field(ge=1, le=10**12)
+    """The size of a bucket at most, as it is sent."""
+
+    reduce_scatter: AlgorithmName
+    """The algorithm of the first half."""
+
+    all_gather: AlgorithmName
+    """The algorithm of the second half."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithms:
     """The algorithm of each half of a decoupled all-reduce.
 
-    NCCL has its own for both, whatever is said here.
+    Smaller buckets may have others: those of the first of ``by_size``, which grow, that is as large as they are. NCCL
+    has its own for all, whatever is said here.
     """
 
     reduce_scatter: AlgorithmName = "ring"
     all_gather: AlgorithmName = "ring"
+    by_size: tuple[SizeClass, ...] = ()
+
+    def of(self, kind: str, size_bytes: float) -> AlgorithmName:
+        """The algorithm of a half ``kind`` of a bucket of ``size_bytes``."""
+        own: Algorithms | SizeClass = next((c for c in self.by_size if size_bytes <= c.size_bytes), self)
+        return own.reduce_scatter if kind == REDUCE_SCATTER else own.all_gather
+
+    def names(self, kind: str) -> list[AlgorithmName]:
+        """The algorithms that a half ``kind`` may have, those of small buckets first."""
+        sizes = (*(each.size_bytes for each in self.by_size), math.inf)
+        return list(dict.fromkeys(self.of(kind, size) for size in sizes))
+
+    @property
+    def in_words(self) -> list[str]:
+        """Those that are not rings, and up to which size of buckets."""
+        limits: list[tuple[Algorithms | SizeClass, str]] = [(self, "")]
+        limits += [(each, f" up to {each.size_bytes:,} bytes") for each in self.by_size]
+        return [
+            f"{name} {half}{limit}"
+            for own, limit in limits
+            for half, name in (("reduce-scatter", own.reduce_scatter), ("all-gather", own.all_gather))
+            if limit or name != RING
+        ]
+
+    def check(self, hosts: Hosts) -> None:
+        """Raise PlanError where they cannot do with ranks on ``hosts``."""
+        for kind in (REDUCE_SCATTER, ALL_GATHER):
+            for algorithm in self.names(kind):
+                Selection(algorithm, kind).on(hosts)
 
     def select(self, kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:
-        """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks by ``library``."""
+        """How a ``kind`` of a tensor of ``size_bytes`` is carried out over ``world_size`` ranks by ``library``.
+
+        What follows hosts has yet to be told them (``Selection.on``).
+        """
         if library == NCCL:
             return native(kind, size_bytes, world_size, library)
-        algorithm = {REDUCE_SCATTER: self.reduce_scatter, ALL_GATHER: self.all_gather}[kind]
-        pieces = pieces_for(size_bytes // world_size)
-        return (
-            Selection(algorithm, kind, pieces) if algorithm == RING else native(kind, size_bytes, world_size)
-        )
+        algorithm = self.of(kind, size_bytes)
+        if ALGORITHMS[algorithm].is_library:
+            return native(kind, size_bytes, world_size)
+        return Selection(algorithm, kind, pieces_for(size_bytes // world_size))
 
 
 def native(kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:

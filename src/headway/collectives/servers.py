@@ -46,5 +46,5 @@ def push_and_pull(rank: int, world_size: int) -> ChunkProgram:
         world_size,
         pushes + pulls,
         lookahead=max(1, len(pushes)),
-        rotates=True,
+        rotation=1,
     )

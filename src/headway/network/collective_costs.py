@@ -19,10 +19,11 @@ from headway.collectives.algorithms import (
     ALGORITHMS,
     RING,
     cost_name,
-    prepare,
     program_of,
 )
+from headway.collectives.carrying_out import prepare
 from headway.collectives.dataflow import ProgramOf, alone
+from headway.collectives.hosts import Hosts
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.selection import native
 from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost
@@ -46,28 +47,38 @@ class Candidate:
         """The name of its cost."""
         return cost_name(self.algorithm, self.kinds[0], self.pieces)
 
-    def prepared(self, size_bytes: int, second: dist.ProcessGroup | None = None) -> Callable[[], None]:
-        """One collective of each kind, on a tensor of its own. ``second`` is for rings (``live.Prepared``)."""
+    def fits(self, hosts: Hosts) -> bool:
+        """Whether it would do anything on ``hosts`` that no other candidate does."""
+        return ALGORITHMS[self.algorithm].differs(hosts)
+
+    def prepared(
+        self, size_bytes: int, hosts: Hosts, second: dist.ProcessGroup | None = None
+    ) -> Callable[[], None]:
+        """One collective of each kind, on a tensor of its own, among ranks on ``hosts``.
+
+        ``second`` is for rings (``live.Prepared``).
+        """
         group = dist.group.WORLD
         assert group is not None
         flat = torch.ones(-(-size_bytes // (4 * group.size())) * group.size())
         rank, world_size = group.rank(), group.size()
-        programs = [program(rank, world_size) for program in self.programs(size_bytes, world_size)]
+        programs = [program(rank, world_size) for program in self.programs(size_bytes, hosts)]
         scratch = torch.empty(max(scratch_numel_of(program, flat.numel()) for program in programs))
         actions = [
-            prepare(self.algorithm, kind, flat, group, scratch, self.pieces, second) for kind in self.kinds
+            prepare(self.algorithm, kind, flat, group, scratch, self.pieces, second, hosts)
+            for kind in self.kinds
         ]
         return partial(_in_turn, actions)
 
-    def programs(self, size_bytes: int, world_size: int) -> list[ProgramOf]:
+    def programs(self, size_bytes: int, hosts: Hosts) -> list[ProgramOf]:
         """The chunk programs of each kind."""
         if ALGORITHMS[self.algorithm].is_library:
-            return [native(kind, size_bytes, world_size).program_of for kind in self.kinds]
-        return [program_of(self.algorithm, kind, self.pieces) for kind in self.kinds]
+            return [native(kind, size_bytes, hosts.world_size).program_of for kind in self.kinds]
+        return [program_of(self.algorithm, kind, self.pieces, hosts) for kind in self.kinds]
 
     def ideal_s(self, cluster: Cluster, size_bytes: int) -> float:
         """What replay says of one collective of each kind."""
-        programs = self.programs(size_bytes, cluster.world_size)
+        programs = self.programs(size_bytes, Hosts.of_cluster(cluster))
         return sum(ideal_seconds(cluster, program, size_bytes) for program in programs)
 
 
@@ -121,11 +132,25 @@ def with_costs(
     busy_cores: bool = True,
     effort: Effort = THOROUGH,
 ) -> Cluster:
-    """Time every candidate on this job's ranks, which all call it; ``cluster`` with the cost of each by its name.
+    """Time every candidate that fits on this job's ranks, which all call it; ``cluster`` with their costs by name.
 
     Links that turn out to be faster than ``cluster`` has them are made so (``as_fast_as_seen``).
     """
-    return fitted(cluster, timings_of(cluster, second, busy_cores=busy_cores, effort=effort), effort)
+    timings = timings_of(cluster, second, busy_cores=busy_cores, effort=effort)
+    # On one rank: where ranks share cores, all of them would take many times as long over it.
+    mine = fitted(cluster, timings, effort).model_dump_json() if dist.get_rank() == 0 else ""
+    return Cluster.model_validate_json(_from_rank_0(mine.encode()))
+
+
+def _from_rank_0(data: bytes) -> bytes:
+    """What rank 0 gives."""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0)
+    box = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(box, 0)
+    return box.numpy().tobytes()
 
 
 def timings_of(
@@ -141,16 +166,18 @@ def timings_of(
     where ``busy_cores``.
     """
     work = Work() if busy_cores else None
-    measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in effort.candidates}
+    hosts = Hosts.of_cluster(cluster)
+    candidates = [candidate for candidate in effort.candidates if candidate.fits(hosts)]
+    measured: dict[str, list[Measured]] = {candidate.name: [] for candidate in candidates}
     for share_bytes, count in effort.shares_bytes.items():
         size_bytes = share_bytes * cluster.world_size
         runs = []
-        for candidate in effort.candidates:
+        for candidate in candidates:
             ideal = candidate.ideal_s(cluster, size_bytes)
             if (ideal > effort.longest_s or size_bytes > MOST_BYTES) and len(measured[candidate.name]) > 1:
                 continue
             turns = max(1, min(count // len(candidate.kinds), int(effort.longest_s / ideal)))
-            action = candidate.prepared(size_bytes, second)
+            action = candidate.prepared(size_bytes, hosts, second)
             repeat(action, turns)  # connections find their windows
             runs.append((candidate, turns, action))
         took: dict[str, list[Timing]] = {candidate.name: [] for candidate, _, _ in runs}
@@ -170,7 +197,8 @@ def timings_of(
 def fitted(cluster: Cluster, measured: Mapping[str, list[Measured]], effort: Effort) -> Cluster:
     """``cluster`` with the costs that make replay take as long as was measured."""
     tiny = next(iter(effort.shares_bytes)) * cluster.world_size
-    programs = {each.name: each.programs(tiny, cluster.world_size) for each in effort.candidates}
+    hosts = Hosts.of_cluster(cluster)
+    programs = {each.name: each.programs(tiny, hosts) for each in effort.candidates if each.name in measured}
     rings = [each.name for each in effort.candidates if each.algorithm == RING]
     cluster = as_fast_as_seen(cluster, [(programs[name], measured[name]) for name in rings])
     costs = {name: fit_cost(cluster, programs[name], measured[name]) for name in measured}

@@ -109,11 +109,11 @@ class _Fit:
         self._programs = programs
         firsts = [program(0, cluster.world_size) for program in programs]
         self._messages = max(1.0, statistics.fmean(len(program.steps) for program in firsts))
-        self._pieces = statistics.fmean(program.chunks * program.pieces for program in firsts)
+        self._message_share = statistics.fmean(each.message_share for each in firsts)
 
     def message_bytes(self, measured: Measured) -> float:
-        """How large a message is."""
-        return measured.size_bytes / self._pieces
+        """How large a message is, in the mean."""
+        return measured.size_bytes * self._message_share
 
     def seconds(self, measured: Measured, cost: AlgorithmCost) -> float:
         """What replay says."""

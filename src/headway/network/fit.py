@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, STEP_CALL, AlgorithmCost, Cluster, Host
-from headway.collectives.algorithms import ALGORITHMS, KINDS, NATIVE, NCCL, cost_name, sent_bytes
+from headway.collectives.algorithms import ALGORITHMS, NATIVE, NCCL, OF_LIBRARIES, cost_name, sent_bytes
+from headway.collectives.hosts import Hosts
 from headway.errors import TraceError
 from headway.graph.update_cost import background_update_cost, is_background
 from headway.intervals import Intervals
@@ -113,19 +114,20 @@ def busy_periods(trace: Trace) -> tuple[list[BusyPeriod], list[str]]:
     members: dict[tuple[str, str, int], list[Event]] = defaultdict(list)
     for events in trace.events.values():
         for row in events.of_kind(Kind.COLLECTIVE):
-            if row.bucket >= 0 and row.name in KINDS:
+            if row.bucket >= 0 and row.name in OF_LIBRARIES:
                 members[row.name, row.group, row.sequence].append(row)
     spans = []
     own = NCCL if library_of(trace) == "nccl" else NATIVE
     names: set[str] = set()
+    places = _hosts_of_all(trace)
+    hosts = Hosts.of_places([places[rank] for rank in range(trace.world_size)])
     for (kind, _, _), rows in members.items():
         if len(rows) == len(trace.events):
             begin_ns, end_ns = max(row.enqueue_ns for row in rows), max(row.end_ns for row in rows)
             algorithm = rows[0].algorithm if _is_ours(rows[0].algorithm) else own
             names.add(cost_name(algorithm, kind))
-            spans.append(
-                (begin_ns, end_ns, sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes))
-            )
+            sent = sent_bytes(algorithm, kind, trace.world_size, rows[0].size_bytes, hosts)
+            spans.append((begin_ns, end_ns, sent))
     periods: list[BusyPeriod] = []
     open_until_ns = begin_ns = count = 0
     wire_bytes = 0.0

@@ -1,0 +1,65 @@
+"""Direct halves, held against plain sums in one process, and against the rings that they replace."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.collectives.interpreter import interpret
+from tests.collectives.on_clusters import cluster_of
+
+from headway.cluster import AlgorithmCost
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, DIRECT, REDUCE_SCATTER, RING
+from headway.collectives.direct import direct_all_gather, direct_reduce_scatter
+from headway.collectives.program import chunk_bounds, owned_chunk
+from headway.collectives.selection import Selection
+from headway.errors import PlanError
+
+HALVES = (REDUCE_SCATTER, ALL_GATHER)
+
+
+@settings(deadline=None)
+@given(
+    world_size=st.integers(1, 9),
+    pieces=st.integers(1, 3),
+    numel=st.integers(0, 150),
+    seed=st.integers(0, 2**32),
+)
+def test_they_sum_like_one_process_however_they_interleave(
+    world_size: int, pieces: int, numel: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    tensors = [generator.integers(-1000, 1000, numel) for _ in range(world_size)]
+    total = np.sum(tensors, axis=0)
+    scatter, gather = (
+        partial(each, world_size=world_size, pieces=pieces)
+        for each in (direct_reduce_scatter, direct_all_gather)
+    )
+    scattered = interpret([scatter(rank) for rank in range(world_size)], tensors, seed)
+    for rank, result in enumerate(scattered):
+        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
+        assert (result[own] == total[own]).all()
+    gathered = interpret([gather(rank) for rank in range(world_size)], scattered, seed)
+    assert all((result == total).all() for result in gathered)
+
+
+def test_all_that_is_added_up_has_its_own_place_and_what_is_gathered_lands_where_it_belongs() -> None:
+    assert Selection(DIRECT, REDUCE_SCATTER, 2).scratch_numel(4000, 4) == 3 * 1000
+    assert Selection(DIRECT, ALL_GATHER, 2).scratch_numel(4000, 4) == 0
+
+
+def test_there_is_no_direct_all_reduce() -> None:
+    with pytest.raises(PlanError, match="direct supports no such collective"):
+        Selection(DIRECT, ALL_REDUCE).program_of(0, 2)
+
+
+def test_what_nobody_measured_costs_what_rings_do() -> None:
+    ring, own = AlgorithmCost(overhead_us=5), AlgorithmCost(overhead_us=7)
+    selection = Selection(DIRECT, ALL_GATHER, 2)
+    cluster = cluster_of(4).model_copy(update={"algorithms": {RING: ring}})
+    assert selection.cost(cluster) == ring
+    measured = cluster.model_copy(update={"algorithms": {"ring_2": ring, DIRECT: own}})
+    assert selection.cost(measured) == own
