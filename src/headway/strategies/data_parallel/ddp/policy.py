@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from headway.compression.codec import Codec
+from headway.compression.registry import NamedCodec
 from headway.job import Job
-from headway.scheduling.buckets import BucketSchedule, Wire, make_buckets, whole
+from headway.permission import PRECISION
+from headway.scheduling.buckets import BucketSchedule, make_buckets, sent_as, whole
 from headway.strategies.base import Strategy
 
 DEFAULT_CAP_MB = 25
 DEFAULT_FIRST_BUCKET_BYTES = 2**20
+
+COMPRESSED_CHANNELS = 2
+"""How many buckets that a codec sends are in flight at a time, as many as Gloo serves of others."""
 
 Cap = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -34,9 +39,9 @@ class DistributedDataParallelStrategy(Strategy):
     """A cap for each bucket, in MiB, in the order in which gradients become ready; the last one is for all later
     buckets."""
 
-    wire: tuple[Wire | None, ...] = Field(default=(), max_length=100_000)
+    wire: tuple[NamedCodec | None, ...] = Field(default=(), max_length=100_000)
     """What each bucket is sent as, null for unchanged; the last one is for all later buckets. It changes numerics, so
-    only plans written by hand have it; the time for casting is not predicted."""
+    it is proposed only to those who permit it (``--allow precision``)."""
 
     @model_validator(mode="after")
     def _one_kind_of_cap(self) -> Self:
@@ -62,9 +67,11 @@ class DistributedDataParallelStrategy(Strategy):
         if kept:
             groups.sort(key=min, reverse=True)
         buckets = make_buckets([[whole(parameters[i]) for i in group] for group in groups], model)
-        return BucketSchedule(tuple(replace(bucket, wire=self.wire_of(bucket.index)) for bucket in buckets))
+        return BucketSchedule(
+            tuple(sent_as(each, self.wire_of(each.index), model, job.world_size) for each in buckets)
+        )
 
-    def wire_of(self, bucket: int) -> Wire | None:
+    def wire_of(self, bucket: int) -> Codec | None:
         """What the bucket of this index is sent as; None for as it is."""
         return self.wire[min(bucket, len(self.wire) - 1)] if self.wire else None
 
@@ -76,6 +83,31 @@ class DistributedDataParallelStrategy(Strategy):
             return [DEFAULT_FIRST_BUCKET_BYTES, cap_bytes(None)]
         return [int(self.bucket_cap_mb * 2**20)]
 
+    @property
+    def changes_training(self) -> str:
+        """What codecs lose of gradients."""
+        codecs = self._codecs()
+        if not codecs:
+            return ""
+        some = "" if all(self.wire) else "in some buckets, "
+        said = some + "gradients are " + "; or ".join(each.loses for each in codecs)
+        kept = [each.feeds_back for each in codecs]
+        if not any(kept):
+            return said
+        return f"{said}; what this leaves out is added in the next step" + ("" if all(kept) else ", of some")
+
+    @property
+    def permission(self) -> str:
+        """Codecs take precision."""
+        return PRECISION if self._codecs() else ""
+
+    def sent_as(self) -> str:
+        """What gradients are sent as, in a few words."""
+        return " and ".join(each.describe() for each in self._codecs())
+
+    def _codecs(self) -> list[Codec]:
+        return list(dict.fromkeys(each for each in self.wire if each is not None))
+
     def describe(self) -> str:
         """Say the strategy in a few words."""
         said = (
@@ -85,5 +117,4 @@ class DistributedDataParallelStrategy(Strategy):
         )
         if self.bucket_caps_mb:
             said = f"DDP, caps for {len(self.bucket_caps_mb)} buckets"
-        sent = sorted({each.dtype for each in self.wire if each is not None})
-        return f"{said}, sent as {' and '.join(sent)}" if sent else said
+        return f"{said}, sent as {self.sent_as()}" if self._codecs() else said

@@ -1,5 +1,7 @@
 """What DDP adds to the graph: one all-reduce a bucket, and one wait for all of them after backward.
 
+Buckets that a codec sends take a way of their own (``compressed_reactions``).
+
 With find_unused_parameters what a backward leaves without a gradient is ready as soon as it begins, and behind the last
 bucket ranks add up which parameters they used.
 """
@@ -16,6 +18,7 @@ from headway.graph.timeline import Item, Part
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.readiness import BucketReadiness
+from headway.strategies.data_parallel.ddp.compressed_reactions import Compressed
 
 
 class Reactions(InRecordedOrder):
@@ -27,7 +30,9 @@ class Reactions(InRecordedOrder):
         self._fillings = [BucketReadiness(graph.schedule) for _ in range(graph.ranks)]
         self._launched: dict[int, list[int]] = defaultdict(list)
         self._awaited: dict[int, list[int]] = defaultdict(list)  # by this backward
+        self._awaited_work: dict[int, list[int]] = defaultdict(list)  # likewise
         self._passes: dict[int, int] = defaultdict(int)
+        self._compressed = Compressed(graph)
 
     def use(self, cursor: RankCursor, module: str) -> None:
         """Parameters are whole whenever forward runs."""
@@ -48,9 +53,14 @@ class Reactions(InRecordedOrder):
     def _launch(self, cursor: RankCursor, index: int) -> None:
         bucket = self._graph.schedule.buckets[index]
         key = self._passes[cursor.rank] * len(self._graph.schedule.buckets) + index
+        if bucket.wire is not None:
+            number, decoded = self._compressed.launch(cursor, bucket, key)
+            self._awaited[cursor.rank].append(number)
+            self._awaited_work[cursor.rank].append(decoded)
+            return
         number = self._graph.launch(
-            cursor, ALL_REDUCE, key, bucket.wire_bytes, bucket=index,
-            selection=self.selection(bucket.wire_bytes),
+            cursor, ALL_REDUCE, key, bucket.size_bytes, bucket=index,
+            selection=self.selection(bucket.size_bytes),
             channel=len(self._launched[cursor.rank]) % self.at_a_time if self.channels_apart else 0,
             after=self._before(cursor),
         )  # fmt: skip
@@ -94,6 +104,9 @@ class Reactions(InRecordedOrder):
         for number in self._awaited[cursor.rank]:
             self._graph.wait(cursor, "gradients", number)
         self._awaited[cursor.rank].clear()
+        for operation in self._awaited_work[cursor.rank]:
+            self._graph.wait_for_work(cursor, operation)
+        self._awaited_work[cursor.rank].clear()
         self._graph.compute(cursor, Part.FINALIZE, 0)
         self._fillings[cursor.rank].restart()
         self._passes[cursor.rank] += 1

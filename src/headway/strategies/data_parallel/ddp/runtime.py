@@ -17,6 +17,11 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.plugin import InForce
 
 
+def takes_a_cap_a_bucket() -> bool:
+    """Whether this torch takes a cap for every bucket."""
+    return "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
 def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
     """The arguments of DistributedDataParallel that ``strategy`` decides, torch's defaults among them.
 
@@ -24,7 +29,7 @@ def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
     Raises UnsupportedError where this torch does not take a cap for every bucket and the strategy has them.
     """
     decided: dict[str, Any] = {"bucket_cap_mb": strategy.bucket_cap_mb}
-    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
+    if takes_a_cap_a_bucket():
         decided["bucket_cap_mb_list"] = list(strategy.bucket_caps_mb) or None
     elif strategy.bucket_caps_mb:
         raise UnsupportedError(
@@ -37,7 +42,11 @@ def options(strategy: DistributedDataParallelStrategy) -> dict[str, Any]:
 def wrap(
     module: nn.Module, strategy: DistributedDataParallelStrategy, **ddp_options: Any
 ) -> DistributedDataParallel:
-    """Wrap ``module`` in stock DDP; what ``strategy`` decides goes before the same option in ``ddp_options``."""
+    """Wrap ``module`` in stock DDP; what ``strategy`` decides goes before the same option in ``ddp_options``.
+
+    Raises UnsupportedError where its gradients cannot be sent as ``strategy`` says.
+    """
+    wire.check(module, strategy)
     wrapped = DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
     take_over(wrapped, strategy, ddp_options)
     return wrapped
@@ -66,7 +75,12 @@ def in_force(wrapped: nn.Module) -> InForce | None:
     """What DDP does for a model that it wraps."""
     if not isinstance(wrapped, DistributedDataParallel):
         return None
-    in_force: dict[str, Any] = {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(wrapped)}
+    caps_mb = torch_private.ddp_bucket_caps_mb(wrapped)
+    in_force: dict[str, Any] = (
+        {"bucket_caps_mb": caps_mb}
+        if caps_mb
+        else {"bucket_cap_mb": torch_private.ddp_bucket_cap_mb(wrapped)}
+    )
     if (sent_as := wire.installed(wrapped)) is not None:
         in_force["wire"] = sent_as
     return InForce(in_force, named_buckets(wrapped))

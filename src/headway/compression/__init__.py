@@ -1,0 +1,1 @@
+"""Compression of gradients: codecs as values, what they send, and what computes it. One file a codec."""

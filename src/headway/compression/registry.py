@@ -1,0 +1,50 @@
+"""The codecs there are, by name: those that come with Headway, and those of entry points of ``headway.codecs``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from headway.compression.cast import Cast
+from headway.compression.codec import Codec
+from headway.compression.int8 import Int8
+from headway.compression.power_sgd import PowerSGD
+from headway.compression.top_k import TopK
+from headway.plugins import brought
+
+GROUP = "headway.codecs"
+SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
+
+PROPOSED: tuple[Codec, ...] = (Cast(dtype="bfloat16"), Cast(dtype="float16"), Int8(), TopK(), PowerSGD())
+"""What a search tries and a probe measures."""
+
+
+@cache
+def codecs() -> dict[str, type[Codec]]:
+    """All codecs by name. Raises PluginError for one of others that cannot be used."""
+    shipped = {each.name: each for each in SHIPPED}
+    others = brought(GROUP, shipped, _fitting, "a subclass of Codec of that name")
+    return {**shipped, **{each.name: each for each in others}}
+
+
+def _fitting(name: str, found: object) -> type[Codec] | None:
+    if isinstance(found, type) and issubclass(found, Codec) and getattr(found, "name", "") == name:
+        return found
+    return None
+
+
+def _by_name(value: Any) -> Any:
+    """Options with the name of their codec, ``cast`` where it is left out, as that codec."""
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get("codec", Cast.name)
+    if name not in codecs():
+        raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(codecs())}")
+    return codecs()[name].model_validate(dict(value))
+
+
+NamedCodec = Annotated[SerializeAsAny[Codec], BeforeValidator(_by_name)]
+"""A field that holds a codec: read by its name, written with all its options."""
