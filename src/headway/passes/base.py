@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
+from headway.permission import PRECISION
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class Pass(BaseModel):
-    """One change of a job, decided once. Its fields are the options in a plan file.
-
-    ``changes_numerics`` says that training gives different numbers under it, so that nothing proposes it by itself.
-    """
+    """One change of a job, decided once. Its fields are the options in a plan file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    changes_numerics: ClassVar[bool] = False
+    saves_memory_alone: ClassVar[bool] = False
+    """Whether it makes no step faster, and is proposed only where a plan needs more memory than there is."""
+
+    stands_first: ClassVar[bool] = False
+    """Whether it has to be the first pass of a plan, as what it does was measured of a job without any other."""
+
+    @classmethod
+    def proposed(cls, job: Job) -> tuple[Self, ...]:
+        """The passes of this kind that are worth a replay for ``job``; none by default. Pure."""
+        del job
+        return ()
+
+    @property
+    def changes_training(self) -> str:
+        """What of the training this pass changes, in words, so that the user has to permit it; "" for nothing."""
+        return ""
+
+    @property
+    def permission(self) -> str:
+        """The permission without which it is never chosen (``headway.permission``); "" for none."""
+        return PRECISION if self.changes_training else ""
 
     def rewrite(self, job: Job) -> Job:
         """``job`` as it would be under this pass. Pure. Raises UnsupportedError if that is unknown."""

@@ -1,19 +1,27 @@
-"""The passes there are: classes that other packages name in entry points of the group ``headway.passes``."""
+"""The passes there are: Headway's own, and classes that other packages name in the entry points ``headway.passes``."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
+from headway.passes.optimizer import OptimizerImplementation
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
 from headway.plugins import brought
 
 GROUP = "headway.passes"
+SHIPPED: dict[str, type[Pass]] = {
+    each.name: each for each in (Recompute, Accumulate, OptimizerImplementation, Precision)
+}
 
 
 @cache
 def passes() -> dict[str, type[Pass]]:
-    """All passes by name. Raises PluginError for one of others that cannot be used."""
-    return {each.name: each for each in brought(GROUP, (), _fitting, "a subclass of Pass of that name")}
+    """All passes by name, Headway's own first. Raises PluginError for one of others that cannot be used."""
+    outside = brought(GROUP, SHIPPED, _fitting, "a subclass of Pass of that name")
+    return SHIPPED | {each.name: each for each in outside}
 
 
 def _fitting(name: str, found: object) -> type[Pass] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
+from headway.compression.cast import Cast
+from headway.compression.codec import Codec
 from headway.errors import PlanError
 from headway.job import Job
 from headway.scheduling.mesh import groups_along
@@ -33,12 +35,18 @@ class MeshStrategy(Strategy):
 
         Raises PlanError where ``job`` has no mesh of those two dimensions, where its model is not cut into as many
         stages, for an order that halves backwards, in which DDP would not see the gradients of weights, and for the
-        decoupled all-reduce, whose second half would have to be laid out among the forwards of the next step.
+        decoupled all-reduce, whose second half would have to be laid out among the forwards of the next step. So are
+        codecs that do more than cast.
         """
         if isinstance(self.data, DecoupledStrategy):
             raise PlanError(
                 "pipelines with the decoupled all-reduce within stages can be trained, not replayed",
                 got=self.data.describe(), expected="ddp along data",
+            )  # fmt: skip
+        if any(isinstance(each, Codec) and not isinstance(each, Cast) for each in self.data.wire):
+            raise PlanError(
+                "pipelines with compressed gradients within stages can be trained, not replayed",
+                got=self.data.describe(), expected="ddp along data that sends gradients as they are, or cast",
             )  # fmt: skip
         mesh = dict(job.mesh)
         if set(mesh) != {DATA, PIPELINE}:
@@ -63,6 +71,16 @@ class MeshStrategy(Strategy):
     def beside(self, other: Strategy) -> Strategy:
         """Another order for the same replicas."""
         return self.model_copy(update={"pipeline": other}) if isinstance(other, PipelineStrategy) else other
+
+    @property
+    def changes_training(self) -> str:
+        """What the replicas of a stage change."""
+        return self.data.changes_training
+
+    @property
+    def permission(self) -> str:
+        """What that needs."""
+        return self.data.permission
 
     def describe(self) -> str:
         """Say both."""

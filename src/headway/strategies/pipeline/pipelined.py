@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import Optimizer
 
-from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.agreement import differing, together
@@ -233,7 +232,6 @@ class PipelinedModel(nn.Module):
             )
             dist.broadcast(value, self._place.ranks[0][stage])
             found[name] = value
-        torch_private.let_gloo_finish()  # scripts often end here: its threads must not find Python gone
         return found
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

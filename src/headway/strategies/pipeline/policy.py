@@ -65,6 +65,11 @@ class PipelineStrategy(Strategy):
         return self
 
     @property
+    def decides_while_training(self) -> bool:
+        """Whether the order is changed while the job trains."""
+        return self.follows_network
+
+    @property
     def follows_network(self) -> bool:
         """Whether it may go over to another order while the job trains."""
         return bool(self.group_sizes or self.other_orders)

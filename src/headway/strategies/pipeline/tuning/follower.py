@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import UnsupportedError
+from headway.strategies.decisions import Entry, Journal
 from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
-from headway.strategies.pipeline.tuning.journal import Journal
 from headway.strategies.pipeline.tuning.observed import Columns
 from headway.strategies.pipeline.tuning.service import TunerProcess
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner, candidates_of
@@ -141,7 +141,7 @@ class Follower:
         if self._steps.rank == 0:
             boundary_bytes = tuple(int(each) for each in sizes[1:])
             self._tuner = self._start(Tuner(self._candidates, boundary_bytes))
-            self._journal = Journal.wanted([each.describe() for each in self._candidates])
+            self._journal = Journal.wanted()
 
     def _take_in(self, work: dist.Work, rows: Sequence[torch.Tensor]) -> None:
         work.wait()
@@ -158,13 +158,26 @@ class Follower:
     def _decided(self, decision: Decision) -> None:
         self.decisions.append(decision)
         if self._journal is not None:
-            self._journal.add(decision)
+            self._journal.add(entry_of(decision, [each.describe() for each in self._candidates]))
         if decision.before != self._wanted:
             return  # about a step before the last switch
         self._wanted = decision.candidate
         level = logging.INFO if decision.switches else logging.DEBUG
         name = self._candidates[decision.candidate].describe()
         _log.log(level, "step %d: %s: %s", decision.step, name, decision.reason)
+
+
+def entry_of(decision: Decision, orders: Sequence[str]) -> Entry:
+    """What a journal says of a decision among candidates that are called ``orders``."""
+    return Entry(
+        step=decision.step,
+        before=orders[decision.before],
+        order=orders[decision.candidate],
+        reason=decision.reason,
+        measured_ms=decision.measured_ms,
+        predicted_ms=dict(zip(orders, decision.predicted_ms, strict=False)),
+        links_gbps={f"{one}>{other}": gbps for (one, other), gbps in decision.links_gbps.items()},
+    )
 
 
 def _offset_ns(group: dist.ProcessGroup, rank: int, ranks: int) -> int:

@@ -1,0 +1,57 @@
+"""Live modules whose forward is another one: their class becomes a subclass, so that nothing else of them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.errors import UnsupportedError
+
+Forward = Callable[..., Any]
+"""Called with the forward that the module had, the module, and what it is given."""
+
+
+class Changed:
+    """What the class of a module with another forward is besides its own."""
+
+    may_be_wrapped = False
+    """Whether another forward around this one still trains alike."""
+
+
+def give_forward(module: nn.Module, path: str, forward: Forward, *, may_be_wrapped: bool = False) -> None:
+    """Have ``module``, which an error names as ``path``, compute ``forward`` around its own.
+
+    Copies and pickles of it are of the class that it had. Raises UnsupportedError where its forward, or that of a
+    module in it, is not the one of its class, unless it was changed so that it ``may_be_wrapped``.
+    """
+    if any(isinstance(each, Changed) and not each.may_be_wrapped for each in module.modules()):
+        raise UnsupportedError(
+            "another pass has changed a module already", got=path, fix="Name it once in the plan."
+        )
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        raise UnsupportedError(
+            "this module's forward is not that of its class, so that it cannot be changed", got=path,
+            fix="Leave the module, or the pass, out of the plan.",
+        )  # fmt: skip
+    module.__class__ = _changed(type(module), forward, may_be_wrapped)
+
+
+def _changed(original: type[nn.Module], around: Forward, wrapped_later: bool) -> type[nn.Module]:
+    class OtherForward(original, Changed):  # type: ignore[misc, valid-type]
+        may_be_wrapped = wrapped_later
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return around(partial(original.forward, self), self, *args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            reduced: Any = super().__reduce_ex__(protocol)
+            made, arguments, *state = reduced
+            return made, tuple(original if each is type(self) else each for each in arguments), *state
+
+    OtherForward.__name__, OtherForward.__qualname__ = original.__name__, original.__qualname__
+    OtherForward.__module__ = original.__module__
+    return OtherForward

@@ -1,0 +1,72 @@
+"""Ranks that train under a plan with passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.integrations.parallelize import parallelize
+from headway.passes.accumulate import Accumulate
+from headway.passes.base import Pass
+from headway.passes.recompute import Recompute
+from headway.plan import Plan
+from headway.plan.plan import PlannedModel
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.module_spec import model_spec
+
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": DistributedDataParallelStrategy(),
+    "decoupled gradients": DecoupledStrategy(gather="gradients"),
+    "decoupled parameters": DecoupledStrategy(gather="parameters"),
+}
+
+
+def model(*, plain: bool) -> nn.Sequential:
+    """Three blocks; where ``plain``, of nothing that knows of its batch or draws random numbers."""
+    torch.manual_seed(0)
+    first, third = (nn.LayerNorm, 0.0) if plain else (nn.BatchNorm1d, 0.4)
+    blocks = (nn.Sequential(first(8), nn.Linear(8, 8), nn.Dropout(third), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*blocks, nn.Linear(8, 2)).double()
+
+
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(
+    strategy: Strategy, rank: int, world_size: int, passes: tuple[Pass, ...], *, plain: bool,
+    optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = momentum,
+) -> tuple[list[float], torch.optim.Optimizer]:  # fmt: skip
+    """Sums of parameters after some steps of a plan, and the optimizer that made them."""
+    inner = model(plain=plain)
+    plan = Plan(
+        mesh={"data": world_size}, parallel={"data": strategy}, passes=passes,
+        model=PlannedModel.of(model_spec(inner)),
+    )  # fmt: skip
+    optimizer = optimizer_of(inner.parameters())
+    wrapped = parallelize(inner, optimizer, plan)
+    data = torch.Generator().manual_seed(rank)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        wrapped(torch.randn(6, 8, generator=data, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    return [each.sum().item() for each in inner.parameters()], optimizer
+
+
+def both(rank: int, world_size: int, named: str) -> dict[str, Any]:
+    """For each strategy, sums of parameters without and with the pass ``named``."""
+    recompute: Pass = Recompute(modules=("0", "1", "2"))
+    passes = {"recompute": recompute, "accumulate": Accumulate(micro_batches=3)}
+    return {
+        name: [
+            trained(strategy, rank, world_size, own, plain=named == "accumulate")[0]
+            for own in ((), (passes[named],))
+        ]
+        for name, strategy in STRATEGIES.items()
+    }

@@ -1,0 +1,56 @@
+"""Headway's own passes go round the loop: predicted, applied in code and to an unmodified script, and recorded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tests import workers
+from tests.commands import headway, torchrun
+
+from headway.replayer.replayer import Replayer
+from headway.trace.folder import load_trace
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+DOCS = Path(__file__).parents[2] / "docs" / "passes.md"
+
+
+def ran(*arguments: object) -> str:
+    done = headway(*arguments, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_recomputation_round_the_loop(tmp_path: Path) -> None:
+    stock, again, path = tmp_path / "stock", tmp_path / "again", tmp_path / "plan.yaml"
+    losses = [tmp_path / "stock.json", tmp_path / "again.json"]
+    script = ("train_small.py", "--width", 400, "--losses")
+    ran("record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, losses[0]))
+    ran("optimize", stock, "-o", path, "--strategy", "ddp")
+    before = json.loads(ran("replay", stock, "--plan", path, "--json"))
+    # The passes as the page shows them, of this script's modules.
+    shown = [each for each in DOCS.read_text().split("\n\n") if each.startswith("    passes:")]
+    passes = yaml.safe_load(shown[0].replace("[blocks.0, blocks.1]", "['1', '3']"))
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | passes))
+    after = json.loads(ran("replay", stock, "--plan", path, "--json"))
+    assert after["step_ms"] >= before["step_ms"]
+    assert after["peak_bytes"]["0"] <= before["peak_bytes"]["0"]
+
+    run = (sys.executable, "-m", "headway", "run", "--plan", path, "--")
+    ran("record", "-o", again, "--steps", "3:8", "--", *run, *torchrun(*script, losses[1]))
+    first, second = (json.loads(each.read_text()) for each in losses)
+    assert second == first, "not one bit differs"
+    measured = Replayer(load_trace(again)).replay().peak_bytes
+    assert after["peak_bytes"]["0"] == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("named", ["recompute", "accumulate"])
+def test_a_pass_trains_the_same_under_every_strategy(named: str) -> None:
+    results = workers.run(2, "tests.behaviour.pass_cases:both", named)
+    assert results[0] == results[1]
+    for strategy, (plain, changed) in results[0].items():
+        expected = plain if named == "recompute" else pytest.approx(plain, rel=1e-9)
+        assert changed == expected, strategy

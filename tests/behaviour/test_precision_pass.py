@@ -1,0 +1,63 @@
+"""Mixed precision goes round the loop: measured, proposed, applied in code and to an unmodified script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tests import workers
+from tests.behaviour.pass_cases import STRATEGIES
+from tests.commands import headway, run, torchrun
+
+from headway.replayer.measured_effects import FILE
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+
+def test_it_trains_as_a_single_process_under_autocast_does() -> None:
+    results = workers.run(2, "tests.behaviour.precision_pass_cases:trained")
+    for found in results:
+        reference = found["alone"]
+        distance = max(abs(a - b) for a, b in zip(reference, found["float32"], strict=True))
+        assert distance > 1e-4, "something is rounded"
+        for strategy in STRATEGIES:
+            assert found[strategy] == pytest.approx(reference, rel=1e-6, abs=distance / 50), strategy
+
+
+def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
+    stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
+    # Of links that take no time, for no codec to gain by them.
+    cluster.write_text("format: 1\nhosts: [{name: a, workers: 2, up_gbps: 10, down_gbps: 10}]\nlocal_gbps: 1000\nlocal_latency_us: 1\n")
+    losses = [tmp_path / "stock.json", tmp_path / "lower.json"]
+    script = ("train_small.py", "--width", 400)
+    recording = headway(
+        "record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, "--losses", losses[0])
+    )
+    assert recording.returncode == 0, recording.stderr
+    measuring = [sys.executable, "-m", "headway.measuring.precision", str(stock), "--", *torchrun(*script)]
+    measured = run(measuring, 300)
+    assert measured.returncode == 0, measured.stderr
+    written = json.loads((stock / FILE).read_text())
+    assert len(written["effects"]) == 2
+    assert any(each["memory"] for each in written["effects"].values()), "the watched memory is kept"
+
+    for factor, taken in ((2.0, False), (0.3, True)):  # in the place of what this machine happens to do
+        for each in written["effects"].values():
+            each["factor"] = factor
+        (stock / FILE).write_text(json.dumps(written))
+        planned = headway(
+            "optimize", stock, "-o", path, "--cluster", cluster, "--strategy", "ddp", "--allow", "precision"
+        )
+        assert planned.returncode == 0, planned.stderr
+        plan = yaml.safe_load(path.read_text())
+        assert ("bfloat16" in str(plan.get("passes"))) == taken
+        assert (plan.get("changes_training") == "the model computes in bfloat16") == taken
+
+    trained = headway("run", "--plan", path, "--", *torchrun(*script, "--losses", losses[1]))
+    assert trained.returncode == 0, trained.stderr
+    first, second = (json.loads(each.read_text())["losses"] for each in losses)
+    assert second != first
+    assert second == pytest.approx(first, rel=0.1)
