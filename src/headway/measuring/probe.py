@@ -1,7 +1,8 @@
 """Probing: what the links and the collectives of this job cost, measured between its own ranks.
 
 Links give latency (half of a small round trip) and goodput (every host sends to the next one at once, as a ring
-does). Then collectives are timed (``collective_costs``), and at last computation alone and during communication.
+does, and to others where links are unequal). Then collectives are timed (``collective_costs``), and what codecs compute
+(``codecs``), and at last computation alone and during communication.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ import torch.distributed as dist
 
 from headway import torch_private
 from headway.cluster import BACKGROUND_UPDATE, DEFERRED_UPDATE, RUNTIME_COSTS, AlgorithmCost, Cluster, Host
+from headway.collectives.hosts import Hosts
+from headway.measuring.codecs import codec_costs
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
 from headway.network.interference import communication_interference
 from headway.rpc import interface
@@ -30,6 +33,8 @@ GOODPUT_BYTES = 4_194_304
 SHORT_BYTES = 1_048_576
 REST_S = 0.05  # before a message whose time says what links saved meanwhile
 LEAST_BURST_S = 0.0005
+UNEQUAL = 1.1  # times the slowest rate
+MOST_STRIDES = 3
 CONCURRENT_BYTES = 1_048_576
 Progress = Callable[[str], None]
 
@@ -72,16 +77,15 @@ def _probed(
     latency_us = _latency_us(_first_pair_apart(places))
     local_latency_us = _latency_us(_first_pair_together(places))
     progress("goodput")
-    apart = _ring_rates([ranks[0] for ranks in places.ranks], latency_us)
-    rates_gbps = apart.gbps
+    up_gbps, down_gbps, burst_bytes = _link_rates([ranks[0] for ranks in places.ranks], latency_us)
     together = next((list(ranks[:2]) for ranks in places.ranks if len(ranks) > 1), [])
     local_gbps = min(_ring_rates(together, local_latency_us).gbps, default=20.0)
     hosts = tuple(
         Host(
             name=name,
             workers=len(ranks),
-            up_gbps=rates_gbps[index] if len(rates_gbps) > 1 else local_gbps,
-            down_gbps=rates_gbps[index - 1] if len(rates_gbps) > 1 else local_gbps,
+            up_gbps=up_gbps[index] if up_gbps else local_gbps,
+            down_gbps=down_gbps[index] if down_gbps else local_gbps,
         )
         for index, (name, ranks) in enumerate(zip(places.hosts, places.ranks, strict=True))
     )
@@ -91,17 +95,19 @@ def _probed(
         local_gbps=local_gbps,
         local_latency_us=local_latency_us or 30.0,
         shared_cores=os.cpu_count() if places.one_machine else None,
-        burst_bytes=apart.burst_bytes,
+        burst_bytes=burst_bytes,
         source="measured by headway probe",
     )
     if cluster.world_size == 1:
         return cluster
-    progress("ring and native collectives")
+    progress("collectives by every algorithm")
     cluster = with_costs(cluster, second, busy_cores=busy_cores, effort=effort)
+    progress("codecs of gradients")
+    cluster = cluster.model_copy(update={"codecs": codec_costs(busy_cores=busy_cores)})
     if not busy_cores:
         return cluster
     progress("computation concurrent with communication")
-    concurrent = CANDIDATES[0].prepared(CONCURRENT_BYTES, second)
+    concurrent = CANDIDATES[0].prepared(CONCURRENT_BYTES, Hosts.of_cluster(cluster), second)
     slowdown, update_s = communication_interference(concurrent, effort.interference_rounds)
     progress("what decoupled training and its communication cost each other")
     from headway.strategies.data_parallel.decoupled.training_interference import training_interference
@@ -184,11 +190,32 @@ class _Rates(NamedTuple):
     burst_bytes: int
 
 
-def _ring_rates(ring: Sequence[int], latency_us: float) -> _Rates:
-    """Goodput and bursts, with every rank of ``ring`` sending to the next one at once; none for fewer than two."""
+def _link_rates(ring: Sequence[int], latency_us: float) -> tuple[list[float], list[float], int]:
+    """Rates of each host up and down, by a rank of each, and what rested links let through at once.
+
+    A message is as slow as the slower of its two links, so where rates differ every host sends to others as well.
+    """
+    first = _ring_rates(ring, latency_us)
+    rates_gbps = {1: first.gbps}
+    if len(ring) > 2 and max(first.gbps) > min(first.gbps) * UNEQUAL:
+        for stride in range(2, min(len(ring), MOST_STRIDES + 1)):
+            rates_gbps[stride] = _ring_rates(ring, latency_us, stride).gbps
+    return *attributed(rates_gbps), first.burst_bytes
+
+
+def attributed(rates_gbps: Mapping[int, Sequence[float]]) -> tuple[list[float], list[float]]:
+    """What links carry up and down where place ``i`` sent to place ``i + stride`` at ``rates_gbps[stride][i]``."""
+    places = range(len(rates_gbps[1]))
+    up = [max(own[place] for own in rates_gbps.values()) for place in places]
+    down = [max(own[place - stride] for stride, own in rates_gbps.items()) for place in places]
+    return up, down
+
+
+def _ring_rates(ring: Sequence[int], latency_us: float, stride: int = 1) -> _Rates:
+    """Goodput and bursts, with all ranks of ``ring`` sending to the ``stride``-th next; none for fewer than two."""
     if len(ring) < 2:
         return _Rates([], 0)
-    short_s, long_s = (_ring_times_s(ring, size_bytes) for size_bytes in (SHORT_BYTES, GOODPUT_BYTES))
+    short_s, long_s = (_ring_times_s(ring, size_bytes, stride) for size_bytes in (SHORT_BYTES, GOODPUT_BYTES))
     saved = []
     for short, long in zip(short_s, long_s, strict=True):
         byte_s = max(0.0, long - short) / (GOODPUT_BYTES - SHORT_BYTES)
@@ -200,8 +227,8 @@ def _ring_rates(ring: Sequence[int], latency_us: float) -> _Rates:
     return _Rates([(GOODPUT_BYTES - burst_bytes) * 8 / long / 1e9 for long in long_s], burst_bytes)
 
 
-def _ring_times_s(ring: Sequence[int], size_bytes: int) -> list[float]:
-    """Seconds of a message from each rank of ``ring`` to the next one, all at once and on links that have rested."""
+def _ring_times_s(ring: Sequence[int], size_bytes: int, stride: int) -> list[float]:
+    """Seconds of a message from each rank of ``ring`` to another one, all at once and on links that have rested."""
     rank = dist.get_rank()
     times = []
     outgoing, incoming = torch.ones(size_bytes // 4), torch.empty(size_bytes // 4)
@@ -211,7 +238,7 @@ def _ring_times_s(ring: Sequence[int], size_bytes: int) -> list[float]:
         begun = time.perf_counter()
         if rank in ring:
             place = ring.index(rank)
-            following, before = ring[(place + 1) % len(ring)], ring[place - 1]
+            following, before = ring[(place + stride) % len(ring)], ring[place - stride]
             # The receive goes first: Gloo tells the peer of it over the connection that then carries the payload,
             # and a payload of our own in front of that message would make both directions take turns.
             receiving = dist.irecv(incoming, before)
@@ -223,7 +250,7 @@ def _ring_times_s(ring: Sequence[int], size_bytes: int) -> list[float]:
             sending.wait()
     seconds = statistics.median(times[1:]) if times else 0.0
     received = [_shared(seconds, each) for each in ring]
-    return [received[(place + 1) % len(ring)] for place in range(len(ring))]
+    return [received[(place + stride) % len(ring)] for place in range(len(ring))]
 
 
 def _shared(value: float, source: int) -> float:
