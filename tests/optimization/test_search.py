@@ -6,11 +6,16 @@ import pytest
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
-from headway.cli.optimize import doubts_of
+from headway.cli.found import doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.job import Job
-from headway.optimization.search import TIE, candidate_strategies, is_better, needed_bytes, plan_of, search
+from headway.optimization.candidate import is_better
+from headway.optimization.memory_limit import needed_bytes
+from headway.optimization.plan_writing import plan_of
+from headway.optimization.ranking import TIE
+from headway.optimization.search import candidate_strategies, search
+from headway.plan import Plan
 from headway.planning.bound import bound_of
 from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
@@ -81,15 +86,16 @@ def test_a_hand_tuned_job_is_not_given_something_slower(replayer: Replayer) -> N
 
 
 def test_plans_come_best_first_and_none_beats_the_bound(replayer: Replayer) -> None:
-    seen: list[tuple[int, int]] = []
-    found = search(replayer, lambda done, of: seen.append((done, of)))
+    seen: list[tuple[int, int, str]] = []
+    found = search(replayer, lambda done, of, best: seen.append((done, of, best)))
     times = [candidate.predicted_ms for candidate in found.candidates]
     assert all(later >= (1 - TIE) * earlier for earlier, later in itertools.pairwise(times))
     assert times[0] <= (1 + TIE) * min(times)
     assert times[0] >= 0.999 * found.bound_ms
     assert found.bound is not None
     assert found.bound.step_ms == pytest.approx(found.bound_ms)
-    assert seen[-1][0] == seen[-1][1] == len(found.candidates)
+    assert seen[-1][0] == seen[-1][1] == len(found.candidates) + found.pruned
+    assert seen[-1][2].endswith(f"{min(times):.1f} ms")
     assert found.best("ddp").predicted_ms >= min(times)
 
 
@@ -173,7 +179,7 @@ def test_plans_over_the_memory_limit_are_left_out(replayer: Replayer) -> None:
     limited = search(replayer, memory_limit_bytes=needs[0])
     assert limited.candidates
     assert all(needed_bytes(each) <= needs[0] for each in limited.candidates)
-    assert len(limited.candidates) + len(limited.excluded) == len(every.candidates)
+    assert len(limited.candidates) + len(limited.excluded) == len(every.candidates) + every.pruned
     assert all(each.name in limited.note for each in limited.excluded)
     assert plan_of(limited.candidates[0], replayer).prediction is not None
     with pytest.raises(
@@ -190,3 +196,19 @@ def test_dominated_plans_are_no_better_in_anything(replayer: Replayer) -> None:
     assert min(map(needed_bytes, kept)) == min(map(needed_bytes, found.candidates))
     for one in kept:
         assert not any(is_better(other, one) for other in found.candidates)
+
+
+def test_compressed_gradients_are_candidates_only_where_precision_is_permitted() -> None:
+    one = job(forward_ms=20, backward_ms=40, gbps=0.1)
+    slow = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    for allow in ((), ("asynchronous",)):
+        assert all(each.strategy.permission != "precision" for each in search(slow, allow=allow).candidates)
+    found = search(slow, allow=("precision",))
+    assert all(each.strategy.permission in ("", "precision") for each in found.candidates)
+    best = found.best()
+    assert best.strategy.permission == "precision", "links are slow"
+    assert "gradients sent as" in " ".join(best.changes)
+    made = plan_of(best, slow)
+    assert made.changes_training == best.changes_training != ""
+    assert Plan.model_validate(made.model_dump(mode="json")) == made
+    assert best.predicted_ms < 0.8 * search(slow).best().predicted_ms

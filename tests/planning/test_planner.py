@@ -17,7 +17,7 @@ from headway.scheduling.buckets import (
 )
 from headway.scheduling.partition import cut
 from headway.strategies.data_parallel.decoupled.plugin import CAPS_BYTES
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
 
 MIB = 2**20
 EVEN = [MIB] * 24
@@ -124,7 +124,7 @@ def test_planning_twice_gives_the_same_and_every_plan_can_be_written_down() -> N
     first, second = (plan(job.job, effort=60) for _ in range(2))
     assert first == second
     for each in first.schedules:
-        strategy = DecoupledStrategy.model_validate(options_of(each.schedule, job.model))
+        strategy = strategy_of(each.schedule, job.model)
         assert strategy.decide(Job.of(job.model)) == each.schedule
         assert strategy.describe()
 

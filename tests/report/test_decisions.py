@@ -10,7 +10,8 @@ from tests.commands import headway
 
 from headway.errors import UserError
 from headway.report.decisions import decisions_page, summary
-from headway.strategies.pipeline.tuning.journal import DECISIONS_VARIABLE, Journal, read_journal
+from headway.strategies.decisions import DECISIONS_VARIABLE, Entry, Journal, read_journal
+from headway.strategies.pipeline.tuning.follower import entry_of
 from headway.strategies.pipeline.tuning.tuner import Decision
 
 ORDERS = ("pipeline, 1F1B", "pipeline, <2F2B>")
@@ -20,11 +21,12 @@ ORDERS = ("pipeline, 1F1B", "pipeline, <2F2B>")
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "decisions.jsonl"
     monkeypatch.setenv(DECISIONS_VARIABLE, str(path))
-    journal = Journal.wanted(ORDERS)
+    journal = Journal.wanted()
     assert journal is not None
     for step, (before, chosen) in enumerate(((0, 0), (0, 1), (1, 1))):
         reason = f"the network </script><b>changed</b> in step {step}"
-        journal.add(Decision(step, before, chosen, reason, (100.0, 80.0), 99.0, {(0, 1): 0.15}))
+        decision = Decision(step, before, chosen, reason, (100.0, 80.0), 99.0, {(0, 1): 0.15})
+        journal.add(entry_of(decision, ORDERS))
     return path
 
 
@@ -45,14 +47,14 @@ def test_what_is_written_is_read(written: Path) -> None:
 
 def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DECISIONS_VARIABLE, raising=False)
-    assert Journal.wanted(ORDERS) is None
+    assert Journal.wanted() is None
 
 
 def test_a_folder_that_is_gone_does_not_end_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(tmp_path / "none" / "file", ORDERS)
-    journal.add(Decision(0, 0, 1, "why"))
+    journal = Journal(tmp_path / "none" / "file")
+    journal.add(Entry(step=0, before=ORDERS[0], order=ORDERS[1], reason="why", measured_ms=0.0))
     assert "decisions cannot be written" in caplog.text
 
 

@@ -8,6 +8,7 @@ from headway.permission import PERMISSIONS
 
 allow_option = click.option(
     "--allow", "allow", multiple=True, type=click.Choice(PERMISSIONS),
-    help="Permit plans that change what is trained, such as models averaged in groups of ranks; the answer says what "
-    "they change. They are never chosen otherwise.",
+    help="Permit plans that change what is trained: asynchronous ones, such as models averaged in groups of ranks, or "
+    "those of less precision, whose gradients are compressed. The answer says what they change. They are never chosen "
+    "otherwise.",
 )  # fmt: skip

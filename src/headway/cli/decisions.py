@@ -1,4 +1,4 @@
-"""``headway decisions``: what a run that follows its network decided, and why."""
+"""``headway decisions``: what was decided while a job trained, and why."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MAX_LISTED = 40
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def decisions(file: Path, html: Path | None, as_json: bool) -> None:
-    """Say what a pipeline's tuner decided in a run, and why; headway run --decisions FILE wrote it."""
+    """Say what was decided in a run while it trained, and why; headway run --decisions FILE wrote it."""
     from rich.table import Table
 
     from headway import files
     from headway.report import words
     from headway.report.decisions import decisions_page, summary
-    from headway.strategies.pipeline.tuning.journal import read_journal
+    from headway.strategies.decisions import read_journal
 
     entries = read_journal(file)
     if html is not None:

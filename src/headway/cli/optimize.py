@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
+from headway import files
 from headway.cli import output
 from headway.cli.allowing import allow_option
-from headway.units import format_bytes, parse_size_bytes
+from headway.cli.explaining import explanation_parts
+from headway.cli.found import doubts_of, plans_table, search_document, searched
+from headway.cli.measuring import (
+    UNDECIDED,
+    command_to_measure_with,
+    decide_by_runs,
+    measured_document,
+    measured_sentences,
+    measured_table,
+)
+from headway.units import parse_size_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headway.optimization.search import Candidate, SearchResult
-    from headway.planning.bound import StepBound
-
-MOST_NAMED = 2
 ANY = "any"
-FOLLOWED_BY = ("headway run", "headway.parallelize")
 
 
 @click.command()
@@ -49,8 +50,26 @@ FOLLOWED_BY = ("headway run", "headway.parallelize")
     help="Write a plan that changes with the network while the job trains: of a pipeline, the size of its groups.",
 )  # fmt: skip
 @allow_option
+@click.option(
+    "--explain", "in_full", is_flag=True,
+    help="Explain the plan choice by choice, and say what would bring it closer to the bound.",
+)  # fmt: skip
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan and its explanation on this page."
+)  # fmt: skip
+@click.option(
+    "--measure", "measured", type=click.IntRange(min=0), is_flag=False, flag_value=UNDECIDED, metavar="[N]",
+    help="Let short runs of the command after -- decide among plans that predictions do not tell apart, or with N, "
+    "among the N best.",
+)  # fmt: skip
+@click.option(
+    "--budget", "budget_s", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="Search no longer than this: the best plan that was found by then is written.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
 def optimize(
+    ctx: click.Context,
     traces: tuple[Path, ...],
     plan_path: Path,
     cluster_path: Path | None,
@@ -58,67 +77,65 @@ def optimize(
     limit: str | None,
     follow: bool,
     allow: tuple[str, ...],
+    in_full: bool,
+    html: Path | None,
+    measured: int | None,
+    budget_s: float | None,
     as_json: bool,
 ) -> None:
     """Replay TRACE under every candidate plan, rank them, and write the best to a file.
+
+    headway optimize trace -o plan.yaml
+
+    headway optimize trace -o plan.yaml --measure -- torchrun --nproc-per-node 2 train.py
 
     More TRACEs are recordings of the same pipeline with other numbers of micro-batches, which are tried too.
     """
     from headway.cluster import Cluster
     from headway.replayer.incomplete import check_takes_plans
+    from headway.report.timeline import require_bokeh
     from headway.trace.folder import load_trace
 
+    command = command_to_measure_with(ctx, measured, follow=follow)
     limit_bytes = None if limit is None else parse_size_bytes(limit, "--memory-limit")
+    if html is not None:
+        require_bokeh()
     cluster = Cluster.load(cluster_path) if cluster_path else None
     loaded = [load_trace(trace) for trace in traces]
     for each in loaded:
         check_takes_plans(each)
 
-    from headway.optimization.search import following, plan_of, search
+    from headway.optimization.explanation import explain
+    from headway.optimization.plan_writing import plan_of
+    from headway.optimization.result import following
+    from headway.optimization.search import search
     from headway.optimization.sizes import others_of
     from headway.replayer.replayer import Replayer
+    from headway.report.plan_page import plan_page
 
     with output.progress("searching") as advance:
         replayer = Replayer(loaded[0], cluster)
         others = others_of(replayer, loaded[1:])
-        found = search(replayer, advance, memory_limit_bytes=limit_bytes, others=others, allow=allow)
+        found = search(
+            replayer, advance, memory_limit_bytes=limit_bytes, others=others, allow=allow, budget_s=budget_s
+        )
     wanted = None if only == ANY else only
     best = following(found, wanted) if follow else found.best(wanted)
+    best, chosen = decide_by_runs(best, found, replayer, measured, wanted, command, plan_path)
     plan_of(best, replayer).save(plan_path)
+    with output.progress("explaining"):
+        explained = None if follow else explain(replayer, found, best, go_further=in_full)
+    if html is not None:
+        name = traces[0].resolve().name or "a trace"
+        files.write_text(html, plan_page(name, best, found, explained))
     if as_json:
         output.print_document(
             "optimization",
             {
-                "baseline_ms": found.baseline_ms,
-                "recorded_ms": found.baseline_ms,
-                "replayed_ms": found.replayed_ms,
-                "plans": [
-                    {
-                        "name": candidate.name,
-                        "predicted_ms": candidate.predicted_ms,
-                        "uncertainty_ms": candidate.uncertainty_ms,
-                        "speedup": candidate.expected.speedup,
-                        "peak_bytes": candidate.peak_bytes,
-                        "dominated": found.dominated(candidate),
-                        "followed_by": FOLLOWED_BY[candidate.recut is not None],
-                        "changes": list(candidate.changes),
-                        "changes_training": candidate.changes_training,
-                    }
-                    for candidate in found.candidates
-                ],
-                "excluded": [
-                    {"name": each.name, "predicted_ms": each.predicted_ms, "peak_bytes": each.peak_bytes}
-                    for each in found.excluded
-                ],
-                "bound_ms": found.bound_ms,
-                "bound": None if found.bound is None else bound_document(found.bound),
-                "searched": len(found.candidates),
-                "elapsed_s": found.elapsed_s,
+                **search_document(found, best),
                 "plan": str(plan_path),
-                "like_best": [candidate.name for candidate in found.like(best)],
-                "may_gain_nothing": best.expected.may_gain_nothing,
-                "changes_training": best.changes_training,
-                "note": found.note,
+                "measured": measured_document(chosen),
+                "explanation": None if explained is None else explained.to_document(),
             },
         )
         return
@@ -128,69 +145,18 @@ def optimize(
         f"{best.expected.speedup:.2f} times as fast as recorded ({found.baseline_ms:.1f} ms); written to {plan_path}."
         + (f" It changes what is trained: {best.changes_training}." if best.changes_training else "")
     )
-    for sentence in doubts_of(best, found.like(best)):
+    for sentence in doubts_of(best, found.like(best)) if chosen is None else measured_sentences(chosen):
         console.print(sentence)
     if found.bound is not None and best.recut is None and not best.changes_training:
         console.print(found.bound.distance(best.predicted_ms))
+    for part in explanation_parts(explained, in_full=in_full):
+        console.print(part)
     if found.note:
         console.print(f"Note: {found.note}.")
+    if measured is not None:
+        console.print(measured_table(chosen))
     console.print(plans_table(found))
     output.print_order(console, best.schedule)
-    console.print(
-        f"{len(found.candidates)} plans replayed in {found.elapsed_s:.1f} s. Links: {replayer.cluster.source}."
-    )
-
-
-def doubts_of(best: Candidate, like: Sequence[Candidate]) -> list[str]:
-    """What must be said of the best plan: that it may gain nothing, and which others may be as good."""
-    said = []
-    if best.changed and best.expected.is_slower:
-        said.append("The job would be slower with this plan, by more than ±: leave it as it is.")
-    elif best.changed and best.expected.may_gain_nothing:
-        said.append("The gain is no more than ±: the job may be no faster with this plan.")
-    if like:
-        names = " | ".join(each.name for each in like[:MOST_NAMED])
-        more = f" | and {len(like) - MOST_NAMED} more" if len(like) > MOST_NAMED else ""
-        said.append(f"Within ±, these plans may be as good: {names}{more}.")
-    return said
-
-
-def bound_document(bound: StepBound) -> dict[str, Any]:
-    """The bound as a document: what binds, why, and what each part leaves of a step by itself."""
-    parts_ms = {name: part_ns / 1e6 for name, part_ns in bound.parts_ns.items()}
-    return {"binds": bound.binds, "reason": bound.reason, "parts_ms": parts_ms}
-
-
-def plans_table(found: SearchResult) -> Table:
-    """The ranked candidates, with the bound that no plan can beat."""
-    table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "memory", "changes")
-    for candidate in found.candidates:
-        has_bound = candidate.recut is None and not candidate.changes_training
-        table.add_row(
-            candidate.name + " †" * (candidate.recut is not None) + " ‡" * bool(candidate.changes_training),
-            f"{candidate.predicted_ms:.1f}",
-            f"{candidate.uncertainty_ms:.1f}",
-            f"{candidate.expected.speedup:.2f}x",
-            f"{candidate.predicted_ms / found.bound_ms:.2f}" if has_bound else "",
-            _memory(found, candidate),
-            "; ".join(candidate.changes),
-        )
-    recorded, replayed = f"recorded {found.baseline_ms:.1f} ms", f"replayed {found.replayed_ms:.1f} ms"
-    table.caption = f"{recorded}, {replayed}, bound {found.bound_ms:.1f} ms"
-    if any(map(found.dominated, found.candidates)):
-        table.caption += "; * another plan is no slower and needs no more memory"
-    if any(candidate.recut for candidate in found.candidates):
-        table.caption += "; † only with headway.parallelize in the script, without a bound"
-    if any(candidate.changes_training for candidate in found.candidates):
-        table.caption += (
-            "; ‡ changes what is trained, as was allowed: the mean iteration of a rank, without a bound"
-        )
-    return table
-
-
-def _memory(found: SearchResult, candidate: Candidate) -> str:
-    """The most that a rank holds, marked where another plan is better in memory or time and as good in the other."""
-    if candidate.peak_bytes is None:
-        return ""
-    rough = "~" if candidate.recut else ""
-    return rough + format_bytes(candidate.peak_bytes) + (" *" if found.dominated(candidate) else "")
+    console.print(f"{searched(found)} Links: {replayer.cluster.source}.")
+    if html is not None:
+        console.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)

@@ -48,10 +48,10 @@ def print_order(where: Console, schedule: object) -> None:
 
 @contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Any]:
-    """A progress bar on stderr, on terminals only. Yields a function to call with (done, total)."""
+    """A progress bar on stderr, on terminals only. Yields a function to call with (done, total) and the best so far."""
     console = error_console()
     if not console.is_terminal:  # there, a bar that is taken away again would leave an empty line
-        yield lambda done, of: None
+        yield lambda done, of, best="": None
         return
     bar = Progress(
         TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(),
@@ -59,4 +59,9 @@ def progress(description: str, total: int | None = None) -> Iterator[Any]:
     )  # fmt: skip
     with bar:
         task = bar.add_task(description, total=total)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+        def advance(done: int, of: int, best: str = "") -> None:
+            said = f"{description}; best so far: {best}" if best else description
+            bar.update(task, completed=done, total=of, description=said)
+
+        yield advance

@@ -12,6 +12,7 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.allowing import allow_option
 from headway.errors import UserError, one_line
+from headway.permission import ASYNCHRONOUS
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -154,12 +155,12 @@ def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple
         faster = [each for each in largest if not each.recommended(allow) and each.step_ms < best.step_ms]
         return said + [
             f"{each.strategy} would take {each.step_ms:.1f} ms, but changes what is trained: {each.changes_training}. "
-            "It is recommended only with --allow asynchronous."
+            f"It is recommended only with --allow {each.permission}."
             for each in faster
         ]
     return [
         f"This is no recommendation, as it changes what is trained: {best.changes_training}. Compare it with a "
-        "strategy that does not, or give --allow asynchronous."
+        f"strategy that does not, or give --allow {best.permission}."
     ]
 
 
@@ -175,8 +176,11 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip
     table.caption = f"{workload.computation_ns / 1e6:.1f} ms of computation, the update included"
-    if any(each.changes_training for each in predictions):
-        table.caption += "; ‡ changes what is trained, ms a step is the mean iteration of a rank"
+    permissions = {each.permission for each in predictions} - {""}
+    if permissions:
+        table.caption += "; ‡ changes what is trained"
+    if ASYNCHRONOUS in permissions:
+        table.caption += ", of ranks that do not wait for each other ms a step is the mean iteration"
     return table
 
 

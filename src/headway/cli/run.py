@@ -14,12 +14,10 @@ import click
 from headway.cli.command import trailing_command
 from headway.errors import LaunchError, PlanError
 from headway.integrations.launch import CommandOutcome, injected_environment, run_command
+from headway.integrations.torchrun import spreads
 
 if TYPE_CHECKING:
     from headway.plan import Plan
-
-# These start processes on other hosts, which see the plan's folder and not this host's temporary one.
-_SPREAD = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "flux", "ssh", "pdsh", "dsh")
 
 
 @click.command(options_metavar="[OPTIONS] -- COMMAND")
@@ -27,10 +25,14 @@ _SPREAD = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "fl
 @click.option(
     "--decisions",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write each decision of a pipeline that follows its network to this file; read it with headway decisions.",
+    help="Write each decision that is taken while the job trains to this file; read it with headway decisions.",
 )
+@click.option(
+    "--adapt", is_flag=True,
+    help="Watch the job for as long as it trains, and change its schedule when its network or its ranks have changed.",
+)  # fmt: skip
 @click.pass_context
-def run(ctx: click.Context, plan_path: Path, decisions: Path | None) -> None:
+def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool) -> None:
     """Run COMMAND under a plan.
 
     headway run --plan plan.yaml -- torchrun --nproc-per-node 2 train.py
@@ -46,18 +48,24 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None) -> None:
     plan = Plan.load(plan_path)
     injection_of(plan)
     _check_world_size(plan, command)
-    environment = injected_environment(os.environ, plan=str(plan_path.absolute()))
-    if decisions is not None:
-        environment |= _noted(plan, decisions)
-    folder = plan_path.absolute().parent if Path(command[0]).name in _SPREAD else None
+    if adapt:
+        plan = _adapting(plan)
+    noted = {} if decisions is None else _noted(plan, decisions)
+    # Processes on other hosts see the plan's folder and not this host's temporary one.
+    folder = plan_path.absolute().parent if spreads(command) else None
     if folder is not None and not os.access(folder, os.W_OK):
         folder = None
     with (
         _kept_with(plan, command) as served,
-        tempfile.TemporaryDirectory(prefix=".headway-run-", dir=folder) as reports,
+        tempfile.TemporaryDirectory(prefix=".headway-run-", dir=folder) as kept,
     ):
-        environment |= served
-        ended = run_command(command, environment, Path(reports))
+        reports, followed = Path(kept) / "reports", plan_path.absolute()
+        reports.mkdir()
+        if adapt:
+            followed = Path(kept) / "plan.yaml"
+            plan.save(followed)
+        environment = {**injected_environment(os.environ, plan=str(followed)), **noted, **served}
+        ended = run_command(command, environment, reports)
     if ended.exit_status == 0:
         _check_applied(ended)
     ctx.exit(ended.exit_status)
@@ -68,22 +76,38 @@ def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Map
     from headway.integrations.torchrun import starts_all_here
     from headway.strategies.registry import plugin_of
 
-    if Path(command[0]).name in _SPREAD or not starts_all_here(command, os.environ):
+    if spreads(command) or not starts_all_here(command, os.environ):
         return nullcontext({})
     return plugin_of(plan.strategy).launched_with(plan.strategy)
 
 
-def _noted(plan: Plan, decisions: Path) -> dict[str, str]:
-    """The variable that has rank 0 write its decisions there."""
-    from headway.strategies.pipeline.policy import PipelineStrategy
-    from headway.strategies.pipeline.tuning.journal import DECISIONS_VARIABLE
+def _adapting(plan: Plan) -> Plan:
+    """The plan as one that changes while the job trains."""
+    from headway.strategies.registry import plugin_of
 
     strategy = plan.strategy
-    if not (isinstance(strategy, PipelineStrategy) and strategy.follows_network):
+    adapting = plugin_of(strategy).adapting(strategy)
+    if adapting is None or len(plan.parallel) > 1:
+        raise PlanError(
+            "this plan cannot be changed while the job trains",
+            got=strategy.describe(),
+            expected="a decoupled all-reduce, or a pipeline that headway optimize --follow-network planned",
+            fix="Leave out --adapt, or plan with headway optimize --strategy decoupled.",
+        )
+    (dimension,) = plan.parallel
+    return plan.model_copy(update={"parallel": {dimension: adapting}})
+
+
+def _noted(plan: Plan, decisions: Path) -> dict[str, str]:
+    """The variable that has rank 0 write its decisions there."""
+    from headway.strategies.decisions import DECISIONS_VARIABLE
+
+    strategy = plan.strategy
+    if not strategy.decides_while_training:
         raise PlanError(
             "under this plan nothing is decided while the job trains",
             got=strategy.describe(),
-            expected="a plan that headway optimize --follow-network wrote",
+            expected="a plan that headway optimize --follow-network wrote, one with tune: true, or --adapt",
             fix="Leave out --decisions.",
         )
     if not decisions.absolute().parent.is_dir():

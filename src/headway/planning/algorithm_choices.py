@@ -1,32 +1,96 @@
-"""Which algorithms are worth a plan on a cluster: those that were measured there and win at some size."""
+"""Which algorithms are worth a plan on a cluster: for each size of buckets the fastest ones, as far as is known."""
 
 from __future__ import annotations
 
-from itertools import product
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
-from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
-from headway.collectives.selection import AlgorithmName, Algorithms, Selection
-from headway.planning.link_cost import LinkCost
+from headway.collectives.algorithms import ALGORITHMS, ALL_GATHER, FOR_HALVES, REDUCE_SCATTER, RING
+from headway.collectives.hosts import Hosts
+from headway.collectives.selection import GLOO, RINGS, AlgorithmName, Algorithms, Selection, SizeClass
+from headway.planning.link_cost import CollectiveCost, LinkCosts
 
 LEAST_SHARE = 1 / 256  # of a model, that buckets are taken to have
+LEAST_GAIN = 0.02  # over rings, of an algorithm that replaces them: measurements are no better
+STEP_BYTES = 1024
+HALVES = (REDUCE_SCATTER, ALL_GATHER)
+Limit = tuple[float, AlgorithmName]  # up to how many bytes an algorithm is the fastest
 
 
-def algorithm_choices(cluster: Cluster, total_bytes: int) -> list[Algorithms]:
-    """Algorithms for plans of a model of ``total_bytes`` on ``cluster``, Headway's rings first.
+def algorithm_choices(costs: LinkCosts, total_bytes: int) -> list[Algorithms]:
+    """Algorithms for plans of a model of ``total_bytes`` on a cluster, Headway's rings first.
 
-    The process group's own collectives join them where a probe has measured them and they would be faster for some
-    bucket: nobody knows without measuring what they cost.
+    Then come, where others are faster for some bucket, those that are the fastest for each size; and if those depend on
+    the size, the ones of large buckets for all, as what counts of collectives in flight together is what their bytes
+    take. Others than rings are known only where a probe has measured them, but for hierarchical ones, which are made of
+    rings' messages, where several hosts have the same number of workers, more than one.
     """
-    rings = LinkCost.of(cluster)
-    native = LinkCost.of(cluster, Algorithms("native", "native"))
-    halves: list[list[AlgorithmName]] = []
-    for kind, ring, own in (
-        (REDUCE_SCATTER, rings.reduce_scatter, native.reduce_scatter),
-        (ALL_GATHER, rings.all_gather, native.all_gather),
-    ):
-        measured = Selection("native", kind).cost_names[0] in cluster.algorithms
-        sizes = [size for size in ring.sizes_bytes if LEAST_SHARE * total_bytes <= size <= total_bytes]
-        wins = any(own.time_ns(size) < ring.time_ns(size) for size in [*sizes, total_bytes])
-        halves.append(["ring", "native"] if measured and wins else ["ring"])
-    return [Algorithms(scatter, gather) for scatter, gather in product(*halves)]
+    limits = {kind: _fastest(_known(costs, kind), total_bytes) for kind in HALVES}
+    fastest = _by_size(limits[REDUCE_SCATTER], limits[ALL_GATHER])
+    alike = Algorithms(fastest.reduce_scatter, fastest.all_gather)
+    return list(dict.fromkeys((RINGS, fastest, alike)))
+
+
+def _known(costs: LinkCosts, kind: str) -> dict[AlgorithmName, CollectiveCost]:
+    """What a half costs by each algorithm that the cluster can have."""
+    cluster = costs.cluster
+    hosts = Hosts.of_cluster(cluster)
+
+    def names() -> Iterator[AlgorithmName]:
+        yield RING
+        for name in FOR_HALVES if cluster.library == GLOO else ():
+            known = ALGORITHMS[name]
+            is_measured = Selection(name, kind).cost_names[0] in cluster.algorithms
+            if name != RING and known.differs(hosts) and (known.follows_hosts or is_measured):
+                yield name
+
+    return {name: costs.of_half(name, kind) for name in names()}
+
+
+def _fastest(costs: Mapping[AlgorithmName, CollectiveCost], total_bytes: int) -> list[Limit]:
+    """Which algorithm is the fastest up to which size, of buckets of a model of ``total_bytes``; the last up to any.
+
+    Between two measured sizes that is changed where they would take as long as each other.
+    """
+    least_bytes = max(1, round(LEAST_SHARE * total_bytes))
+    sizes = [size for size in costs[RING].sizes_bytes if least_bytes < size < total_bytes]
+    sizes = [least_bytes, *sizes, total_bytes]
+    best = [min(costs, key=lambda name: _weighed_ns(costs, name, size)) for size in sizes]
+    limits: list[Limit] = []
+    for (low, one), (high, other) in pairwise(zip(sizes, best, strict=True)):
+        if one != other:
+            limits.append((_crossing(costs, one, other, range(low, high, STEP_BYTES)), one))
+    return [*limits, (math.inf, best[-1])]
+
+
+def _weighed_ns(
+    costs: Mapping[AlgorithmName, CollectiveCost], name: AlgorithmName, size_bytes: float
+) -> float:
+    return costs[name].time_ns(size_bytes) * (1 if name == RING else 1 + LEAST_GAIN)
+
+
+def _crossing(
+    costs: Mapping[AlgorithmName, CollectiveCost], small: AlgorithmName, large: AlgorithmName, sizes: range
+) -> int:
+    """The largest of ``sizes`` at which ``small`` is no slower than ``large``, which it is at the first of them."""
+    slower = bisect_left(
+        sizes, True, key=lambda size: _weighed_ns(costs, small, size) > _weighed_ns(costs, large, size)
+    )
+    return sizes[max(0, slower - 1)]
+
+
+def _by_size(scatter: list[Limit], gather: list[Limit]) -> Algorithms:
+    """Both halves' limits as one value."""
+    sizes = sorted({size for size, _ in (*scatter, *gather)})
+    names = [(_of(scatter, size), _of(gather, size)) for size in sizes]
+    classes = tuple(
+        SizeClass(size_bytes=round(size), reduce_scatter=one, all_gather=other)
+        for size, (one, other) in zip(sizes[:-1], names[:-1], strict=True)
+    )
+    return Algorithms(*names[-1], classes)
+
+
+def _of(limits: list[Limit], size_bytes: float) -> AlgorithmName:
+    return next(name for limit, name in limits if size_bytes <= limit)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from headway.collectives.dataflow import alone
-from headway.collectives.selection import RINGS, Algorithms
+from headway.collectives.hosts import Hosts
+from headway.collectives.selection import RINGS, AlgorithmName, Algorithms, Selection, native
 from headway.simulation.engine import play
 from headway.simulation.operations import OperationGraph
 
@@ -46,29 +49,77 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True)
+class HalfCost:
+    """The cost of a half whose algorithm may depend on the size: of large tensors, and of ``smaller`` up to some."""
+
+    large: CollectiveCost
+    smaller: tuple[tuple[int, CollectiveCost], ...] = ()
+
+    def at(self, size_bytes: float) -> CollectiveCost:
+        """That of the algorithm of a tensor of ``size_bytes``."""
+        return next((cost for most_bytes, cost in self.smaller if size_bytes <= most_bytes), self.large)
+
+    def time_ns(self, size_bytes: float) -> float:
+        """How long a collective of ``size_bytes`` takes alone."""
+        return self.at(size_bytes).time_ns(size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class LinkCost:
     """What the two halves of an all-reduce cost on a cluster of ``world_size`` ranks."""
 
     world_size: int
-    reduce_scatter: CollectiveCost
-    all_gather: CollectiveCost
+    reduce_scatter: HalfCost
+    all_gather: HalfCost
 
-    @classmethod
-    def of(cls, cluster: Cluster, algorithms: Algorithms = RINGS) -> LinkCost:
-        """Measure both halves, by ``algorithms``, on the links of ``cluster``."""
-        return cls(
-            cluster.world_size,
-            _measure(cluster, algorithms, REDUCE_SCATTER),
-            _measure(cluster, algorithms, ALL_GATHER),
+
+class LinkCosts:
+    """The costs of halves by any algorithms on one cluster, each measured once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._known: dict[tuple[AlgorithmName, str], CollectiveCost] = {}
+
+    def of(self, algorithms: Algorithms = RINGS) -> LinkCost:
+        """Both halves, by ``algorithms``."""
+        return LinkCost(
+            self.cluster.world_size,
+            self._half(algorithms, REDUCE_SCATTER),
+            self._half(algorithms, ALL_GATHER),
         )
+
+    def _half(self, algorithms: Algorithms, kind: str) -> HalfCost:
+        sizes_bytes = [each.size_bytes for each in algorithms.by_size]
+        smaller = tuple((size, self.of_half(algorithms.of(kind, size), kind)) for size in sizes_bytes)
+        return HalfCost(self.of_half(algorithms.of(kind, math.inf), kind), smaller)
+
+    def of_half(self, algorithm: AlgorithmName, kind: str) -> CollectiveCost:
+        """A half ``kind`` by one algorithm, whatever its size."""
+        if (algorithm, kind) not in self._known:
+            self._known[algorithm, kind] = _measure(self.cluster, Algorithms(algorithm, algorithm), kind)
+        return self._known[algorithm, kind]
+
+
+def all_reduce_cost(cluster: Cluster) -> CollectiveCost:
+    """What the process group's own all-reduce costs on ``cluster``."""
+    return _measured(
+        cluster, lambda size_bytes: native(ALL_REDUCE, size_bytes, cluster.world_size, cluster.library)
+    )
 
 
 def _measure(cluster: Cluster, algorithms: Algorithms, kind: str) -> CollectiveCost:
-    least = algorithms.select(kind, 1, cluster.world_size, cluster.library)
+    return _measured(
+        cluster, lambda size_bytes: algorithms.select(kind, size_bytes, cluster.world_size, cluster.library)
+    )
+
+
+def _measured(cluster: Cluster, selected: Callable[[int], Selection]) -> CollectiveCost:
+    hosts = Hosts.of_cluster(cluster)
+    least = selected(1).on(hosts)
     alone_ns = []
     ns_per_byte = 0.0
     for size_bytes in _SIZES_BYTES:
-        selection = algorithms.select(kind, size_bytes, cluster.world_size, cluster.library)
+        selection = selected(size_bytes).on(hosts)
         graph = alone(cluster, selection.program_of, size_bytes, selection.cost(cluster))
         alone_ns.append(float(play(graph).end_ns.max()))
         if selection == least:  # the bytes of larger ones, in pieces, may have another factor

@@ -13,9 +13,11 @@ from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.planning.algorithm_choices import algorithm_choices
 from headway.planning.draft import Groups, ScheduleDrafter, ScheduleOptions
+from headway.planning.link_cost import LinkCosts
 from headway.planning.refine import refine
 from headway.planning.starts import starting_groups
 from headway.planning.surrogate import Predictor
+from headway.planning.time_limit import time_is_up
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
 
 _EARLY_GATHER_THRESHOLDS = (None, 0.0, 0.5, 1.0)
@@ -60,14 +62,21 @@ def plan(
 
     For each form of gathering and each of ``channels``, the numbers of collectives that may be in flight at a time,
     the ``keep`` best schedules are returned, each improved with at most ``effort`` predictions. So they are for each
-    choice of algorithms that the cluster's measured costs speak for.
+    choice of algorithms that the cluster's measured costs speak for. When time is up (``time_limit``) nothing is
+    improved any more, and other algorithms than rings are left out.
     """
     model, profile, cluster = job.model, profile_of(job.steps.timelines), job.on
+    costs = LinkCosts(cluster)
     drafters = [
-        ScheduleDrafter(Predictor(model, profile, cluster, algorithms))
-        for algorithms in algorithm_choices(cluster, model.size_bytes)
+        ScheduleDrafter(Predictor(model, profile, cluster, algorithms, costs))
+        for algorithms in algorithm_choices(costs, model.size_bytes)
     ]
-    found = [each for drafter in drafters for each in _planned(drafter, forms, channels, keep, effort)]
+    found = [
+        each
+        for number, drafter in enumerate(drafters)
+        if not (number and time_is_up())
+        for each in _planned(drafter, forms, channels, keep, effort)
+    ]
     found.sort(key=lambda planned: planned.step_ns)
     evaluated = sum(drafter.evaluated for drafter in drafters)
     return Planned(tuple(found), evaluated)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from headway.model import ModelSpec
 from headway.planning.draft import Group, Groups, ScheduleDrafter, ScheduleOptions
+from headway.planning.time_limit import time_is_up
 from headway.scheduling.buckets import Part
 from headway.scheduling.partition import size_bytes
 
@@ -19,12 +20,13 @@ def refine(
 ) -> tuple[float, Groups]:
     """Merge, split and shift neighbouring groups while the step's cost gets less; returns it and the groups.
 
-    Changes near both ends of backward are tried first: those groups are exposed. At most ``effort`` predictions.
+    Changes near both ends of backward are tried first: those groups are exposed. At most ``effort`` predictions,
+    and none when time is up (``time_limit``).
     """
     best_ns = drafter.cost_ns(groups, options)
     tried = 0
     improved = True
-    while improved and tried < effort:
+    while improved and tried < effort and not time_is_up():
         improved = False
         for index in _from_both_ends(len(groups)):
             for changed in _changes(drafter, groups, index):
@@ -33,7 +35,7 @@ def refine(
                 if cost_ns < best_ns * (1 - _LEAST_GAIN):
                     best_ns, groups, improved = cost_ns, changed, True
                     break
-                if tried >= effort:
+                if tried >= effort or time_is_up():
                     return best_ns, groups
     return best_ns, groups
 

@@ -33,7 +33,7 @@ def starting_groups(drafter: draft.ScheduleDrafter) -> Iterator[draft.Groups]:
 
 
 def _grouped(predictor: Predictor) -> Iterator[Groups]:
-    model, cost = predictor.model, predictor.cost.reduce_scatter
+    model, cost = predictor.model, predictor.cost.reduce_scatter.large
     ready = sorted(model.ready_parameters(), key=lambda parameter: predictor.ready_ns[parameter.name])
     yield fusion.mg_wfbp(model, predictor.profile.ready_ns, cost.alpha_ns, cost.ns_per_byte)
     for cap in _caps(predictor):
@@ -55,7 +55,7 @@ def graded(total_bytes: float, cap_bytes: float, least_bytes: float, growth: flo
 
 def _caps(predictor: Predictor) -> list[int]:
     """Fixed powers of two and a finer grid between an alpha's worth of bytes and the whole model."""
-    total, cost = predictor.total_bytes, predictor.cost.reduce_scatter
+    total, cost = predictor.total_bytes, predictor.cost.reduce_scatter.large
     alpha_bytes = cost.alpha_ns / cost.ns_per_byte if cost.ns_per_byte else total
     least = min(total, max(total / 256, alpha_bytes / 4, 1.0))
     count = max(2, math.ceil(2 * math.log2(total / least)) + 1)

@@ -20,7 +20,7 @@ from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.planning.channel_queue import Job, serve
-from headway.planning.link_cost import LinkCost
+from headway.planning.link_cost import LinkCosts
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, joined
 
 
@@ -44,7 +44,7 @@ class Launched(NamedTuple):
 class Predictor:
     """Predicts the step time of schedules of one model, step and cluster.
 
-    Their collectives are carried out by ``algorithms``.
+    Their collectives are carried out by ``algorithms``, whose ``costs`` on ``cluster`` may be known already.
     """
 
     def __init__(
@@ -53,12 +53,14 @@ class Predictor:
         profile: StepProfile,
         cluster: Cluster,
         algorithms: Algorithms = RINGS,
+        costs: LinkCosts | None = None,
     ) -> None:
+        self.costs = LinkCosts(cluster) if costs is None else costs
         self.model = model
         self.profile = profile
         self.cluster = cluster
         self.algorithms = algorithms
-        self.cost = LinkCost.of(cluster, algorithms)
+        self.cost = self.costs.of(algorithms)
         self.world_size = cluster.world_size
         self.total_bytes = max(1, model.size_bytes)
         first_ns = min(profile.ready_ns.values(), default=0)
@@ -97,7 +99,8 @@ class Predictor:
     def predict(self, schedule: BucketSchedule) -> float:
         """The predicted step of ``schedule``, in nanoseconds; whatever its algorithms are."""
         if schedule.algorithms != self.algorithms:
-            return Predictor(self.model, self.profile, self.cluster, schedule.algorithms).predict(schedule)
+            other = Predictor(self.model, self.profile, self.cluster, schedule.algorithms, self.costs)
+            return other.predict(schedule)
         return self.step_ns(
             [self.facts(bucket.parts) for bucket in schedule.buckets],
             schedule.gather_order,
@@ -131,20 +134,22 @@ class Predictor:
         jobs: list[Job] = []
         reduced, gathered = [0] * len(facts), [0] * len(facts)
         launched_ns = 0.0
+        scatter, gather_cost = self.cost.reduce_scatter, self.cost.all_gather
         for index, bucket in enumerate(facts):
             launched_ns = max(launched_ns, bucket.ready_ns)
             reduced[index] = len(jobs)
-            jobs.append(Job(launched_ns, bucket.size_bytes, self.cost.reduce_scatter))
+            jobs.append(Job(launched_ns, bucket.size_bytes, scatter.at(bucket.size_bytes)))
             for other in behind[index]:
                 gathered[other] = len(jobs)
-                jobs.append(Job(launched_ns, facts[other].size_bytes, self.cost.all_gather, reduced[other]))
+                size = facts[other].size_bytes
+                jobs.append(Job(launched_ns, size, gather_cost.at(size), reduced[other]))
         if gather == "parameters":
             called_ns = self.step_at_ns + self.step_call_ns
             for index in gather_order:
                 gathered[index] = len(jobs)
                 size = facts[index].size_bytes
                 update_ns = self.update_ns(size) / self.world_size + self.background_overhead_ns
-                jobs.append(Job(called_ns, size, self.cost.all_gather, reduced[index], update_ns))
+                jobs.append(Job(called_ns, size, gather_cost.at(size), reduced[index], update_ns))
         return Launched(jobs, reduced, gathered)
 
     def update_ns(self, size_bytes: float) -> float:

@@ -1,4 +1,4 @@
-"""A page that draws what a pipeline's tuner decided: how long steps took, under which order, and why."""
+"""A page that draws what was decided while a job trained: how long steps took, under which plan, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.report.timeline import require_bokeh
 if TYPE_CHECKING:
     from bokeh.models.renderers import DataRenderer
 
-    from headway.strategies.pipeline.tuning.journal import Entry
+    from headway.strategies.decisions import Entry
 
 MAX_DRAWN = 20_000
 _COLOURS = ("#2b6ca3", "#c8702a", "#3f8f5b", "#8a5aa8", "#b0413e", "#6b6b6b", "#a58a1f", "#3a9aa5")
@@ -69,7 +69,7 @@ def decisions_page(entries: Sequence[Entry]) -> str:
     plot.add_tools(HoverTool(tooltips=tips, renderers=measured))
     if plot.legend:
         plot.legend.title = "in force (dashed: expected)"
-    return str(file_html(plot, INLINE, title="Decisions of a pipeline's tuner"))
+    return str(file_html(plot, INLINE, title="Decisions while training"))
 
 
 def summary(entries: Sequence[Entry]) -> str:

@@ -19,6 +19,7 @@ from headway.report.history_chart import history_chart, top_ms
 from headway.report.layout import Layout
 from headway.report.pipeline_picture import pipeline_picture
 from headway.report.ranks import RankView, rank_views, split_by_interest
+from headway.report.templates import own_file, template
 from headway.report.timeline import require_bokeh, timeline
 from headway.trace.format import Trace
 from headway.units import format_rate
@@ -56,15 +57,8 @@ def write_html(trace: Trace, diagnosis: Diagnosis, path: str | Path) -> None:
 def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
     """The report as one HTML text. Whatever came from the trace is escaped, and can be shown."""
     require_bokeh()
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=PackageLoader("headway.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_showable,
-    )
     rows = match(trace, messages=True)
     drawing = draw(trace, diagnosis, rows=rows)
     past = history(rank_times(trace, diagnosis.steps, rows.where(~rows.inner)), diagnosis.steps)
@@ -75,7 +69,7 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
     columns, tables = payload.columns(drawing, layout)
     drawn = tuple(step for step, _, _ in drawing.steps)
     chart = history_chart(past, drawn)
-    return environment.get_template("page.html.jinja").render(
+    return template("page.html.jinja").render(
         **_words(trace, diagnosis),
         **_by_rank(trace, diagnosis, drawing, blamed),
         drawing=drawing,
@@ -99,21 +93,13 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
             for one in diagnosis.findings
             if one.stands_out and one.sentence.rstrip(".") not in diagnosis.verdict
         ],
-        css=Markup(_own("page.css")),
-        scripts=Markup("\n".join(_own(f"scripts/{name}") for name in SCRIPTS)),
+        css=Markup(own_file("page.css")),
+        scripts=Markup("\n".join(own_file(f"scripts/{name}") for name in SCRIPTS)),
         page_json=Markup(payload.script_json(payload.page_data(drawing, tables, past, views, layout))),
         timeline_json=Markup(_figure_json(timeline(drawing, layout, columns, tables["kind"]))),
         history_json=Markup(_figure_json(chart)),
         bokeh_js=Markup(_bokeh_js()),
     )
-
-
-def _showable(value: Any) -> Any:
-    return words.plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
-
-
-def _own(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:

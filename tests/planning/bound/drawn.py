@@ -10,6 +10,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
+from headway.collectives.algorithms import ALGORITHMS, FOR_HALVES
+from headway.collectives.hosts import Hosts
+from headway.collectives.selection import SizeClass
+from headway.errors import PlanError
 from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
 from headway.graph.timeline import Item, Part, Timeline
@@ -113,10 +117,11 @@ def clusters(draw: st.DrawFn, size_bytes: int, computation_ms: float) -> Cluster
     ratio = draw(st.sampled_from([0.1, 0.5, 1.0, 3.0]))
     gbps = max(1e-4, size_bytes * 8e-6 / (computation_ms * ratio))
     factors = st.sampled_from([0.5, 1.0, 2.0]) if draw(st.booleans()) else st.just(1.0)
-    workers = draw(st.sampled_from([1, 1, 1, 2]))
+    workers = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    fewer = workers if draw(st.booleans()) else 1
     hosts = [
         Host(
-            name=f"host{index}", workers=draw(st.sampled_from([workers, workers, 1])),
+            name=f"host{index}", workers=draw(st.sampled_from([workers, workers, fewer])),
             up_gbps=gbps * draw(factors), down_gbps=gbps * draw(factors),
         )
         for index in range(draw(st.integers(1, 4)))
@@ -142,7 +147,7 @@ def clusters(draw: st.DrawFn, size_bytes: int, computation_ms: float) -> Cluster
         algorithms={"ring": draw(costs), "gloo_all_reduce": draw(costs), "servers": draw(costs)},
         library=draw(st.sampled_from(["gloo", "gloo", "nccl"])),
         sharing=draw(st.sampled_from(["shared", "shared", "queued"])),
-        burst_bytes=int(size_bytes * draw(st.sampled_from([0, 0.001, 0.02, 0.1, 0.5, 1, 3, 20]))),
+        burst_bytes=min(10**9, int(size_bytes * draw(st.sampled_from([0, 0.001, 0.02, 0.1, 0.5, 1, 3, 20])))),
         compute_slowdown=draw(st.sampled_from([0.0, 0.0, 0.3])),
         **given,
     )
@@ -153,6 +158,7 @@ def plans(draw: st.DrawFn, job: Job) -> Sequence[tuple[Form, Strategy]]:
     """A plan of DDP, one of servers, and one of each form of the decoupled all-reduce."""
     caps = st.sampled_from([0.03, 0.2, 0.5, 1.1]).map(lambda share: math.ceil(job.model.size_bytes * share))
     channels = st.integers(1, 3)
+    hosts = Hosts.of_cluster(job.on)
     found: list[tuple[Form, Strategy]] = [
         ("all-reduce", DistributedDataParallelStrategy(bucket_cap_mb=draw(caps) / 2**20))
     ]
@@ -160,12 +166,27 @@ def plans(draw: st.DrawFn, job: Job) -> Sequence[tuple[Form, Strategy]]:
         servers = ParameterServerStrategy(bucket_cap_mb=draw(caps) / 2**20, channels=draw(channels))
         found.append(("all-reduce", servers))
     for gather in GATHER_MODES:
-        algorithm = draw(st.sampled_from(["ring", "native"]))
+        named = st.sampled_from([name for name in FOR_HALVES if _can_be_had(name, hosts)])
         decoupled = DecoupledStrategy(
             bucket_cap_bytes=draw(caps), gather=gather, channels=draw(channels),
-            reduce_scatter=algorithm, all_gather=algorithm,
+            reduce_scatter=draw(named), all_gather=draw(named), by_size=draw(classes(named, job.model.size_bytes)),
         ).spelled_out(job)  # fmt: skip
         if gather == "gradients" and draw(st.booleans()):  # as early as may be
             decoupled = decoupled.model_copy(update={"gathers_after": decoupled.gather_order})
         found.append((gather, decoupled))
     return found
+
+
+def classes(named: st.SearchStrategy[str], size_bytes: int) -> st.SearchStrategy[tuple[SizeClass, ...]]:
+    """None, or other algorithms of buckets of up to a tenth of all bytes."""
+    most = max(1, size_bytes // 10)
+    one = st.builds(SizeClass, size_bytes=st.just(most), reduce_scatter=named, all_gather=named)
+    return st.just(()) | st.tuples(one)
+
+
+def _can_be_had(algorithm: str, hosts: Hosts) -> bool:
+    try:
+        ALGORITHMS[algorithm].check(hosts)
+    except PlanError:
+        return False
+    return True

@@ -24,14 +24,15 @@ Where ranks compute differently, links and dependencies are those of a rank that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from headway.job import Job
 from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
 from headway.planning.bound.lateness import Work, least_lateness
 from headway.planning.bound.periods import Form, Period
-from headway.planning.bound.ranks import ranks_of
+from headway.planning.bound.ranks import Ranks, ranks_of
+from headway.scheduling.buckets import BucketSchedule
 
 COMPUTATION, LATENCY = "computation", "latency"
 STEPS_AHEAD = 1  # of the slowest rank: by as many may others come closer to it, or get away from it
@@ -80,15 +81,27 @@ class StepBound:
         return f"{step_ms:.1f} ms is {above:.0%} above the bound of {self.step_ms:.1f} ms. {self.reason}"
 
 
-def bound_of(job: Job, form: Form, *, steps: float | None = None, sent_share: float = 1.0) -> StepBound:
+def bound_of(
+    job: Job,
+    form: Form,
+    *,
+    steps: float | None = None,
+    sent_share: float = 1.0,
+    schedule: BucketSchedule | None = None,
+    ranks: Ranks | None = None,
+    cut_name: str | None = None,
+) -> StepBound:
     """The bound of the mean step of ``job``, whose model is not cut into stages, under plans of one ``form``.
 
     It holds for the mean of its steps as they are replayed; with ``steps`` for the mean of so many like them: the more
     there are, the less does it matter what links had saved up before, and how far ranks may get ahead of others
     (``math.inf``: not at all). ``sent_share`` is for plans that send every gradient in no less than that share of its
-    bytes.
+    bytes. With ``schedule`` it is the bound of its buckets alone, none of which leaves before it is full. ``ranks`` are
+    those of the job under this form, if they are known. With ``cut_name`` only the cut of this name is looked at,
+    which takes a fraction of the time.
     """
-    ranks = ranks_of(job, form)
+    ranks = ranks_of(job, form) if ranks is None else ranks
+    fastest = ranks.fastest if schedule is None else _bucketed(ranks.fastest, schedule)
     recorded = len(next(iter(job.steps.timelines.values())))
     count = recorded if steps is None else steps
     edges_ns = ranks.edges_ns / count
@@ -98,21 +111,35 @@ def bound_of(job: Job, form: Form, *, steps: float | None = None, sent_share: fl
 
     slowest_ns = ranks.slowest_ns / recorded * (1 - STEPS_AHEAD / count)
     parts_ns = {COMPUTATION: max(ranks.mean_ns / recorded, slowest_ns)}
-    cuts = cuts_of(job.on)
-    if not cuts or not ranks.fastest:
+    cuts = [each for each in cuts_of(job.on) if cut_name in (None, each.name)]
+    if not cuts or not fastest:
         return StepBound(parts_ns[COMPUTATION], parts_ns)
     latency_ns = min(cut.latency_ns for cut in cuts)
-    parts_ns[LATENCY] = mean_ns(_dependent_ns(each, latency_ns) for each in ranks.fastest)
+    parts_ns[LATENCY] = mean_ns(_dependent_ns(each, latency_ns) for each in fastest)
     factor = least_byte_factor(job.on) * sent_share
     sizes = {name: each.size_bytes * factor for name, each in job.model.by_name.items()}
-    total_bytes = sum(sizes[name] for period in ranks.fastest for name in period.released_ns) / recorded
-    longest_ns = [0.0] * len(ranks.fastest)
+    total_bytes = sum(sizes[name] for period in fastest for name in period.released_ns) / recorded
+    longest_ns = [0.0] * len(fastest)
     for cut in cuts:
-        each_ns = [_passing_ns(each, cut, sizes) for each in ranks.fastest]
+        each_ns = [_passing_ns(each, cut, sizes) for each in fastest]
         longest_ns = list(map(max, longest_ns, each_ns))
         refilled_ns = cut.time_ns(total_bytes) - cut.credit_ns / count
         parts_ns[cut.name] = max(parts_ns.get(cut.name, 0.0), mean_ns(each_ns), refilled_ns)
     return StepBound(max(*parts_ns.values(), mean_ns(longest_ns)), parts_ns)
+
+
+def _bucketed(periods: Sequence[Period], schedule: BucketSchedule) -> list[Period]:
+    """The same where a gradient is there when the bucket that it is in is full, or of several the first that is."""
+    return [replace(period, released_ns=_full_ns(period.released_ns, schedule)) for period in periods]
+
+
+def _full_ns(released_ns: Mapping[str, float], schedule: BucketSchedule) -> dict[str, float]:
+    full_ns: dict[str, float] = {}
+    for bucket in schedule.buckets:
+        names = [name for name in bucket.parameters if name in released_ns]
+        last_ns = max((released_ns[name] for name in names), default=0.0)
+        full_ns |= {name: min(last_ns, full_ns.get(name, last_ns)) for name in names}
+    return {name: full_ns.get(name, own_ns) for name, own_ns in released_ns.items()}
 
 
 def _dependent_ns(period: Period, latency_ns: float) -> float:

@@ -1,0 +1,138 @@
+"""Short runs of somebody's command: it trains for so many steps, is timed, and leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway import files
+from headway.errors import LaunchError, one_line
+from headway.integrations.launch import CommandOutcome, injected_environment, run_command
+from headway.integrations.torchrun import spreads, starts_all_here, stated_world_size
+
+WARM_UP_STEPS = 5  # as of a recording: DDP rebuilds its buckets after the first
+LEAST_STEPS = 3
+MAX_TAIL_BYTES = 8192
+
+
+class TimeOptions(BaseModel):
+    """Which steps a rank times, ``steps`` of them behind ``warm_up`` others, and into which folder it writes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path
+    warm_up: int = Field(ge=1)
+    steps: int = Field(ge=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """The timed steps of a run, in ms, each as the mean over ranks.
+
+    ``went_on`` says that the command trained further when it was to leave, so that the run took as long as it does.
+    """
+
+    steps_ms: tuple[float, ...]
+    went_on: bool = False
+
+
+def steps_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes the moments, in ns, between which its timed steps lie."""
+    return folder / f"steps-{rank:05d}.json"
+
+
+def check_command(command: Sequence[str], world_size: int) -> None:
+    """Raise LaunchError where ``command`` plainly starts another number of ranks, or not all that there are."""
+    stated = stated_world_size(command, os.environ)
+    if stated not in (None, world_size):
+        raise LaunchError(
+            "the command is not of the recorded job's size", got=f"{stated} workers",
+            expected=f"{world_size}", fix="Measure with the command that was recorded.",
+        )  # fmt: skip
+    if not spreads(command) and not starts_all_here(command, os.environ):
+        raise LaunchError(
+            "plans are measured with one command that starts all ranks", got="one of several launchers",
+            expected="torchrun on one host, or srun and the like around it",
+            fix="Run headway run --plan on all hosts, under one plan after the other.",
+        )  # fmt: skip
+
+
+class ShortRuns:
+    """Runs ``command``, of ``world_size`` ranks, as often as asked, in folders below ``folder``, which all must see."""
+
+    def __init__(self, command: Sequence[str], folder: Path, world_size: int) -> None:
+        self._command, self._folder, self._world_size = command, folder, world_size
+        self._count = 0
+
+    def run(self, plan_path: Path | None, steps: int) -> ShortRun:
+        """Run the command under a plan, or as it is, until ``steps`` of its steps are timed.
+
+        Raises LaunchError where the command fails, refuses the plan or takes too few steps, KeyboardInterrupt where
+        Headway is told to end.
+        """
+        self._count += 1
+        folder = self._folder / f"run-{self._count}"
+        reports = folder / "reports"
+        reports.mkdir(parents=True)
+        options = TimeOptions(folder=folder, warm_up=WARM_UP_STEPS, steps=steps)
+        environment = injected_environment(
+            os.environ, plan=None if plan_path is None else str(plan_path), time=options.model_dump_json()
+        )
+        log = folder / "output"
+        try:
+            with log.open("wb") as output:
+                ended = run_command(self._command, environment, reports, output=output, leaving=True)
+            if ended.interrupted_by:
+                raise KeyboardInterrupt
+            self._check(ended, log, plan_path is not None)
+            return ShortRun(self._steps_ms(folder), any(report.went_on for report in ended.reports))
+        finally:
+            files.remove_folder(folder)
+
+    def _check(self, ended: CommandOutcome, log: Path, planned: bool) -> None:
+        ranks = [report for report in ended.reports if report.rank >= 0]
+        done = sum(report.done for report in ranks)
+        # How a command ends that went on when it was to leave is its own business.
+        if done < self._world_size or (ended.status and not any(report.left for report in ranks)):
+            status = f"status {ended.status}: {_last_line(log)}" if ended.status else "status 0"
+            raise LaunchError(
+                "the command ended before all ranks had timed their steps", got=status,
+                expected=f"{self._world_size} ranks that train", fix="Try it with headway run.",
+            )  # fmt: skip
+        if planned and not any(report.applied for report in ranks):
+            raise LaunchError(
+                "the plan was not applied", got="a script that wraps no model of the plan's",
+                expected="the command that was recorded",
+            )  # fmt: skip
+
+    def _steps_ms(self, folder: Path) -> tuple[float, ...]:
+        ends_ns = [_read(steps_file(folder, rank)) for rank in range(self._world_size)]
+        each_ms = [[(end - begin) / 1e6 for begin, end in pairwise(own)] for own in ends_ns]
+        count = min(map(len, each_ms))
+        if count < LEAST_STEPS:
+            raise LaunchError(
+                "the command takes too few steps to be timed",
+                got=f"{max(0, count)} behind {WARM_UP_STEPS} of warm-up",
+                expected=f"at least {LEAST_STEPS}", fix="Have it train longer.",
+            )  # fmt: skip
+        return tuple(sum(own[step] for own in each_ms) / len(each_ms) for step in range(count))
+
+
+def _read(path: Path) -> list[int]:
+    found = json.loads(files.read_text(path, LaunchError, "the steps of a rank"))
+    assert isinstance(found, list)
+    return found
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a command's output that says something."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return next((one_line(line) for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -1,0 +1,135 @@
+"""The explanation of a plan: choice by choice what it saves, and where on the critical path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headway.optimization.candidate import Candidate
+from headway.optimization.explanation.choices import steps_to
+from headway.optimization.explanation.further import Further, further
+from headway.optimization.explanation.path import PathParts, path_of
+from headway.optimization.result import SearchResult
+from headway.permission import ASYNCHRONOUS
+from headway.replayer.replayer import Replayer
+
+SAME_MS = 1e-6
+SAME_SHARE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A choice of a plan: the replayed step with it and all before it, and what it saves; below 0 what it costs.
+
+    ``saved`` is by part and rank of the critical path, and adds up to ``saved_ms``.
+    """
+
+    name: str
+    step_ms: float
+    saved_ms: float
+    saved: PathParts
+
+    @property
+    def where(self) -> str:
+        """Where on the critical path most of it is saved, or what grows most."""
+        sign = 1 if self.saved_ms >= 0 else -1
+        parts = {part: sign * ms for part, ms in self.saved.parts_ms.items()}
+        part = max(parts, key=parts.__getitem__, default="")
+        if not part or parts[part] <= 0:
+            return ""
+        own = {rank: sign * ms for (name, rank), ms in self.saved.ms.items() if name == part}
+        rank = max(own, key=own.__getitem__)
+        # Where the path goes by way of another rank than before, what one has less the other has more.
+        stays = own[rank] <= parts[part] * (1 + SAME_SHARE)
+        return f"{part}, most on rank {rank}" if stays else part
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a plan takes the step that it does. All times are replayed ms, of a mean step.
+
+    ``choices`` lead from ``from_ms``, the replay of what was recorded, to ``to_ms``, that of the plan: each saves what
+    it does upon those before it. ``after`` is the critical path that is left.
+    """
+
+    from_ms: float
+    to_ms: float
+    choices: tuple[Choice, ...]
+    after: PathParts
+    further: Further | None = None
+
+    @property
+    def next_bottleneck(self) -> str:
+        """What the critical path is made of under the plan, in a sentence."""
+        parts = self.after.parts_ms
+        whole = self.after.step_ms
+        shares = [f"{ms / whole:.0%} {part}" for part, ms in parts.items() if ms >= whole / 100]
+        first = next(iter(parts))
+        return (
+            f"Under this plan the critical path is {', '.join(shares)}; "
+            f"next to shorten is {first}, which is longest on rank {self.after.rank_of(first)}."
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """The part ``explanation`` of the document that ``headway optimize --json`` prints."""
+        return {
+            "from_ms": self.from_ms,
+            "to_ms": self.to_ms,
+            "choices": [
+                {
+                    "name": each.name,
+                    "step_ms": each.step_ms,
+                    "saved_ms": each.saved_ms,
+                    "where": each.where,
+                    "saved_parts_ms": each.saved.parts_ms,
+                }
+                for each in self.choices
+            ],
+            "critical_path_ms": self.after.parts_ms,
+            "next_bottleneck": self.next_bottleneck,
+            "further": None
+            if self.further is None
+            else {
+                "target_ms": self.further.target_ms,
+                "bandwidth": self.further.bandwidth,
+                "latency": self.further.latency,
+                "workers": self.further.workers,
+                "sentence": self.further.sentence,
+            },
+        }
+
+
+def explain(
+    replayer: Replayer, found: SearchResult, best: Candidate, *, go_further: bool = False
+) -> Explanation | None:
+    """Why ``best`` is as fast as it is; with ``go_further`` also what would bring it closer to the bound.
+
+    None for plans that the recorded job is not replayed under as it is: of other stages or micro-batches, with
+    passes, and those whose ranks do not wait for each other.
+    """
+    if best.recut is not None or best.of_other_size or best.passes:
+        return None
+    if best.strategy.permission == ASYNCHRONOUS:
+        return None
+    target = replayer.replay(best.strategy)
+    if abs(replayer.expect(target).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
+        return None
+    choices: list[Choice] = []
+    before = path_of(replayer, replayer.base)
+    step_ms = replayer.base.step_ms
+    steps = steps_to(replayer, best.strategy, target) if best.changed else ()
+    for step in steps:
+        after = path_of(replayer, step.played)
+        choices.append(
+            Choice(step.name, step.played.step_ms, step_ms - step.played.step_ms, before.less(after))
+        )
+        before, step_ms = after, step.played.step_ms
+    more = None
+    if (
+        go_further
+        and found.bound is not None
+        and not best.changes_training
+        and best.predicted_ms > found.bound_ms
+    ):
+        more = further(replayer, best.strategy, step_ms=best.predicted_ms, bound_ms=found.bound_ms)
+    return Explanation(replayer.base.step_ms, target.step_ms, tuple(choices), before, more)

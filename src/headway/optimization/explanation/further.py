@@ -1,0 +1,73 @@
+"""What it would take to come closer to the bound: replays of the plan on other links and with fewer workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.errors import UserError
+from headway.replayer.replayer import Replayer
+from headway.replayer.what_if import WhatIf
+from headway.strategies.base import Strategy
+
+MOST = 16.0
+HALVINGS = 5
+CLOSED_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """What alone would bring the step to ``target_ms``; None for what does not, however much of it there is.
+
+    ``bandwidth`` and ``latency`` are factors of the links', ``workers`` the largest smaller number of workers.
+    """
+
+    target_ms: float
+    bandwidth: float | None
+    latency: float | None
+    workers: int | None
+
+    @property
+    def sentence(self) -> str:
+        """The same in words."""
+        ways = []
+        if self.bandwidth is not None:
+            ways.append(f"{self.bandwidth:.2g} times the bandwidth")
+        if self.latency is not None:
+            ways.append(f"{self.latency:.2g} times the latency")
+        if self.workers is not None:
+            ways.append(f"{self.workers} workers" if self.workers > 1 else "one worker")
+        goal = f"half of the distance to the bound ({self.target_ms:.1f} ms)"
+        if not ways:
+            return f"Neither links {MOST:g} times as fast nor fewer workers close {goal} under this plan."
+        return f"Under this plan {goal} would take {' or '.join(ways)}."
+
+
+def further(replayer: Replayer, strategy: Strategy, *, step_ms: float, bound_ms: float) -> Further:
+    """What closes half of the distance from ``step_ms`` to ``bound_ms``."""
+    target_ms = step_ms - (step_ms - bound_ms) * CLOSED_SHARE
+
+    def reaches(what_if: WhatIf) -> bool:
+        try:
+            return replayer.expect(replayer.replay(strategy, what_if)).step_ms <= target_ms
+        except UserError:
+            return False
+
+    def least(what_if: Callable[[float], WhatIf], sign: int) -> float | None:
+        if not reaches(what_if(MOST**sign)):
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if reaches(what_if(MOST ** (sign * middle))):
+                high = middle
+            else:
+                low = middle
+        return float(MOST ** (sign * high))
+
+    workers = replayer.trace.world_size // 2
+    while workers >= 1 and not reaches(WhatIf(workers=workers)):
+        workers //= 2
+    bandwidth = least(lambda factor: WhatIf(bandwidth=factor), 1)
+    latency = least(lambda factor: WhatIf(latency=factor), -1)
+    return Further(target_ms, bandwidth, latency, workers or None)

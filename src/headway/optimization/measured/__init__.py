@@ -1,0 +1,1 @@
+"""Plans that are told apart by short runs, where predictions cannot."""

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.replayer.test_replayer import as_bucketed, cluster_of, job
+from tests.synthetic import synthetic_trace
+
+from headway.optimization.explanation import Explanation, explain
+from headway.optimization.explanation.explanation import Choice
+from headway.optimization.explanation.path import PathParts
+from headway.optimization.result import SearchResult
+from headway.optimization.search import search
+from headway.replayer.replayer import Replayer
+from headway.replayer.what_if import WhatIf
+
+
+@pytest.fixture(scope="module")
+def replayer() -> Replayer:
+    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    return Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+
+
+@pytest.fixture(scope="module")
+def found(replayer: Replayer) -> SearchResult:
+    return search(replayer)
+
+
+@pytest.fixture(scope="module")
+def explained(replayer: Replayer, found: SearchResult) -> Explanation:
+    said = explain(replayer, found, found.best("decoupled"))
+    assert said is not None
+    return said
+
+
+def test_choices_lead_from_the_recorded_step_to_the_plans(
+    replayer: Replayer, found: SearchResult, explained: Explanation
+) -> None:
+    assert explained.from_ms == replayer.base.step_ms
+    assert explained.to_ms == replayer.replay(found.best("decoupled").strategy).step_ms
+    assert explained.choices[0].name == "decoupled instead of ddp"
+    assert explained.choices[-1].step_ms == explained.to_ms
+    saved_ms = sum(each.saved_ms for each in explained.choices)
+    assert saved_ms == pytest.approx(explained.from_ms - explained.to_ms)
+
+
+def test_what_a_choice_saves_is_split_over_the_critical_path(explained: Explanation) -> None:
+    for choice in explained.choices:
+        assert sum(choice.saved.ms.values()) == pytest.approx(choice.saved_ms, abs=1e-6)
+    assert explained.after.step_ms == pytest.approx(explained.to_ms)
+    assert "computation" in explained.next_bottleneck
+
+
+def test_a_decoupled_plan_saves_exposed_communication_and_part_of_the_update(explained: Explanation) -> None:
+    saved: dict[str, float] = {}
+    for choice in explained.choices:
+        for part, part_ms in choice.saved.parts_ms.items():
+            saved[part] = saved.get(part, 0.0) + part_ms
+    assert saved["update"] > 0, "each rank updates its share"
+    assert saved["exposed communication"] > 0
+
+
+def test_what_closes_half_of_the_distance_does(replayer: Replayer, found: SearchResult) -> None:
+    recorded = next(each for each in found.candidates if not each.changed)
+    explained = explain(replayer, found, recorded, go_further=True)
+    assert explained is not None
+    more = explained.further
+    assert more is not None
+    assert more.target_ms == pytest.approx((recorded.predicted_ms + found.bound_ms) / 2)
+    assert more.bandwidth is not None
+    assert f"{more.bandwidth:.2g} times the bandwidth" in more.sentence
+    for factor, closes in ((more.bandwidth, True), (more.bandwidth / 1.2, False)):
+        played = replayer.replay(recorded.strategy, WhatIf(bandwidth=factor))
+        assert (replayer.expect(played).step_ms <= more.target_ms) == closes
+
+
+def test_the_recorded_plan_has_no_choices(replayer: Replayer, found: SearchResult) -> None:
+    recorded = next(each for each in found.candidates if not each.changed)
+    said = explain(replayer, found, recorded)
+    assert said is not None
+    assert said.choices == ()
+    assert said.from_ms == said.to_ms
+
+
+def test_what_replay_does_not_say_is_not_explained(replayer: Replayer, found: SearchResult) -> None:
+    best = found.best()
+    off = replace(best, expected=replace(best.expected, step_ms=best.expected.step_ms * 1.1))
+    assert explain(replayer, found, off) is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({("update", 0): 2.0, ("computation", 1): 1.0}, "update, most on rank 0"),
+        ({("update", 0): 5.0, ("update", 1): -3.0, ("computation", 0): 0.5}, "update"),  # the path has moved
+        ({("update", 0): -2.0}, ""),
+    ],
+)
+def test_a_rank_is_named_where_the_path_stays_on_it(saved: dict[tuple[str, int], float], said: str) -> None:
+    assert Choice("what", 10.0, 2.5, PathParts(saved)).where == said

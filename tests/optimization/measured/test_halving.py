@@ -1,0 +1,97 @@
+"""Successive halving: the rule by itself, on made-up runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.optimization.measured.halving import (
+    LEAST_ROUNDS,
+    LEAST_STEPS,
+    MOST_STEPS,
+    Measured,
+    Round,
+    Runs,
+    first_steps,
+    measured,
+    most_runs,
+    next_round,
+    winner,
+)
+
+
+def played(times_ms: Sequence[float], kept: int, failing: frozenset[int] = frozenset()) -> list[Runs]:
+    """All rounds where each contender takes the same time in every step; the ``failing`` fail in their second round."""
+    so_far: list[Runs] = []
+    while (coming := next_round(len(times_ms), range(kept), so_far, 50.0)) is not None:
+        out = failing if so_far else frozenset()
+        so_far.append(
+            {number: [times_ms[number]] * coming.steps for number in coming.order if number not in out}
+        )
+    return so_far
+
+
+def test_half_is_dropped_and_the_others_run_twice_as_long_the_other_way_round() -> None:
+    times_ms = [10.0, 8.0, 7.0, 9.0, 6.0]  # the first is kept
+    rounds: list[Round] = []
+    so_far: list[Runs] = []
+    while (coming := next_round(5, [0], so_far, 50.0)) is not None:
+        rounds.append(coming)
+        so_far.append({number: [times_ms[number]] * coming.steps for number in coming.order})
+    assert rounds == [Round((0, 1, 2, 3, 4), 40), Round((4, 2, 0), 80), Round((0, 4), 160)]
+    assert winner(so_far, [0]) == 4
+
+
+@given(
+    st.lists(st.floats(1, 100), min_size=1, max_size=12),
+    st.integers(0, 2),
+    st.sets(st.integers(2, 13), max_size=3),
+)
+def test_the_fastest_wins_and_what_is_kept_runs_in_every_round(
+    plans_ms: list[float], kept: int, failing: set[int]
+) -> None:
+    times_ms = [50.0] * kept + plans_ms
+    so_far = played(times_ms, kept)
+    assert all(set(range(kept)) <= set(runs) for runs in so_far)
+    assert sum(map(len, so_far)) == most_runs(len(times_ms), kept)
+    assert len(so_far) >= LEAST_ROUNDS
+    won = winner(so_far, range(kept))
+    assert times_ms[won] == min(times_ms)
+    assert kept == 0 or times_ms[won] <= 50.0
+    left = played(times_ms, kept, frozenset(failing - set(range(kept))))
+    if left[-1]:
+        assert all(winner(left, range(kept)) in runs for runs in left)
+
+
+def test_of_equals_nothing_is_changed() -> None:
+    assert winner(played([50.0, 50.0, 50.0], 1), [0]) == 0
+
+
+@pytest.mark.parametrize(("step_ms", "steps"), [(1.0, MOST_STEPS), (50.0, 40), (5000.0, LEAST_STEPS)])
+def test_how_long_the_first_runs_are_is_bounded(step_ms: float, steps: int) -> None:
+    assert first_steps(step_ms) == steps
+
+
+def test_steps_that_something_disturbed_do_not_count() -> None:
+    found = Measured.of([[10.0, 10.2, 9.8, 900.0], [11.0, 11.0, 11.0, 11.0]])
+    assert found.runs_ms == pytest.approx((10.0, 11.0))
+    assert found.steps == (3, 4)
+    assert found.step_ms == pytest.approx((30 + 44) / 7)
+    assert found.spread_ms == pytest.approx(0.5)
+
+
+def test_the_spread_of_one_run_is_that_of_its_steps() -> None:
+    found = Measured.of([[9.0, 11.0] * 8])
+    assert found.step_ms == 10.0
+    assert found.spread_ms == pytest.approx(2 * (16 / 15) ** 0.5 / 4)
+    assert found.like(Measured.of([[10.3] * 16]))
+    assert not found.like(Measured.of([[11.0] * 16]))
+
+
+def test_rounds_of_one_contender_are_taken_together_by_their_steps() -> None:
+    so_far: list[Runs] = [{0: [10.0] * 10, 1: [5.0] * 10}, {0: [13.0] * 20}]
+    assert measured(so_far, 0).step_ms == pytest.approx(12.0)
+    assert measured(so_far, 1).runs_ms == (5.0,)
