@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -40,6 +41,37 @@ def destroyed_with_work_in_flight(rank: int, world_size: int) -> dict[str, Any]:
     return {"value": value, "interval_restored": sys.getswitchinterval() == usual_s, "refused": refused}
 
 
+def steps_elsewhere() -> None:
+    """An optimizer of something else steps: a moment at which a rank may wait."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def collected_while_a_lock_is_held(rank: int, world_size: int) -> list[float]:
+    """The collector finds a wrapped model while a thread is started, to ask peers for gradients of another one."""
+    gone = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    step(gone, torch.optim.SGD(gone.parameters(), lr=0.01), rank)
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.01), rank)
+    inner, cycle = gone.module, list[Any]([gone])
+    cycle.append(cycle)
+    gc.collect()
+    del gone, cycle
+    start = ThreadPoolExecutor._adjust_thread_count
+
+    def collect_and_start(self: ThreadPoolExecutor) -> None:
+        gc.collect()
+        start(self)
+
+    ThreadPoolExecutor._adjust_thread_count = collect_and_start  # type: ignore[method-assign]
+    looked = [float(p.grad.sum()) for p in wrapped.parameters() if p.grad is not None]
+    assert any(type(p) is not nn.Parameter for p in inner.parameters()), "it was found, and left for later"
+    steps_elsewhere()
+    assert all(type(p) is nn.Parameter for p in inner.parameters())
+    return [*looked, *(float(p.detach().sum()) for p in inner.parameters())]
+
+
 def collected(rank: int, world_size: int) -> dict[str, Any]:
     """Wrapped models that go out of use leave plain parameters and no threads, and can be wrapped again."""
     inner = model()
@@ -56,6 +88,7 @@ def collected(rank: int, world_size: int) -> dict[str, Any]:
             collector.join()
         else:
             gc.collect()
+            steps_elsewhere()
             assert all(type(p) is nn.Parameter for p in inner.parameters())
     threads = [t.name for t in threading.enumerate()]
     return {

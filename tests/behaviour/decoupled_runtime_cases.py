@@ -21,8 +21,10 @@ from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.deferred import DeferredParameter
 from headway.strategies.data_parallel.decoupled.messages import Limits
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.reads import install
+from headway.strategies.registry import plugin_of
 
 
 class Log:
@@ -250,3 +252,40 @@ def a_slower_rank_looks_at_a_state_that_another_has_dropped(rank: int, world_siz
         store.set("gone on", "")
     following.step()
     return [state[index]["momentum_buffer"].sum().item() for index in sorted(state)]
+
+
+SPLIT = DecoupledStrategy(
+    buckets=(("2.weight", "1.weight[0:8]"), ("1.weight[8:16]", "0.weight")), gather_order=(1, 0)
+)
+
+
+def accumulated_over_split_parameters(rank: int, world_size: int) -> list[float]:
+    """Two backwards before a step, of buckets that share a parameter; rank 1 is late with the second bucket."""
+    inner = layers()
+    wrapped = plugin_of(SPLIT).wrap(inner, SPLIT)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    late = [0.3] if rank == 1 else []
+    inner.get_parameter("0.weight").register_hook(lambda _: time.sleep(late.pop() if late else 0.0))
+    losses = [wrapped(inputs(number)[rank::world_size]).square().mean() for number in range(2)]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return [value for p in inner.parameters() for value in p.detach().flatten().tolist()]
+
+
+def accumulated_alone() -> list[float]:
+    inner = layers()
+    for number in range(2):
+        inner(inputs(number)).square().mean().backward()
+    torch.optim.SGD(inner.parameters(), lr=0.1).step()
+    return [value for p in inner.parameters() for value in p.detach().flatten().tolist()]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))).double()
+
+
+def inputs(number: int) -> torch.Tensor:
+    torch.manual_seed(number)
+    return torch.randn(4, 4, dtype=torch.float64)

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from tests import workers
+from tests.behaviour import decoupled_runtime_cases
 
 from headway.rpc import trusted
 
@@ -58,6 +59,18 @@ def test_wrapped_models_that_go_out_of_use_leave_nothing() -> None:
     assert results[0] == results[1]
     assert results[0]["threads"] == 0
     assert results[0]["peers"] == 1  # the last one's: another rank may still have a question
+
+
+def test_a_backward_waits_for_all_buckets_that_share_a_parameter() -> None:
+    expected = pytest.approx(decoupled_runtime_cases.accumulated_alone(), rel=1e-12)
+    for found in workers.run(2, f"{CASES}:accumulated_over_split_parameters"):
+        assert found == expected
+
+
+def test_a_model_is_not_let_go_of_inside_the_collector() -> None:
+    """It may run while this very thread holds a lock that letting go needs."""
+    results = workers.run(2, f"{ENDINGS}:collected_while_a_lock_is_held", timeout_s=40)
+    assert results[0] == results[1]
 
 
 def test_a_sharded_state_outlives_its_wrapped_model() -> None:

@@ -7,24 +7,11 @@ from typing import Any
 import pytest
 from tests import workers
 from tests.behaviour import tuning_cases
+from tests.behaviour.tuning_cases import agrees
 
 CASES = "tests.behaviour.tuning_cases"
-RELATIVE, ABSOLUTE = 1e-9, 1e-10
 
 pytestmark = pytest.mark.processes
-
-
-def _flat(value: Any) -> list[float]:
-    return [number for item in value for number in _flat(item)] if isinstance(value, list) else [value]
-
-
-def _agrees(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    assert len({result["digest"] for result in results}) == 1
-    for result in results:
-        assert _flat(result["parameters"]) == pytest.approx(
-            _flat(reference["parameters"]), rel=RELATIVE, abs=ABSOLUTE
-        )
-        assert _flat(result["state"]) == pytest.approx(_flat(reference["state"]), rel=RELATIVE, abs=ABSOLUTE)
 
 
 def _same_changes(results: list[dict[str, Any]]) -> None:
@@ -36,7 +23,7 @@ def _same_changes(results: list[dict[str, Any]]) -> None:
 def test_forms_channels_and_cuts_change_while_training(world_size: int, optimizer: str) -> None:
     steps = 30
     results = workers.run(world_size, f"{CASES}:scripted", optimizer, steps, {})
-    _agrees(results, tuning_cases.alone(optimizer, steps, world_size))
+    agrees(results, tuning_cases.alone(optimizer, steps, world_size))
     _same_changes(results)
     result = results[0]
     assert len(set(result["schedules"])) == 6
@@ -48,31 +35,48 @@ def test_forms_channels_and_cuts_change_while_training(world_size: int, optimize
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adam"), (3, "sgd")])
 def test_schedules_are_planned_from_the_steps(world_size: int, optimizer: str) -> None:
-    steps = 60
+    steps = tuning_cases.STEPS
     options = {"sometimes_evaluate": True, "sometimes_accumulate": True}
     results = workers.run(world_size, f"{CASES}:planned", optimizer, steps, options)
     accumulated = {"sometimes_accumulate": True}
-    _agrees(results, tuning_cases.alone(optimizer, steps, world_size, **accumulated))
+    agrees(results, tuning_cases.alone(optimizer, steps, world_size, **accumulated))
     _same_changes(results)
     result = results[0]
     assert result["ended early"] == ""
-    assert result["steps"] <= 40
+    assert result["steps"] <= 60
     assert result["in force"]
     assert result["strategy"]
-    assert result["tried"][0] == "in force"
+    assert result["decides"]
+    assert result["tried"][:2] == ["in force", "stock DDP"]
     assert len(result["tried"]) > 2
-    assert all(predicted > 0 for predicted in result["predicted"])
+    assert all(
+        (p is None) == (f == "stock") for p, f in zip(result["predicted"], result["forms"], strict=True)
+    )
+    assert all(predicted > 0 for predicted in result["predicted"] if predicted is not None)
     assert result["cluster"]["latency_us"] >= 0
     assert len(result["cluster"]["hosts"]) == world_size
     assert [len(each["log"]) for each in results] == [1] + [0] * (world_size - 1)
     assert "tuned in" in result["log"][0]
     assert result["observer"] == "NullObserver"
-    assert result["hooks"] == len(list(tuning_cases.net().modules()))  # the engine's own
+    hooks = 0 if result["stock"] else len(list(tuning_cases.net().modules()))  # the engine's own
+    assert result["hooks"] == hooks
+
+
+@pytest.mark.parametrize(("places", "workers_of"), [("aabb", [2, 2]), ("abab", [1] * 4), ("aaaa", [1] * 4)])
+def test_schedules_are_planned_for_the_hosts_that_ranks_share(places: str, workers_of: list[int]) -> None:
+    """Where a cluster can have them: in the order of ranks."""
+    results = workers.run(4, f"{CASES}:planned_on_hosts", places)
+    agrees(results, tuning_cases.alone("sgd", tuning_cases.STEPS, 4))
+    _same_changes(results)
+    cluster = results[0]["cluster"]
+    assert [host["workers"] for host in cluster["hosts"]] == workers_of
+    assert ("hierarchical" in cluster["algorithms"]) == (places == "aabb")
+    assert all(result["cluster"] == cluster for result in results)
 
 
 def test_an_unmodified_script_is_tuned() -> None:
     results = workers.run(2, f"{CASES}:injected")
-    _agrees(results, tuning_cases.alone("sgd", 45, 2))
+    agrees(results, tuning_cases.alone("sgd", tuning_cases.STEPS, 2))
     _same_changes(results)
     assert results[0]["in force"]
 
@@ -81,7 +85,7 @@ def test_an_unmodified_script_is_tuned() -> None:
 def test_other_parameters_are_trained_in_the_middle(changes: int) -> None:
     results = workers.run(2, f"{CASES}:freezing", changes)
     frozen = {6 + 5 * change: change % 2 == 0 for change in range(changes)}
-    _agrees(results, tuning_cases.alone("sgd", 60, 2, frozen=frozen))
+    agrees(results, tuning_cases.alone("sgd", tuning_cases.STEPS, 2, frozen=frozen))
     _same_changes(results)
     assert ("again and again" in results[0]["ended early"]) == (changes == 3)
     assert results[0]["in force"] is (True if changes == 1 else None)
@@ -99,13 +103,13 @@ def test_several_forwards_before_a_backward() -> None:
     results = workers.run(2, f"{CASES}:several_forwards")
     reference = tuning_cases.several_forwards_alone(2)
     for number in range(2):
-        _agrees([result[number] for result in results], reference[number])
+        agrees([result[number] for result in results], reference[number])
         assert results[0][number]["chosen"] == results[1][number]["chosen"] is not None
 
 
 def test_ranks_may_call_the_model_unequally_often() -> None:
     results = workers.run(2, f"{CASES}:lopsided")
-    _agrees(results, tuning_cases.alone("sgd", 45, 2))
+    agrees(results, tuning_cases.alone("sgd", tuning_cases.STEPS, 2))
     assert results[0]["chosen"] == results[1]["chosen"] is not None
 
 
@@ -120,5 +124,5 @@ def test_it_pauses_while_joined(before: int, inputs: tuple[int, ...]) -> None:
 
 def test_an_optimizer_that_needs_whole_gradients() -> None:
     results = workers.run(2, f"{CASES}:whole_gradients")
-    _agrees(results, tuning_cases.alone("sgd", 45, 2))
-    assert set(results[0]["forms"]) == {"gradients"}
+    agrees(results, tuning_cases.alone("sgd", tuning_cases.STEPS, 2))
+    assert set(results[0]["forms"]) == {"gradients", "stock"}

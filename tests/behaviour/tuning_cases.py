@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,11 +27,13 @@ from headway.scheduling.partition import cut, fill
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial, Tuned
 from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
 from headway.strategies.data_parallel.module_spec import model_spec
 
 ROWS, WIDTH = 4, 6
+RELATIVE, ABSOLUTE = 1e-9, 1e-10
+STEPS = 80  # in which every tuning ends
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -110,6 +114,19 @@ def alone(optimizer: str, steps: int, world_size: int, **options: Any) -> dict[s
     return seen(model, script.optimizer)
 
 
+def _flat(value: Any) -> list[float]:
+    return [number for item in value for number in _flat(item)] if isinstance(value, list) else [value]
+
+
+def agrees(results: Sequence[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """All ranks have the same to the last bit, and what one process has for all data but for rounding."""
+    assert len({result["digest"] for result in results}) == 1
+    for result in results:
+        for what in ("parameters", "state"):
+            close = pytest.approx(_flat(reference[what]), rel=RELATIVE, abs=ABSOLUTE)
+            assert _flat(result[what]) == close, what
+
+
 class Scripted:
     """Proposes forms, channels and cuts that the planner would hardly choose, and says that the third is best."""
 
@@ -150,28 +167,34 @@ def _train(
         setattr(script, option, value)
     schedules: list[str] = []
     script.run(
-        steps, lambda _step: schedules.append(hashlib.sha256(repr(wrapped.schedule).encode()).hexdigest())
+        steps, lambda _step: schedules.append(hashlib.sha256(repr(wrapped.strategy).encode()).hexdigest())
     )
     result = seen(wrapped, script.optimizer)
     tuned = wrapped.tuning
     assert tuned is not None
     assert wrapped.tuner is None
     spec = model_spec(wrapped.module)
-    candidates = [candidate.strategy.decide(Job.of(spec)) for candidate in tuned.candidates]
+    candidates = [candidate.strategy for candidate in tuned.candidates]
     return result | {
         "schedules": schedules,
         "steps": tuned.steps,
         "chosen": tuned.chosen,
         "ended early": tuned.ended_early,
         "tried": [candidate.name for candidate in tuned.candidates],
-        "forms": [schedule.gather for schedule in candidates],
+        "forms": forms_of(tuned),
         "predicted": tuned.predicted_ms,
         "measured": tuned.measured_ms,
-        "in force": None if tuned.chosen is None else wrapped.schedule == candidates[tuned.chosen],
-        "strategy": tuned.strategy.decide(Job.of(spec)) == wrapped.schedule,
+        "in force": None if tuned.chosen is None else wrapped.strategy == candidates[tuned.chosen],
+        "strategy": tuned.strategy == wrapped.strategy,
+        "decides": wrapped.is_stock or tuned.strategy.decide(Job.of(spec)) == wrapped.schedule,
+        "stock": wrapped.is_stock,
         "cluster": None if tuned.cluster is None else tuned.cluster.model_dump(mode="json"),
         "hooks": sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in wrapped.module.modules()),
     }
+
+
+def forms_of(tuned: Tuned) -> list[str]:
+    return ["stock" if c.is_stock else getattr(c.strategy, "gather", "") for c in tuned.candidates]
 
 
 def scripted(rank: int, world_size: int, optimizer: str, steps: int, options: dict[str, Any]) -> Any:
@@ -189,11 +212,17 @@ def planned(rank: int, world_size: int, optimizer: str, steps: int, options: dic
     return result | {"log": lines, "observer": null}
 
 
+def planned_on_hosts(rank: int, world_size: int, places: str) -> Any:
+    """The same where hosts have a letter each."""
+    os.environ["HEADWAY_HOST"] = places[rank]
+    return planned(rank, world_size, "sgd", STEPS, {})
+
+
 def freezing(rank: int, world_size: int, changes: int) -> Any:
     """Layers are frozen and unfrozen while the tuner works."""
     wrapped = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
     frozen = {6 + 5 * change: change % 2 == 0 for change in range(changes)}
-    return _train(wrapped, "sgd", rank, world_size, 60, frozen=frozen)
+    return _train(wrapped, "sgd", rank, world_size, STEPS, frozen=frozen)
 
 
 def injected(rank: int, world_size: int) -> Any:
@@ -202,7 +231,7 @@ def injected(rank: int, world_size: int) -> Any:
     plan_injection.install(Plan.data_parallel(DecoupledStrategy(tune=True), world_size, model))
     wrapped: Any = DistributedDataParallel(net(), bucket_cap_mb=1)
     plan_injection.uninstall()
-    return _train(wrapped, "sgd", rank, world_size, 45)
+    return _train(wrapped, "sgd", rank, world_size, STEPS)
 
 
 def left_alone(rank: int, world_size: int) -> dict[str, str]:
@@ -249,7 +278,7 @@ def several_forwards(rank: int, world_size: int) -> Any:
     wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
     other: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256, tune=True))
     optimizer = OPTIMIZERS["adam"]([*wrapped.parameters(), *other.parameters()])
-    for step in range(50):
+    for step in range(STEPS):
         optimizer.zero_grad()
         x, y = batch(step, rank, world_size)
         first, second = wrapped(x), wrapped(x.tanh())
@@ -262,7 +291,7 @@ def several_forwards(rank: int, world_size: int) -> Any:
 def several_forwards_alone(world_size: int) -> Any:
     model, other = net(), net()
     optimizer = OPTIMIZERS["adam"]([*model.parameters(), *other.parameters()])
-    for step in range(50):
+    for step in range(STEPS):
         optimizer.zero_grad()
         x, y = batch(step, -1, world_size)
         nn.functional.mse_loss(model(x) + model(x.tanh()) + other(x), y).backward()
@@ -274,7 +303,7 @@ def lopsided(rank: int, world_size: int) -> Any:
     """Rank 0 evaluates with gradients recorded, and calls the model far more often before each backward."""
     wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
     optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
-    for step in range(45):
+    for step in range(STEPS):
         optimizer.zero_grad()
         x, y = batch(step, rank, world_size)
         for _ in range(60 if rank == 0 else 2):
@@ -306,7 +335,7 @@ def joined(rank: int, world_size: int, before: int, inputs: tuple[int, ...]) -> 
         steps(inputs[rank])
     unfinished = wrapped.tuning is None
     with wrapped.join(enable=False):
-        steps(40)
+        steps(STEPS)
     tuned = wrapped.tuning
     return {"digest": seen(wrapped, optimizer)["digest"], "unfinished": unfinished, "chosen": tuned.chosen,
             "uneven": wrapped.uneven is not None, "steps": tuned.steps}  # fmt: skip
@@ -321,8 +350,8 @@ def whole_gradients(rank: int, world_size: int) -> Any:
 
     optimizer = Own(wrapped.parameters(), lr=0.05, momentum=0.9)
     script = Script(wrapped, optimizer, rank, world_size)
-    script.run(45)
-    return seen(wrapped, optimizer) | {"forms": [c.strategy.gather for c in wrapped.tuning.candidates]}
+    script.run(STEPS)
+    return seen(wrapped, optimizer) | {"forms": forms_of(wrapped.tuning)}
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.cluster import Cluster, Host
+from headway.compression.cast import Cast
 from headway.errors import PlanError, UnsupportedError
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
-from headway.scheduling.buckets import Wire
 from headway.strategies.data_parallel import module_spec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -153,9 +153,20 @@ def test_parts_that_do_not_make_up_a_parameter_are_refused(text: str) -> None:
 
 def test_buckets_of_ddp_are_as_large_on_the_wire_as_what_is_sent() -> None:
     job = Job.of(layered_model(3))
-    sent = (None, Wire("bfloat16"), Wire("float64"))
+    sent = (None, Cast(dtype="bfloat16"), Cast(dtype="float64"))
     stock = DistributedDataParallelStrategy(bucket_cap_mb=0).decide(job).buckets
     buckets = DistributedDataParallelStrategy(bucket_cap_mb=0, wire=sent).decide(job).buckets
     assert [bucket.size_bytes for bucket in buckets] == [bucket.size_bytes for bucket in stock]
     factors = [after.wire_bytes / before.wire_bytes for before, after in zip(stock, buckets, strict=True)]
     assert factors == [1, 0.5, 2, 2, 2, 2]
+
+
+def test_an_explanation_names_the_algorithms_that_are_new() -> None:
+    explain = plugin_named("decoupled").explain
+    rings, native = DecoupledStrategy(), DecoupledStrategy(all_gather="native")
+    assert list(explain(rings, native)) == ["native all-gather"]
+    assert list(explain(native, native)) == []
+    assert list(explain(DistributedDataParallelStrategy(), native)) == [
+        "parameters are gathered",
+        "native all-gather",
+    ]

@@ -1,7 +1,9 @@
-"""What is retired ends once every rank has left it, with whatever optimizer steps next."""
+"""What is collected is let go of where that may wait; what is retired ends once every rank has left it."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -47,3 +49,38 @@ def test_the_last_one_ends_in_a_step_that_others_follow_too() -> None:
     optimizer.step()
     handle.remove()
     assert (left.ended, again.ended) == (1, 1)
+
+
+class Owner:
+    """Something that can be collected."""
+
+    def __init__(self) -> None:
+        self.itself: Owner | None = None
+
+
+def test_what_the_last_reference_to_goes_is_let_go_of_at_once() -> None:
+    owner, gone = Owner(), list[str]()
+    retirement.when_collected(owner, lambda: gone.append(threading.current_thread().name))
+    del owner
+    assert gone == [threading.main_thread().name]
+
+
+@pytest.mark.parametrize("collect", ["here", "on another thread", "dropped on another thread"])
+def test_what_goes_elsewhere_is_let_go_of_with_the_next_step(collect: str) -> None:
+    owner, gone = Owner(), list[str]()
+    retirement.when_collected(owner, lambda: gone.append(threading.current_thread().name))
+    held = [owner]
+    if collect != "dropped on another thread":
+        owner.itself = owner
+        held.clear()
+    del owner
+    if collect == "here":
+        gc.collect()
+    else:
+        thread = threading.Thread(target=held.clear if held else gc.collect)
+        thread.start()
+        thread.join()
+    assert gone == []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.step()
+    assert gone == [threading.main_thread().name]

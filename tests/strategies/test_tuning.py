@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,25 @@ from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
-from headway.strategies.data_parallel.decoupled.tuning.planned import choose, close_ones, guesses, shortlist
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Learned, Setting, Trial
+from headway.strategies.data_parallel.decoupled.tuning.planned import (
+    choose,
+    close_ones,
+    guesses,
+    shortlist,
+    undecided,
+)
+from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+    Candidate,
+    Learned,
+    Setting,
+    Trial,
+    Tuned,
+)
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
 
 
@@ -51,6 +66,77 @@ def test_the_best_two_are_measured_again_where_they_are_close() -> None:
     assert close_ones([best]) == []
 
 
+# Stock DDP -----------------------------------------------------------------------------------------------
+
+STOCK = DistributedDataParallelStrategy()
+
+
+def stock(measured_ms: float, uncertainty_ms: float = math.inf) -> Trial:
+    return Trial(Candidate(name="stock DDP", strategy=STOCK), measured_ms, uncertainty_ms)
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen"),
+    [
+        ([trial(100, 90), stock(95), trial(98, 90)], 1),
+        ([trial(100, 90), stock(110), trial(98, 90)], 2),
+        ([trial(100, 90), stock(98.2), trial(98, 90)], 1),  # as fast as stock DDP is no reason to leave it
+        ([trial(100, 90), stock(100)], 1),
+        ([stock(100), trial(99.4, 90)], 1),
+        ([stock(100)], 0),
+    ],
+)
+def test_stock_ddp_stays_unless_ours_is_measured_to_be_faster(trials: list[Trial], chosen: int) -> None:
+    assert choose(trials) == chosen
+
+
+def test_stock_ddp_is_measured_again_between_ours_where_it_is_close() -> None:
+    first, second, far = trial(100, 1), trial(103, 1), trial(120, 1)
+    near = stock(104)
+    assert close_ones([far, second, near, first]) == [first.candidate, near.candidate, second.candidate]
+    assert close_ones([far, near, first]) == [first.candidate, near.candidate]
+    assert close_ones([stock(97), first]) == [stock(97).candidate, first.candidate][::-1]
+    assert close_ones([stock(110), second, first]) == [first.candidate, second.candidate]
+    assert close_ones([stock(90), first, far]) == []
+
+
+def test_what_repeated_measurements_have_not_parted_is_measured_again() -> None:
+    ours = replace(trial(100, 1), uncertainty_ms=2.0)
+    assert undecided([ours, stock(101, 2.0)]) == [ours.candidate, stock(1).candidate]
+    assert undecided([ours, stock(103, 2.0)]) == []
+    assert undecided([ours, trial(100, 1)]) == []
+    assert undecided([ours, stock(110, math.inf)]) == []
+
+
+def test_a_trial_knows_how_far_its_measurements_are_apart() -> None:
+    candidate = trial(1, 1).candidate
+    assert Trial.of(candidate, [10.0]) == Trial(candidate, 10.0, math.inf)
+    again = Trial.of(candidate, [10.0, 12.0])
+    assert again.measured_ms == 11
+    assert again.uncertainty_ms == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("stock_ms", "ours_ms", "chosen", "said"),
+    [
+        (412.0, 423.0, 1, "stock DDP was faster: 412 against 423 ms"),
+        (423.0, 412.0, 0, "faster than stock DDP: 412 against 423 ms"),
+        (412.3, 412.0, 1, "stock DDP is as fast: 412.3 against 412 ms"),
+    ],
+)
+def test_the_decision_says_how_stock_ddp_compared(
+    stock_ms: float, ours_ms: float, chosen: int, said: str
+) -> None:
+    candidates = trial(ours_ms, 1).candidate, stock(stock_ms).candidate
+    tuned = Tuned(candidates[chosen].strategy, candidates, (ours_ms, stock_ms), chosen, 40)
+    assert said in tuned.describe()
+    entry = tuned.entry(40, "what was there")
+    assert entry.reason == f"tuned in 40 steps; {said}"
+    assert (entry.order, entry.measured_ms) == (candidates[chosen].strategy.describe(), min(stock_ms, ours_ms)
+                                                if chosen == 0 or stock_ms < ours_ms else stock_ms)  # fmt: skip
+    assert entry.switches
+
+
 def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
     model = layered_model(4)
     schedule = DecoupledStrategy(bucket_cap_bytes=5000).decide(Job.of(model))
@@ -58,7 +144,12 @@ def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
     again = Candidate.model_validate_json(candidate.model_dump_json())
     assert again == candidate
     assert again.strategy.decide(Job.of(model)) == schedule
+    assert isinstance(again.strategy, DecoupledStrategy)
     assert not again.strategy.tune
+    stock = Candidate(name="stock DDP", strategy=DistributedDataParallelStrategy(bucket_cap_mb=12.5))
+    assert Candidate.model_validate_json(stock.model_dump_json()) == stock
+    assert stock.is_stock
+    assert not again.is_stock
 
 
 # The shortlist ---------------------------------------------------------------------------------------
@@ -67,6 +158,10 @@ def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
 def setting_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[GatherMode, ...]) -> Setting:
     nobody = Agreement(None, torch.device("cpu"))  # type: ignore[arg-type] # planning asks nobody
     return Setting(job.model, in_force, forms, 2, nobody, Learned(job.profile, job.cluster))
+
+
+def schedules_of(candidates: list[Candidate], job: PlannedJob) -> list[Any]:
+    return [candidate.strategy.decide(Job.of(job.model)) for candidate in candidates]
 
 
 def names_of(candidates: list[Candidate]) -> list[str]:
@@ -98,7 +193,7 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
     in_force = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
     setting = setting_of(job, in_force, ("gradients", "parameters"))
     assert setting.learned is not None
-    forms = {candidate.strategy.gather for candidate in shortlist(setting, setting.learned)}
+    forms = {schedule.gather for schedule in schedules_of(shortlist(setting, setting.learned), job)}
     assert forms == {"gradients", "parameters"}
 
     job = layered_job([4_000] * 8, communication=0.01, optimizer_ms=0.0, overhead_us=1.0)  # nothing to gain
@@ -106,7 +201,21 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
         in_force = DecoupledStrategy(gather=home).decide(Job.of(job.model))
         setting = setting_of(job, in_force, ("parameters", "gradients"))
         assert setting.learned is not None
-        assert {c.strategy.gather for c in shortlist(setting, setting.learned)} == {home}
+        assert {s.gather for s in schedules_of(shortlist(setting, setting.learned), job)} == {home}
+
+
+@pytest.mark.parametrize("stock_in_force", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_force: bool) -> None:
+    job = layered_job([200_000] * 12)
+    in_force = DecoupledStrategy().decide(Job.of(job.model))
+    setting = replace(setting_of(job, in_force, ("parameters",)), stock=STOCK, stock_in_force=stock_in_force)
+    assert setting.learned is not None
+    found = shortlist(setting, setting.learned) if learns else guesses(setting)
+    assert names_of(found)[:2] == (["in force", "before"] if stock_in_force else ["in force", "stock DDP"])
+    assert [candidate.is_stock for candidate in found].count(True) == 1
+    assert found[0 if stock_in_force else 1].is_stock
+    assert found[1 if stock_in_force else 0].strategy.decide(Job.of(job.model)) == in_force
 
 
 def test_without_anything_learned_caps_are_tried() -> None:

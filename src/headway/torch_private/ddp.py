@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp_bucket_assignment(
@@ -25,18 +27,63 @@ def ddp_bucket_assignment(
     return [list(group) for group in assigned]
 
 
-def ddp_buckets(ddp: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
+def ddp_buckets(ddp: DistributedDataParallel) -> list[list[int]]:
     """DDP's buckets in force, as positions among its parameters that take gradients; empty where unknown."""
     text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     return [[int(index) for index in bucket.split()] for bucket in str(text).split(",") if bucket.strip()]
 
 
-def ddp_bucket_cap_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> float | None:
+def stock_ddp(
+    earlier: DistributedDataParallel | None, module: torch.nn.Module, options: Mapping[str, Any]
+) -> DistributedDataParallel:
+    """DistributedDataParallel over ``module`` as torch constructs it, whatever takes its place for scripts.
+
+    It is made of ``earlier`` where there is one, which has let go of its reducer.
+    """
+    ddp: DistributedDataParallel = object.__new__(DistributedDataParallel) if earlier is None else earlier
+    # Who replaces or watches the constructor says what it wraps.
+    inspect.unwrap(DistributedDataParallel.__init__)(ddp, module, **options)
+    if ddp.find_unused_parameters:
+        # A gradient that there is counts as a use, as those of backwards that were not reduced do: it is averaged.
+        for index, parameter in enumerate(ddp._build_params_for_reducer()[0]):
+            if parameter.grad is not None:
+                ddp.reducer._autograd_hook(index)  # type: ignore[attr-defined]
+    return ddp
+
+
+def buckets_rebuilt(ddp: DistributedDataParallel) -> bool:
+    """Have ``ddp`` put its buckets in the order of its first backward, on every rank; False if that has not ended."""
+    reducer: Any = ddp.reducer
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    ddp._has_rebuilt_buckets = reducer._rebuild_buckets()
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
+    """Remove the hooks of ``ddp`` and free its buckets, between two backwards; ``stock_ddp`` brings them back.
+
+    Raises RuntimeError, with torch's explanation, where the last backward has not been reduced.
+    """
+    held: Any = ddp
+    held.reducer._check_reducer_finalized()
+    held.reducer._remove_autograd_hooks()
+    held.reducer = held.logger = None
+
+
+def ddp_bucket_cap_mb(ddp: DistributedDataParallel) -> float | None:
     """The ``bucket_cap_mb`` a DDP was built with; None where the default is in force."""
     if getattr(ddp, "bucket_bytes_cap_default", False):
         return None
     config = getattr(ddp, "_bucket_config", ddp)  # the attribute may be what ``compile_in_parts_of`` says
     return float(config.bucket_bytes_cap) / 2**20
+
+
+def ddp_bucket_caps_mb(ddp: torch.nn.parallel.DistributedDataParallel) -> list[float]:
+    """The ``bucket_cap_mb_list`` a DDP was built with, in MiB; empty where it has none, and before torch 2.13."""
+    return [cap_bytes / 2**20 for cap_bytes in getattr(ddp, "bucket_bytes_cap_list", None) or ()]
 
 
 def moved_as_ddp_does(

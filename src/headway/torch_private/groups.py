@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import time
 from collections import Counter
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
+
+GLOO_S = 0.2  # what its threads need at the most, unless the machine is very busy
 
 _stores = cast(Any, dist)  # its stores are public, and missing from its annotations
 
@@ -46,6 +49,30 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
             timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
             return timeout
     return None
+
+
+def sum_on_backend(operand: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum a tensor on the CPU over the ranks of ``group``, in place.
+
+    This and the two below call the backend straight, and not through the dispatcher, so that it is entered without the
+    interpreter's lock even where kernels of Python lie over its operations. A thread of Gloo that lets go of the last
+    reference to a tensor which Python has seen waits for that lock, and holds its queue's meanwhile.
+    """
+    _backend_of(group).allreduce([operand], dist.AllreduceOptions()).wait()
+
+
+def gather_on_backend(gathered: torch.Tensor, operand: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's ``operand``, behind each other, into ``gathered``."""
+    _backend_of(group)._allgather_base(gathered, operand).wait()
+
+
+def exchange_on_backend(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Equal shares of ``sent`` to all ranks, and theirs into ``received``."""
+    _backend_of(group).alltoall_base(received, sent, [], []).wait()
+
+
+def _backend_of(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cpu"))
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -174,4 +201,23 @@ def let_gloo_finish() -> None:
     torch joins these threads without letting go of the interpreter, and a thread that drops the tensors of a
     finished collective needs it: a group destroyed right after a collective can hang or abort.
     """
-    time.sleep(0.2)
+    time.sleep(GLOO_S)
+
+
+@functools.cache
+def let_gloo_finish_in_time() -> None:
+    """From now on, before groups are destroyed and before Python ends.
+
+    A script that ends right after a collective aborts otherwise where it still has its group: a thread of Gloo that
+    asks for the interpreter once Python is going is ended in a place that must not be left.
+    """
+    ended_s = -GLOO_S
+
+    def before_a_group_goes(_group: dist.ProcessGroup) -> None:
+        nonlocal ended_s
+        if time.monotonic() - ended_s > GLOO_S:  # once for groups that go together
+            let_gloo_finish()
+            ended_s = time.monotonic()
+
+    before_group_shutdown(before_a_group_goes)
+    atexit.register(let_gloo_finish)

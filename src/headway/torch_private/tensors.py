@@ -61,5 +61,9 @@ own_parameters: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]
 """The parameters that a module has itself, by name: None where one is not there, and one twice that has two names."""
 
 
+own_modules: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = operator.attrgetter("_modules")
+"""The modules that a module has itself, by name."""
+
+
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 """Copy a list of tensors into another, all at once."""

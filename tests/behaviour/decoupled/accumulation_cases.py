@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.behaviour.decoupled.job import DDP, Job, case, mlp, sgd, state_of, train
+from tests.behaviour.decoupled.job import DDP, HANDED_OVER, TURNS, Job, case, mlp, sgd, state_of, train
 
 
 @case()
@@ -165,7 +165,7 @@ for _who, _clear in CLEARS.items():
         case(name=f"zero_grad by {_who}, {'to None' if _to_none else 'to zero'}", world_sizes=[2])(_script)
 
 
-@case(not_in=[DDP])
+@case(not_in=[DDP, HANDED_OVER, TURNS])
 def two_forwards_then_two_backwards(job: Job) -> None:
     """Stock DDP does not reduce the second backward."""
     model = job.wrap(mlp())

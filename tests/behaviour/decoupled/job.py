@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 ALONE, DDP, GRADIENTS, PARAMETERS = "alone", "ddp", "gradients", "parameters"
+HANDED_OVER, TURNS = "handed over", "turns"
+"""Decoupled, but stock DDP does the steps: all of them, or every other one."""
 CAP_BYTES = 300  # several buckets even of the smallest model
 PER_RANK = 4
 CPU, CUDA = "cpu", "cuda"
@@ -171,16 +173,22 @@ def wrap(module: nn.Module, mode: str, **options: Any) -> Any:
     if mode == DDP:
         return DistributedDataParallel(module, bucket_cap_mb=CAP_BYTES / 2**20, **options)
     from headway.job import Job as TrainedJob
+    from headway.scheduling.buckets import GATHER_MODES
     from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
     from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
     from headway.strategies.data_parallel.module_spec import model_spec
 
-    if "gather" in DecoupledStrategy.model_fields:
+    if mode in GATHER_MODES:
         decision["gather"] = mode
-    else:
-        assert mode == GRADIENTS, "parameters cannot be gathered yet"
     schedule = DecoupledStrategy(**decision).decide(TrainedJob.of(model_spec(module)))
-    return DecoupledDataParallel(module, schedule=schedule, **options)
+    wrapped = DecoupledDataParallel(module, schedule=schedule, **options)
+    if mode == HANDED_OVER:
+        wrapped.use_stock_ddp()
+    elif mode == TURNS:
+        from tests.behaviour.decoupled.turns import Turns
+
+        wrapped.tuner = Turns(wrapped)
+    return wrapped
 
 
 def rows(count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,7 +263,7 @@ def case(
     *,
     name: str = "",
     tolerance: float = EXACT,
-    only_in: Iterable[str] = (DDP, GRADIENTS, PARAMETERS),
+    only_in: Iterable[str] = (DDP, GRADIENTS, PARAMETERS, HANDED_OVER, TURNS),
     not_in: Iterable[str] = (),
     world_sizes: Iterable[int] = (),
     devices: Iterable[str] = (CPU, CUDA),

@@ -38,10 +38,12 @@ class Job:
     """One collective of one bucket, waiting, running or done. It begins after the jobs ``after``.
 
     ``then`` is told of its end, and of its failure where it failed, on the thread that ran it. Its messages carry
-    ``tag``, the same on all ranks.
+    ``tag``, the same on all ranks. It is told to the observer as one collective, unless it tells of its own
+    (``tells_itself``).
     """
 
     tag = 0
+    tells_itself = False
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Channels:
 
     def _end(self, job: Job, start_ns: int, messages: Sequence[Transfer]) -> None:
         job.error = self.failure
-        if job.error is None:
+        if job.error is None and not job.tells_itself:
             observer().collective(
                 Collective(
                     job.name, job.bucket, job.size_bytes, job.algorithm,

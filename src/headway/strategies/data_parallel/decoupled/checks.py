@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
 from headway.errors import UnsupportedError, UserError
+from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled import deferred
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -77,6 +78,15 @@ def _check_memory(trainable: Sequence[tuple[str, nn.Parameter]]) -> None:
 def _extent_bytes(parameter: nn.Parameter) -> int:
     reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return (reach + 1) * parameter.element_size()
+
+
+def check_casts(schedule: BucketSchedule, device: torch.device) -> None:
+    """Raise UnsupportedError for a schedule that casts gradients of a model on ``device``, unless that is the CPU."""
+    if schedule.halves is not None and device.type != "cpu":
+        raise UnsupportedError(
+            "the decoupled all-reduce casts gradients on the CPU alone", got=f"wire, and a model on {device}",
+            fix="Leave out wire, or use ddp.",
+        )  # fmt: skip
 
 
 def check_device_ids(device: torch.device, device_ids: Any, output_device: Any) -> bool:

@@ -159,6 +159,11 @@ def unregister(parameter: nn.Parameter) -> None:
     _pending.pop(id(parameter), None)
 
 
+def anything_registered() -> bool:
+    """Whether any parameter is, in this process."""
+    return bool(_pending)
+
+
 def entry_of(parameter: torch.Tensor) -> Any | None:
     """The entry that answers for ``parameter``, if it is registered."""
     reference = _pending.get(id(parameter))

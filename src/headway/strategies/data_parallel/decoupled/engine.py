@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headway.collectives.hosts import Hosts
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.channels.streams import wait_on_host
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
@@ -25,6 +26,7 @@ from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.usage import Usage
 
 BUCKET_BYTES = 128  # of a bucket in a request
+NOTHING = BucketSchedule(())
 
 
 class Engine:
@@ -36,6 +38,7 @@ class Engine:
         schedule: BucketSchedule,
         wiring: Wiring,
         groups: OwnGroups,
+        hosts: Hosts,
         peers: Peers,
         *,
         find_unused: bool = False,
@@ -46,7 +49,7 @@ class Engine:
         self.own_handles: list[RemovableHandle] = []  # of hooks that others have registered for it
         self._wiring = wiring
         self._condition = Condition()
-        self.transport = BucketTransport(wiring, groups, peers.culprit, self._condition)
+        self.transport = BucketTransport(wiring, groups, hosts, peers.culprit, self._condition)
         self.settlement = Settlement(self.transport, self._condition)
         self.reducer = GradientReducer(
             self.transport, self.settlement, self._condition, wiring.device, find_unused=find_unused
@@ -76,6 +79,22 @@ class Engine:
 
     def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         """Put another schedule in force, on every rank at the same point of the script, with nothing in flight."""
+        self._take_down()
+        self._install(parameters, schedule)
+
+    def stand_aside(self) -> None:
+        """Leave whole optimizers, parameters and modules behind as if there had been no engine, and give up buckets.
+
+        On every rank at the same point of the script, between two backwards. Connections stay, and ``reschedule``
+        comes back.
+        """
+        self._take_down()
+        for handle in self.own_handles:
+            handle.remove()
+        self.own_handles.clear()
+        self._install({}, NOTHING)
+
+    def _take_down(self) -> None:
         self._condition.check_usable()
         self.settlement.settle_all()
         self.settlement.form.leave()
@@ -85,7 +104,6 @@ class Engine:
         self.settlement.release()
         for bucket in self.layout.buckets:
             bucket.fence.join()  # its memory is about to be used for something else
-        self._install(parameters, schedule)
 
     @property
     def schedule(self) -> BucketSchedule:

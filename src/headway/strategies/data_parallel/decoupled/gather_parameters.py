@@ -111,6 +111,7 @@ class GatherParameters:
         for bucket, group in zip(self._layout.buckets, self._layout.group_at, strict=True):
             if group.in_flight and bucket.reduce is not None:
                 self._transport.wait(bucket.reduce)  # its buffer is about to be refilled
+        for group in self._layout.groups:  # some of several buckets, all of which were to be waited for
             group.in_flight = False
         for state in self._layout.states:
             state.forget_reduced()

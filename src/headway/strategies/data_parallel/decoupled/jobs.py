@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
+from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
-from headway.graph.build import GraphBuilder, RankCursor
+from headway.compression.costs import slowdown_of, stretches_ns
+from headway.graph.build import CODEC, GraphBuilder, RankCursor
 from headway.scheduling.buckets import BucketSchedule
 
 
@@ -17,6 +19,8 @@ class Jobs:
     def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
         self._graph = graph
         self._schedule = graph.schedule
+        self._hosts = Hosts.of_cluster(graph.cluster)
+        self._selected: dict[tuple[str, int], Selection] = {}  # by half and bytes
         self._counts: dict[int, int] = defaultdict(int)  # rank -> how many jobs it has asked for
         self._latest: dict[int, list[int]] = defaultdict(
             list
@@ -35,12 +39,29 @@ class Jobs:
         after_work: Sequence[int] = (),
     ) -> int:
         """Queue the half ``name`` of a bucket in backward number ``passes``. Returns the collective's number."""
-        size_bytes = self._schedule.buckets[index].size_bytes
-        selection = self._schedule.algorithms.select(
-            name, size_bytes, self._graph.world_size, self._graph.cluster.library
-        )
+        bucket = self._schedule.buckets[index]
+        size_bytes = self._schedule.half_bytes(name, bucket)
+        if (cast := self._schedule.cast_in(name)) is not None:
+            # From and to the type that is sent, on the channel's thread; all of it before, as it adds up to as much.
+            cluster = self._graph.cluster
+            cast_ns = sum(stretches_ns(cast, cluster, bucket.size_bytes, 1))
+            casting = self._graph.work(
+                cursor, cast_ns, bucket=index, after=[*self.before(cursor), *after], after_work=after_work,
+                kind=CODEC, slowdown=slowdown_of(cast, cluster),
+            )  # fmt: skip
+            after_work = [casting]
         key = passes * len(self._schedule.buckets) + index
-        return self._submit(cursor, name, key, size_bytes, index, selection, after, after_work)
+        return self._submit(
+            cursor, name, key, size_bytes, index, self._select(name, size_bytes), after, after_work
+        )
+
+    def _select(self, name: str, size_bytes: int) -> Selection:
+        if (name, size_bytes) not in self._selected:
+            graph = self._graph
+            select = self._schedule.algorithms.select
+            selected = select(name, size_bytes, graph.world_size, graph.cluster.library)
+            self._selected[name, size_bytes] = selected.on(self._hosts)
+        return self._selected[name, size_bytes]
 
     def exchange(self, cursor: RankCursor, size_bytes: int) -> int:
         """Queue the sum over ranks of a small tensor. Returns the collective's number."""

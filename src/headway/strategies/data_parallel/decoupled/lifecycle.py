@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 
@@ -26,6 +25,7 @@ LONGEST_STAY_S = 60.0
 """How long a process that has come to its end answers others that have not."""
 
 _engines: dict[Engine, dist.ProcessGroup] = {}  # engine: the user's process group
+_aside: set[Engine] = set()  # those that do nothing at the moment
 _usual_interval_s: float | None = None
 _prepared = False
 _process = 0
@@ -38,7 +38,7 @@ def _here() -> bool:
 
 def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
     """Keep ``engine`` alive, and finish its work before ``users_group`` or the interpreter ends."""
-    global _usual_interval_s, _prepared, _process  # noqa: PLW0603 - the interpreter's settings are global as well
+    global _prepared, _process  # noqa: PLW0603 - what is watched is the process's too
     if not _prepared:
         _prepared = True
         watch_optimizers()
@@ -49,9 +49,25 @@ def adopt(engine: Engine, users_group: dist.ProcessGroup) -> None:
     retirement.end_unused()  # by now every rank has let go of what it wrapped before
     if not _engines:
         _process = os.getpid()
+    _engines[engine] = users_group
+    _choose_switch_interval()
+
+
+def set_aside(engine: Engine, *, aside: bool) -> None:
+    """Say whether ``engine`` does nothing for the time being: then the interpreter is as it was without it."""
+    (_aside.add if aside else _aside.discard)(engine)
+    _choose_switch_interval()
+
+
+def _choose_switch_interval() -> None:
+    global _usual_interval_s  # noqa: PLW0603 - the interpreter's settings are global as well
+    wanted = bool(_engines.keys() - _aside)
+    if wanted and _usual_interval_s is None:
         _usual_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_usual_interval_s, SWITCH_INTERVAL_S))
-    _engines[engine] = users_group
+    elif not wanted and _usual_interval_s is not None:
+        sys.setswitchinterval(_usual_interval_s)
+        _usual_interval_s = None
 
 
 def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> None:
@@ -59,7 +75,6 @@ def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> 
 
     ``together`` says that all ranks do so at this point of their scripts, ``exiting`` that the process ends.
     """
-    global _usual_interval_s  # noqa: PLW0603 - as above
     if engine not in _engines:
         return
     try:
@@ -68,49 +83,29 @@ def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> 
         if engine.failed:
             _failed.append(engine)  # its parameters stay deferred and must go on saying why
         _engines.pop(engine, None)
-        if not _engines and _usual_interval_s is not None:
-            sys.setswitchinterval(_usual_interval_s)
-            _usual_interval_s = None
+        _aside.discard(engine)
+        _choose_switch_interval()
 
 
 def release_everywhere(engine: Engine) -> None:
     """Let go of ``engine`` on all ranks, which call it together, and give back all that it had."""
+    users_group = _engines[engine]
     release(engine)
-    dist.barrier()
+    dist.barrier(group=users_group)
     engine.disconnect()
 
 
 _failed: list[Engine] = []
-_orphans: list[Engine] = []  # to be abandoned on the main thread
 
 
 def abandon(engine: Engine) -> None:
-    """The wrapped model was collected: let go of ``engine``, unless this is no moment to wait."""
-    if engine in _engines and _here() and not sys.is_finalizing():
-        if threading.current_thread() is threading.main_thread():
-            _abandon(engine)
-        else:  # garbage is collected on any
-            _orphans.append(engine)
-
-
-def _abandon(engine: Engine) -> None:
-    if engine not in _engines or engine.running:
+    """The wrapped model was collected: let go of ``engine``, on a thread that may wait."""
+    if engine not in _engines or engine.running or not _here() or sys.is_finalizing():
         return
     with suppress(CommunicationError, InternalError):
         release(engine, together=False)
     if not engine.failed:
         retirement.retire(_Abandoned(engine))
-
-
-def release_orphans() -> None:
-    """Let go of engines whose wrapped model was collected on another thread: they still hold its parameters.
-
-    Called where a model is being wrapped, and so may wait, on whatever thread that is.
-    """
-    found, _orphans[:] = _orphans[:], []
-    for engine in found:
-        _abandon(engine)
-    retirement.end_unused()
 
 
 class _Abandoned:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster import BACKGROUND_UPDATE, RUNTIME_COSTS, Cluster
-from headway.collectives.algorithms import ALL_GATHER
+from headway.collectives.algorithms import ALL_GATHER, NCCL
+from headway.compression.cast import Cast
+from headway.compression.codec import takes_all
 from headway.job import Job
 from headway.planning.bound import bound_of
 from headway.planning.planner import plan
@@ -14,7 +16,7 @@ from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.decoupled import footprint
 from headway.strategies.data_parallel.decoupled.permitted import as_run, permitted_forms
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from headway.graph.build import GraphBuilder
     from headway.graph.step_layout import StepLayout
 
+BFLOAT16 = Cast(dtype="bfloat16")
+CAST_CAPS_BYTES = (2**18, 2**20, 2**22, 2**24)
 CAPS_BYTES = tuple(2**exponent for exponent in range(16, 27))
 
 
@@ -60,23 +64,33 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         """What the planner makes of the job's steps, and buckets of many sizes, in each form that is permitted."""
         forms, note = permitted_forms(job)
         planned = plan(job, forms=forms)
-        found = [
-            DecoupledStrategy.model_validate(options_of(each.schedule, job.model))
-            for each in planned.schedules
-        ]
+        found = [strategy_of(each.schedule, job.model) for each in planned.schedules]
         found += [
             DecoupledStrategy(bucket_cap_bytes=cap, gather=form).spelled_out(job)
             for form in forms
             for cap in CAPS_BYTES
         ]
+        if job.on.library != NCCL and job.has_parameters and takes_all(job.model):
+            found += [
+                DecoupledStrategy(bucket_cap_bytes=cap, gather=form, wire=BFLOAT16).spelled_out(job)
+                for form in forms
+                for cap in CAST_CAPS_BYTES
+            ]
         if not forms:
             return Proposal(note=note)
         bound = min((bound_of(job, form) for form in forms), key=lambda each: each.step_ns)
         return Proposal.within(tuple(found), bound, note)
 
+    def adapting(self, strategy: DecoupledStrategy) -> DecoupledStrategy:
+        return strategy.model_copy(update={"adapt": True})
+
     def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
-        had = before.gather if isinstance(before, DecoupledStrategy) else ""
-        return () if after.gather == had else (f"{after.gather} are gathered",)
+        had, known = "", []
+        if isinstance(before, DecoupledStrategy):
+            had, known = before.gather, before.algorithms.in_words
+        said = [] if after.gather == had else [f"{after.gather} are gathered"]
+        said += [each for each in after.algorithms.in_words if each not in known]
+        return said if after.wire is None else [*said, f"gradients sent as {after.wire.describe()}"]
 
     def wrap(self, module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> nn.Module:
         from headway.strategies.data_parallel.decoupled import runtime
@@ -120,7 +134,7 @@ class _Injection(Injection[DecoupledStrategy]):
         from headway.strategies.data_parallel.module_spec import model_spec
 
         schedule = strategy.decide(Job.of(model_spec(module)))
-        init(wrapped, module, **given, schedule=schedule, tune=strategy.tune)
+        init(wrapped, module, **given, schedule=schedule, tune=strategy.tune, adapt=strategy.adapt)
 
 
 PLUGIN = _Plugin()

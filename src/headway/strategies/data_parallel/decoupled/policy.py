@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from headway.collectives.algorithms import NATIVE
-from headway.collectives.selection import AlgorithmName, Algorithms
+from headway.collectives.selection import AlgorithmName, Algorithms, SizeClass
+from headway.compression.cast import Cast
+from headway.compression.codec import FLOATS
 from headway.errors import PlanError
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
+from headway.permission import PRECISION
 from headway.scheduling.buckets import (
     BucketSchedule,
     GatherMode,
@@ -54,18 +57,38 @@ class DecoupledStrategy(Strategy):
     backward. If empty, all begin after the last one."""
 
     reduce_scatter: AlgorithmName = "ring"
-    """The algorithm of the first half on Gloo: ``ring``, Headway's own, or ``native``, the process group's."""
+    """The algorithm of the first half on Gloo: ``ring``, Headway's own, ``hierarchical``, its rings within hosts and
+    across them, which need as many workers on every host, ``direct``, in which every rank sends to every other one at
+    once, ``halving_doubling``, in rounds of which each halves what is added up, for a power of two of workers, or
+    ``native``, the process group's."""
 
     all_gather: AlgorithmName = "ring"
     """The algorithm of the second half on Gloo, one of the same."""
 
+    by_size: tuple[SizeClass, ...] = ()
+    """Other algorithms of smaller buckets, in the order of sizes: a bucket has those of the first that is as large as
+    it is, and the two above where none is."""
+
+    wire: Cast | None = None
+    """What gradients are cast to where they are sent, null for as they are; parameters are gathered as they are. It
+    changes numerics, so it is proposed only to those who permit it (``--allow precision``)."""
+
     tune: bool = False
     """Whether these options are only the starting point, and better ones are searched for during the first steps."""
+
+    adapt: bool = False
+    """Whether the job is watched for as long as it trains, and better options are searched for when its network or its
+    ranks have changed."""
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
         if self.gather_order and sorted(self.gather_order) != list(range(len(self.buckets))):
             raise ValueError("gather_order must name every bucket once")
+        if self.wire is not None and (self.wire.error_feedback or self.tune):
+            raise ValueError("wire of decoupled is a cast without error feedback, and is not tuned")
+        sizes = [each.size_bytes for each in self.by_size]
+        if any(before >= after for before, after in pairwise(sizes)):
+            raise ValueError("by_size is not in ascending order of size_bytes")
         if self.gathers_after:
             if self.gather != "gradients" or len(self.gathers_after) != len(self.gather_order):
                 raise ValueError(
@@ -76,6 +99,16 @@ class DecoupledStrategy(Strategy):
                 raise ValueError("gathers_after lets a bucket be gathered before it is reduced, or never")
         return self
 
+    @property
+    def decides_while_training(self) -> bool:
+        """Whether the schedule is changed while the job trains."""
+        return self.adapt or self.tune
+
+    @property
+    def algorithms(self) -> Algorithms:
+        """Those of both halves, for buckets of each size."""
+        return Algorithms(self.reduce_scatter, self.all_gather, self.by_size)
+
     def decide(self, job: Job) -> BucketSchedule:
         """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's."""
         model = job.model
@@ -85,18 +118,23 @@ class DecoupledStrategy(Strategy):
             runs = group_by_size(model.ready_parameters(), self.bucket_cap_bytes)
             groups = [[whole(parameter) for parameter in run] for run in runs]
         buckets = make_buckets(groups, model)
+        _refuse(
+            "only gradients of real numbers can be cast",
+            [each.parameters[0] for each in buckets if self.wire is not None and each.dtype not in FLOATS],
+        )
         return BucketSchedule(
             buckets=buckets,
             gather_order=self.gather_order or forward_gather_order(model, buckets),
             gather=self.gather,
             channels=self.channels,
             gathers_after=self.gathers_after,
-            algorithms=Algorithms(self.reduce_scatter, self.all_gather),
+            algorithms=self.algorithms,
+            halves=self.wire,
         )
 
     def spelled_out(self, job: Job) -> Self:
         """The same decision with its buckets and gather order written out."""
-        return self.model_copy(update=options_of(self.decide(job), job.model))
+        return self.model_copy(update={**options_of(self.decide(job), job.model), "wire": self.wire})
 
     def _looked_up(self, model: ModelSpec) -> list[list[Part]]:
         _refuse(
@@ -127,11 +165,29 @@ class DecoupledStrategy(Strategy):
         said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")
         if self.channels > 1:
             said.append(f"{self.channels} channels")
-        halves = {"reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
-        said += [f"native {half}" for half, algorithm in halves.items() if algorithm == NATIVE]
+        said += self.algorithms.in_words
+        if self.wire is not None:
+            said.append(f"gradients sent as {self.wire.describe()}")
         if self.tune:
             said.append("tuned while training")
+        if self.adapt:
+            said.append("adapting")
         return ", ".join(said)
+
+    @property
+    def changes_training(self) -> str:
+        """What the cast loses of gradients."""
+        return "" if self.wire is None else f"gradients are {self.wire.loses}"
+
+    @property
+    def permission(self) -> str:
+        """Casts take precision."""
+        return "" if self.wire is None else PRECISION
+
+
+def strategy_of(schedule: BucketSchedule, model: ModelSpec) -> DecoupledStrategy:
+    """The strategy that decides ``schedule`` for ``model``."""
+    return DecoupledStrategy.model_validate(options_of(schedule, model))
 
 
 def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:
@@ -144,6 +200,8 @@ def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:
         "gathers_after": schedule.gathers_after,
         "reduce_scatter": schedule.algorithms.reduce_scatter,
         "all_gather": schedule.algorithms.all_gather,
+        "by_size": schedule.algorithms.by_size,
+        "wire": None if schedule.halves is None else schedule.halves.model_dump(mode="json"),
     }
 
 

@@ -8,15 +8,18 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from headway.collectives.hosts import Hosts
 from headway.errors import UserError
 from headway.model import ModelSpec
+from headway.rpc import interface
 from headway.scheduling.schedule import Schedule
+from headway.strategies.base import Strategy
 
 MESSAGE_BYTES = 64 * 2**20
 
 
 def check_agreement(
-    model: ModelSpec, schedule: Schedule, group: dist.ProcessGroup, device: torch.device
+    model: ModelSpec, schedule: Schedule | Strategy, group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raise UserError unless every rank of ``group``, which takes tensors on ``device``, has the same parameters and
     the same schedule.
@@ -34,6 +37,14 @@ def check_agreement(
                 expected="the same model and plan on every rank",
                 fix="Build the model the same way everywhere.",
             )
+
+
+def hosts_of(group: dist.ProcessGroup, device: torch.device) -> Hosts:
+    """Which ranks of ``group``, which takes tensors on ``device``, share a host. Collective."""
+    mine = torch.tensor([_digest(interface.host_name())], device=device)
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyones, mine, group=group)
+    return Hosts.of_places([int(theirs) for theirs in everyones])
 
 
 def broadcast(

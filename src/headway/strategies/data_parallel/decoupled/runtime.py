@@ -25,12 +25,17 @@ def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> 
     ``DecoupledDataParallel`` does.
     """
     schedule = strategy.decide(Job.of(model_spec(module)))
-    return DecoupledDataParallel(module, schedule=schedule, tune=strategy.tune, **ddp_options)
+    return DecoupledDataParallel(
+        module, schedule=schedule, tune=strategy.tune, adapt=strategy.adapt, **ddp_options
+    )
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:
-    """What a decoupled model does now, after whatever tuning and its optimizer made of its plan."""
-    if not isinstance(wrapped, DecoupledDataParallel):
+    """What a decoupled model does now, after whatever tuning and its optimizer made of its plan.
+
+    None where that is what stock DDP does.
+    """
+    if not isinstance(wrapped, DecoupledDataParallel) or wrapped.is_stock:
         return None
     # The engine's, which an optimizer may have had gather gradients after all.
     schedule = wrapped.schedule if wrapped.engine is None else wrapped.engine.schedule

@@ -49,6 +49,10 @@ class WatchedState(defaultdict[Any, Any]):
         """Set the state of one parameter."""
         dict.__setitem__(self, key, value)
 
+    def plain(self) -> defaultdict[Any, Any]:
+        """The same as torch has it, of an optimizer that is watched no longer: it is up to date and whole."""
+        return defaultdict(dict, dict.items(self))
+
     def _refuse_lost(self) -> None:
         if self.lost:
             raise UnsupportedError(

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.form import Form
@@ -25,16 +25,15 @@ from headway.strategies.data_parallel.decoupled.parameter_state import Parameter
 from headway.strategies.data_parallel.decoupled.settlement import ParameterGuard, Settlement
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 from headway.strategies.data_parallel.decoupled.state import WatchedState
+from headway.torch_private.step_hooks import before_every_step
 
-_bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_handle: torch.utils.hooks.RemovableHandle | None = None
+_bound: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
+@cache
 def watch_optimizers() -> None:
     """Notice every ``optimizer.step()`` of this process from now on."""
-    global _handle  # noqa: PLW0603 - one hook a process
-    if _handle is None:
-        _handle = register_optimizer_step_pre_hook(_before_step)
+    before_every_step(_before_step)
 
 
 def bind(optimizer: Optimizer) -> None:
@@ -43,11 +42,30 @@ def bind(optimizer: Optimizer) -> None:
         for settlement in _settlements(optimizer):
             settlement.form.state_replaced(optimizer)
         optimizer.state = WatchedState(optimizer, bring_up_to_date)
-    if optimizer in _bound:
-        return
-    _bound.add(optimizer)
-    optimizer.register_load_state_dict_pre_hook(lambda owner, _state: bring_up_to_date(owner))
-    _override_zero_grad(optimizer)
+    if optimizer not in _bound:
+        _bound[optimizer] = optimizer.register_load_state_dict_pre_hook(
+            lambda owner, _: bring_up_to_date(owner)
+        )
+        optimizer.zero_grad = _Clearing(optimizer)  # type: ignore[method-assign]
+
+
+def unbind_unused() -> None:
+    """Leave optimizers none of whose parameters belong to a decoupled model as they were before ``bind``."""
+    for optimizer, handle in list(_bound.items()):
+        state = optimizer.state
+        if _guards(optimizer):
+            continue
+        if isinstance(state, WatchedState):
+            if state.left or state.lost:
+                continue
+            optimizer.state = state.plain()
+        handle.remove()
+        put = optimizer.__dict__.get("zero_grad")
+        if isinstance(put, _Clearing):  # else something has been put around it, and goes on calling it
+            del optimizer.zero_grad
+            if put.own is not None:
+                optimizer.zero_grad = put.own  # type: ignore[method-assign]
+        del _bound[optimizer]
 
 
 def _guards(optimizer: Optimizer) -> list[ParameterGuard]:
@@ -91,6 +109,8 @@ def _settlements(optimizer: Optimizer) -> list[Settlement]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if not deferred.anything_registered():
+        return None
     settlements = _settlements(optimizer)
     if not settlements:
         return None
@@ -151,21 +171,20 @@ def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _override_zero_grad(optimizer: Optimizer) -> None:
-    stock = optimizer.zero_grad
-    reference = weakref.ref(optimizer)
-    inherited = "zero_grad" not in optimizer.__dict__
+class _Clearing:
+    """A ``zero_grad`` that does not wait for gradients in flight, and then does ``own``, or what the class has."""
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        owner = reference()
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.own = optimizer.__dict__.get("zero_grad")  # of the script, or of a library
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Clear."""
+        owner = self._optimizer()
         assert owner is not None
         parameters = [p for group in owner.param_groups for p in group["params"]]
         clear_gradients(parameters, set_to_none=set_to_none)
-        if inherited:
+        if self.own is None:
             type(owner).zero_grad(owner, set_to_none)
         else:
-            stock(set_to_none)
-
-    if inherited:
-        del stock
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+            self.own(set_to_none)

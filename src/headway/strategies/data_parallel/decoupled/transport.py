@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from headway.collectives import native
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING, Run, prepare
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
+from headway.collectives.carrying_out import Run, prepare
+from headway.collectives.hosts import Hosts
 from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
+from headway.compression.cast import Cast
 from headway.errors import HeadwayError
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.channels.communication import Channels, Culprit, Job, own_work
@@ -41,6 +44,9 @@ class Collectives(Protocol):
     def algorithm(self, kind: str, bucket: LiveBucket) -> str:
         """What carries out a collective of ``bucket``."""
 
+    def size_bytes(self, kind: str, bucket: LiveBucket) -> int:
+        """The size of what is sent."""
+
 
 class BackendCollectives:
     """The process groups' own collectives, on the current stream; they return when given to the device."""
@@ -63,6 +69,34 @@ class BackendCollectives:
         del kind, bucket
         return NATIVE
 
+    def size_bytes(self, kind: str, bucket: LiveBucket) -> int:
+        """That of the bucket: nothing is cast."""
+        del kind
+        return bucket.size_bytes
+
+
+class Casting:
+    """A half of a bucket whose gradients are cast for it: ``run`` works on ``sent``, a copy."""
+
+    def __init__(self, kind: str, bucket: LiveBucket, sent: torch.Tensor, run: Run) -> None:
+        self._buffer, self._sent, self._run = bucket.buffer, sent, run
+        gathers = kind == ALL_GATHER
+        self._brought: slice = bucket.own if gathers else slice(None)
+        self._taken: slice = slice(None) if gathers else bucket.own
+
+    def __call__(self, tag: int = 0) -> None:
+        """Cast what this rank brings, run, and cast back; after a gather its own part too: all have the same."""
+        self._sent[self._brought].copy_(self._buffer[self._brought])
+        self._run(tag)
+        self._buffer[self._taken].copy_(self._sent[self._taken])
+
+
+def _copy_of(bucket: LiveBucket, cast: Cast | None) -> torch.Tensor:
+    """What halves of ``bucket`` are run on whose elements are cast; its buffer where none are."""
+    if cast is None:
+        return bucket.buffer
+    return torch.zeros_like(bucket.buffer, dtype=getattr(torch, cast.dtype))
+
 
 Prepare = Callable[[Selection, torch.Tensor, torch.Tensor, int], Run]
 """(selection, flat tensor, scratch, channel) to what is run on that channel."""
@@ -72,18 +106,35 @@ class ChunkProgramCollectives:
     """Reduce-scatters and all-gathers of buckets in memory, as a schedule selects them, over the channels' groups."""
 
     def __init__(
-        self, buckets: Sequence[LiveBucket], prepare: Prepare, schedule: BucketSchedule, world_size: int
+        self,
+        buckets: Sequence[LiveBucket],
+        prepare: Prepare,
+        schedule: BucketSchedule,
+        world_size: int,
+        hosts: Hosts,
     ) -> None:
         self._prepare = prepare
+        self._halves = {
+            (kind, bucket): schedule.half_bytes(kind, schedule.buckets[bucket.index])
+            for bucket in buckets
+            for kind in (REDUCE_SCATTER, ALL_GATHER)
+        }
+        copies = {bucket: _copy_of(bucket, schedule.halves) for bucket in buckets}
+        self._sent = {
+            (kind, bucket): bucket.buffer if schedule.cast_in(kind) is None else copies[bucket]
+            for bucket in buckets
+            for kind in (REDUCE_SCATTER, ALL_GATHER)
+        }
         self._selected = {
-            (kind, bucket): schedule.algorithms.select(kind, bucket.size_bytes, world_size)
+            (kind, bucket): schedule.algorithms.select(kind, self._halves[kind, bucket], world_size).on(hosts)
             for bucket in buckets
             for kind in (REDUCE_SCATTER, ALL_GATHER)
         }
         needed: dict[torch.dtype, int] = {}
-        for (_, bucket), selection in self._selected.items():
-            numel = scratch_numel(bucket.buffer.numel(), world_size, selection.pieces)
-            needed[bucket.buffer.dtype] = max(numel, needed.get(bucket.buffer.dtype, 0))
+        for place, selection in self._selected.items():
+            sent = self._sent[place]
+            numel = selection.scratch_numel(sent.numel(), world_size)
+            needed[sent.dtype] = max(numel, needed.get(sent.dtype, 0))
         self._scratch = [
             {d: torch.empty(n, dtype=d, device="cpu") for d, n in needed.items()}
             for _ in range(schedule.channels)
@@ -94,9 +145,15 @@ class ChunkProgramCollectives:
         """What runs a collective of ``bucket`` on ``channel``, and returns when this rank has done its part."""
         key = (kind, bucket, channel)
         if key not in self._prepared:
-            scratch = self._scratch[channel][bucket.buffer.dtype]
-            self._prepared[key] = self._prepare(self._selected[kind, bucket], bucket.buffer, scratch, channel)
+            sent = self._sent[kind, bucket]
+            scratch = self._scratch[channel][sent.dtype]
+            run = self._prepare(self._selected[kind, bucket], sent, scratch, channel)
+            self._prepared[key] = run if sent is bucket.buffer else Casting(kind, bucket, sent, run)
         return self._prepared[key]
+
+    def size_bytes(self, kind: str, bucket: LiveBucket) -> int:
+        """As it is sent."""
+        return self._halves[kind, bucket]
 
     def tag(self, kind: str, bucket: LiveBucket, number: int) -> int:
         """Messages say which collective of which bucket they are of: ranks that disagree on that time out."""
@@ -120,8 +177,9 @@ class BucketJob(Job):
         behind: Callable[[], None] | None,
     ) -> None:
         super().__init__(
-            kind, bucket.index, bucket.size_bytes, after=after, algorithm=collectives.algorithm(kind, bucket)
-        )
+            kind, bucket.index, collectives.size_bytes(kind, bucket), after=after,
+            algorithm=collectives.algorithm(kind, bucket),
+        )  # fmt: skip
         number = bucket.gathers if kind == ALL_GATHER else bucket.reductions
         self.tag = collectives.tag(kind, bucket, number)
         self._collectives: Collectives | None = collectives
@@ -159,13 +217,16 @@ class BucketTransport:
     ``submit`` queues a job behind what is queued, and returns it: every rank must do so at the same point.
     """
 
-    def __init__(self, wiring: Wiring, groups: OwnGroups, culprit: Culprit, condition: Condition) -> None:
+    def __init__(
+        self, wiring: Wiring, groups: OwnGroups, hosts: Hosts, culprit: Culprit, condition: Condition
+    ) -> None:
         self.streams = wiring.streams
         self.rank, self.world_size = dist.get_rank(groups.host[0]), dist.get_world_size(groups.host[0])
         self.channels = len(groups.native or groups.host)  # how many collectives may be in flight at a time
         self.used = 0  # and how many are, by the schedule in force
         self._wiring = wiring
         self._groups = groups
+        self.hosts = hosts
         self._condition = condition
         self._channels: Channels | StreamChannels
         if wiring.native:
@@ -183,7 +244,7 @@ class BucketTransport:
         self._collectives = (
             BackendCollectives(self._groups.native)
             if self._wiring.native
-            else ChunkProgramCollectives(buckets, self.prepare, schedule, self.world_size)
+            else ChunkProgramCollectives(buckets, self.prepare, schedule, self.world_size, self.hosts)
         )
 
     def reduction(self, bucket: LiveBucket, behind: Callable[[], None] | None = None) -> Job:
@@ -215,8 +276,8 @@ class BucketTransport:
         """A collective of a tensor on the CPU, to be run on ``channel``."""
         groups = self._groups
         second = groups.second[channel] if groups.second else None
-        algorithm, kind, pieces = selection
-        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second)
+        algorithm, kind, pieces, hosts = selection
+        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second, hosts)
 
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""

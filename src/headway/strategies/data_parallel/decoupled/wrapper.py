@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 import warnings
-import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from headway import torch_private
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, restricted
+from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.ddp.policy import cap_bytes as cap_bytes_of_ddp
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import (
+    check_casts,
     check_device_ids,
     check_module,
     trainable_now,
     trainable_parameters,
 )
 from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.handing_over import HandsOver
 from headway.strategies.data_parallel.decoupled.peers import Peers
-from headway.strategies.data_parallel.decoupled.policy import DEFAULT_CAP_BYTES, DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.policy import (
+    DEFAULT_CAP_BYTES,
+    DecoupledStrategy,
+    strategy_of,
+)
 from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
-from headway.strategies.data_parallel.decoupled.reducer import GradientReducer
-from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse, refuse_options
+from headway.strategies.data_parallel.decoupled.refused import refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
+from headway.strategies.data_parallel.decoupled.stock import Stock, stock_options
 from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 
 if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
-    from headway.strategies.data_parallel.decoupled.tuning.tuner import Tuner
 
 
-class DecoupledDataParallel(RefusingDataParallel):
+class DecoupledDataParallel(HandsOver):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
@@ -56,7 +63,6 @@ class DecoupledDataParallel(RefusingDataParallel):
     """
 
     tuning: Tuned | None = None
-    tuner: Tuner | None = None
 
     def __init__(
         self,
@@ -83,9 +89,10 @@ class DecoupledDataParallel(RefusingDataParallel):
         *,
         schedule: BucketSchedule | None = None,
         tune: bool = False,
+        adapt: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        del check_reduction, batched_grad_copy  # without effect on results
+        del check_reduction  # without effect on results
         refuse_options(
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
@@ -94,7 +101,7 @@ class DecoupledDataParallel(RefusingDataParallel):
             bucket_cap_mb_list=bucket_cap_mb_list,
         )  # fmt: skip
         group = existing_group(process_group)
-        lifecycle.release_orphans()
+        retirement.end_unused()  # models that were collected still hold their parameters
         check_module(module)
         self.device = next(iter(trainable_parameters(module).values())).device
         moves = check_device_ids(self.device, device_ids, output_device)
@@ -104,6 +111,7 @@ class DecoupledDataParallel(RefusingDataParallel):
             cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
             schedule = DecoupledStrategy(bucket_cap_bytes=cap_bytes).decide(Job.of(spec))
 
+        check_casts(schedule, self.device)
         self.module = module
         self.process_group = group
         self.dim = dim
@@ -119,52 +127,103 @@ class DecoupledDataParallel(RefusingDataParallel):
         if forward_sync_buffers is not None:
             self.forward_sync_buffers = forward_sync_buffers
         self.schedule = schedule
+        self._channels = schedule.channels  # at most
         # As stock DDP has it: what was recorded of a compiled model holds for it here.
         self._graph_bytes = cap_bytes_of_ddp(bucket_cap_mb)
         self.uneven: Uneven | None = None
         self._join_config = torch_private.join_config_disabled()
 
+        self._stock = Stock(
+            stock_options(
+                device_ids=self.device_ids, output_device=self.output_device, dim=dim, process_group=group,
+                bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view, batched_grad_copy=batched_grad_copy,
+                shares_buffers=self.forward_sync_buffers,
+            )
+        )  # fmt: skip
+
         replicas.check_agreement(spec, schedule, group, self.join_device)
+        self._hosts = replicas.hosts_of(group, self.join_device)
+        if not self._wiring.native:
+            schedule.algorithms.check(self._hosts)
         if init_sync:
             replicas.broadcast(module.parameters(), group, self.join_device)
             if self.forward_sync_buffers or forward_sync_buffers is not None:
                 replicas.broadcast(module.buffers(), group, self.join_device)
         self._start_engine()
-        if tune and self._compiled:
-            warnings.warn(
-                "the schedule of a compiled model is not tuned while it trains: record it and run a plan",
-                HeadwayWarning,
-                stacklevel=2,
-            )
-        elif tune:
-            from headway.strategies.data_parallel.decoupled.tuning.tuner import tune as tune_while_training
+        if tune or adapt:
+            self._watch_over(tune=tune, adapt=adapt)
 
-            tune_while_training(self)
+    def _watch_over(self, *, tune: bool, adapt: bool) -> None:
+        from headway.strategies.data_parallel.decoupled.adapting import live
+        from headway.strategies.data_parallel.decoupled.tuning.tuner import tune as tune_while_training
+
+        if self._compiled:
+            said = "the schedule of a compiled model is not tuned while it trains: record it and run a plan"
+            warnings.warn(said, HeadwayWarning, stacklevel=3)
+            return
+        if adapt and self.device_type != "cpu":
+            said = f"steps on {self.device_type} are not watched: the plan stays as it is"
+            warnings.warn(said, HeadwayWarning, stacklevel=3)
+            adapt = False
+        if tune:
+            before = self.strategy.describe()
+            adapting = partial(_adapt_afterwards, before)
+            tune_while_training(self, afterwards=adapting if adapt else None)
+        elif adapt:
+            live.adapt(self)
 
     def _start_engine(self) -> None:
-        groups = groups_of_our_own(self.process_group, self._wiring, self.schedule.channels)
+        groups = groups_of_our_own(self.process_group, self._wiring, self._channels)
         trainable = trainable_parameters(self.module)
         engine = Engine(
-            trainable, self.schedule, self._wiring, groups, Peers(groups.host[0]),
+            trainable, self.schedule, self._wiring, groups, self._hosts, Peers(groups.host[0]),
             find_unused=self.find_unused_parameters,
         )  # fmt: skip
         self.trainable = frozenset(id(parameter) for parameter in trainable.values())
         lifecycle.adopt(engine, self.process_group)
         self._compiled = _compiled_inside(self.module)
+        self._watch_modules(engine)
+        self.__dict__["_engine"] = engine
+        self._abandoning = retirement.when_collected(self, partial(lifecycle.abandon, engine))
+
+    def _watch_modules(self, engine: Engine) -> None:
         for owner in torch_private.eager_modules(self.module):
             handle = owner.register_forward_pre_hook(MaterialiseHook(engine.settlement, owner), prepend=True)
             engine.own_handles.append(handle)
-        self.__dict__["_engine"] = engine
-        weakref.finalize(self, lifecycle.abandon, engine).atexit = False
 
     @property
     def engine(self) -> Engine | None:
-        """What runs this model; None in copies made by deepcopy or pickle."""
+        """What runs this model; None in copies made by deepcopy or pickle, and where stock DDP does for good."""
         return self.__dict__.get("_engine")
 
     @property
-    def reducer(self) -> GradientReducer:  # type: ignore[override]
+    def strategy(self) -> DecoupledStrategy | DistributedDataParallelStrategy:
+        """What is in force."""
+        if self._stock.in_force:
+            return self._stock.strategy
+        return strategy_of(self.schedule, model_spec(self.module))
+
+    @property
+    def reductions(self) -> int:
+        """How many backwards have been reduced, as far as it can be said without a look at gradients.
+
+        It only grows, but for changes of what is in force; stock DDP's are counted while there is a tuner.
+        """
+        if self._stock.in_force:
+            return self._stock.reductions
+        return 0 if self.engine is None else self.engine.layout.buckets[0].reductions
+
+    @property
+    def joining(self) -> bool:
+        """Whether a ``join()`` lasts."""
+        return self._stock.joining or self.uneven is not None
+
+    @property
+    def reducer(self) -> Any:  # type: ignore[override]
         """What torch's pipelines ask for before the last backward of a stage."""
+        if self._stock.in_force:
+            return self._stock.ddp.reducer
         if self.engine is None:
             raise UnsupportedError("a copy of a decoupled model has no reducer")
         return self.engine.reducer
@@ -192,26 +251,18 @@ class DecoupledDataParallel(RefusingDataParallel):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, after rank 0's buffers have been broadcast as stock DDP does it."""
-        learning = reducing = torch.is_grad_enabled()
-        engine = self.engine
-        if learning:
-            if engine is None:
-                raise UnsupportedError(
-                    "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
-                )
-            engine.check_usable()
-            if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-                refuse("CUDA graph capture")
-            if not self._join_config.enable:
-                self.join_ends()  # one that was switched off has begun all the same
-            trainable = trainable_now(self.module, self._compiled)
-            # A critic that is frozen while others learn is as it was when it thaws.
-            reducing = bool(trainable)
-            if trainable and trainable != self.trainable:
-                self._follow_trainable(engine)
-            engine.synchronise = self.require_backward_grad_sync
-        if self.tuner is not None:
+        learning = torch.is_grad_enabled()
+        told = self._stock.in_force
+        if told:
+            self._before_stock(learning=learning)
+        if self._stock.in_force:
+            return self._stock.forward(self, inputs, kwargs, counted=self.tuner is not None)
+        reducing = learning and self._begins_learning()
+        if self.tuner is not None and not told:
             self.tuner.before_forward(learning=reducing)
+        if self.is_stock:  # since a moment ago
+            return self._stock.forward(self, inputs, kwargs, counted=True)
+        engine = self.engine
         if self._join_config.enable:
             Join.notify_join_context(self)
         self.share_buffers()
@@ -229,9 +280,29 @@ class DecoupledDataParallel(RefusingDataParallel):
         self.require_forward_param_sync = learning and self.require_backward_grad_sync
         return output
 
-    def _follow_trainable(self, engine: Engine) -> None:
+    def _begins_learning(self) -> bool:
+        """A forward is about to begin whose gradients are recorded; whether its backward may be reduced."""
+        engine = self.engine
+        if engine is None:
+            raise UnsupportedError(
+                "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
+            )
+        engine.check_usable()
+        if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            refuse("CUDA graph capture")
+        if not self._join_config.enable:
+            self.join_ends()  # one that was switched off has begun all the same
+        trainable = trainable_now(self.module, self._compiled)
+        if trainable and trainable != self.trainable:
+            self._follow_trainable()
+        engine.synchronise = self.require_backward_grad_sync
+        return bool(trainable)  # a critic that is frozen while others learn is as it was when it thaws
+
+    def _follow_trainable(self) -> None:
         """Parameters were frozen, unfrozen or replaced, on every rank alike: put buckets of those in force."""
-        check_module(self.module, mine={id(state.parameter) for state in engine.layout.states})
+        engine = self.engine
+        mine = set() if engine is None else {id(state.parameter) for state in engine.layout.states}
+        check_module(self.module, mine=mine)
         device = next(iter(trainable_parameters(self.module).values())).device
         if device != self.device:
             raise UnsupportedError("the model was moved after it was wrapped", got=device, expected=str(self.device),
@@ -240,24 +311,43 @@ class DecoupledDataParallel(RefusingDataParallel):
         trainable = trainable_parameters(self.module)
         spec = model_spec(self.module)
         replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
-        engine.reschedule(trainable, self.schedule)
+        if self._stock.in_force:
+            self._stock.end(self)
+            self._stock.begin(self)
+        else:
+            assert engine is not None
+            engine.reschedule(trainable, self.schedule)
         self.trainable = frozenset(id(parameter) for parameter in trainable.values())
 
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force: on every rank, at the same point of the script, between two steps.
 
-        Raises UserError where ranks do not agree on it, UnsupportedError in the middle of a backward.
+        So it is where stock DDP does the steps: the decoupled all-reduce goes on. Raises UserError where ranks do not
+        agree on it, UnsupportedError in the middle of a backward.
         """
-        if self.engine is None:
+        if self.engine is None and not self._stock.in_force:
             raise UnsupportedError("a copy of a decoupled model has no schedule")
-        if schedule.channels > self.engine.transport.channels:
+        if schedule.channels > self._channels:
             raise UnsupportedError(
                 "a schedule asks for more channels than the model was wrapped with", got=schedule.channels,
-                expected=f"at most {self.engine.transport.channels}",
+                expected=f"at most {self._channels}",
             )  # fmt: skip
         replicas.check_agreement(model_spec(self.module), schedule, self.process_group, self.join_device)
-        self.engine.reschedule(trainable_parameters(self.module), schedule)
-        self.schedule = schedule
+        if not self._wiring.native:
+            schedule.algorithms.check(self._hosts)
+        if self._stock.in_force:
+            self._come_back()
+        if self.engine is None:
+            self.schedule = schedule
+            self._start_engine()
+        else:
+            self.engine.reschedule(trainable_parameters(self.module), schedule)
+            self.schedule = schedule
+
+    def _come_back(self) -> None:
+        self._stock.end(self)
+        if self.engine is not None:
+            self._take_up(self.engine)
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused: what is inside would not run compiled.
@@ -290,7 +380,10 @@ class DecoupledDataParallel(RefusingDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
-        left_behind = ("_engine", "process_group", "trainable", "_compiled", "_wiring", "tuner", "uneven")
+        left_behind = (
+            "_engine", "_stock", "_abandoning", "process_group", "trainable", "_compiled", "_wiring", "tuner",
+            "uneven",
+        )  # fmt: skip
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -299,6 +392,7 @@ class DecoupledDataParallel(RefusingDataParallel):
         self.process_group = existing_group(None)
         self._wiring = wiring_of(self.device, self.process_group)
         self._compiled = _compiled_inside(self.module)
+        self._stock = Stock({})
         self.uneven = None
 
     # What DDP offers besides -------------------------------------------------------------------------
@@ -317,8 +411,11 @@ class DecoupledDataParallel(RefusingDataParallel):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> DecoupledJoinHook:
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> JoinHook:
         """What this rank does while it has no inputs left and others have. Collective."""
+        if self._stock.in_force:
+            self.join_begins()
+            return self._stock.join_hook(divide_by_initial_world_size=divide_by_initial_world_size)
         self.join_ends()  # of one that was switched off
         uneven = Uneven(
             self.process_group,
@@ -351,10 +448,18 @@ class DecoupledDataParallel(RefusingDataParallel):
         return self.process_group
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
+        if self._stock.in_force:
+            return dict(self._stock.ddp._get_ddp_logging_data())
         return {
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
         }
+
+
+def _adapt_afterwards(before: str, wrapped: Any, tuned: Tuned) -> None:
+    from headway.strategies.data_parallel.decoupled.adapting import live
+
+    live.adapt(wrapped, tuned.entry(tuned.steps, before))
 
 
 def _compiled_inside(module: nn.Module) -> frozenset[int]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import secrets
-import weakref
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headway import torch_private
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import push_and_pull
-from headway.errors import HeadwayError, UnsupportedError
+from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.channels import retirement
-from headway.strategies.data_parallel.channels.communication import Channels, Job
-from headway.strategies.data_parallel.channels.departure import Departure
-from headway.strategies.data_parallel.channels.wiring import OwnGroups, groups_of_our_own, wiring_of
+from headway.strategies.data_parallel.channels.communication import Job
+from headway.strategies.data_parallel.channels.hooked import HookedChannels
+from headway.strategies.data_parallel.channels.wiring import OwnGroups
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.plugin import InForce
@@ -69,7 +65,7 @@ def take_over(
     if wrapped.process_group.size() > 1:
         servers = Servers(wrapped.process_group, strategy.channels)
         wrapped.register_comm_hook(servers, push_bucket)
-        weakref.finalize(wrapped, servers.abandon).atexit = False
+        retirement.when_collected(wrapped, servers.abandon)
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:
@@ -80,72 +76,23 @@ def in_force(wrapped: nn.Module) -> InForce | None:
     return InForce(strategy.model_dump(mode="json"), ddp_runtime.named_buckets(wrapped))
 
 
-class Servers:
+class Servers(HookedChannels):
     """This rank's part in serving: channels that push, add up and pull, one bucket at a time each."""
 
     def __init__(self, group: dist.ProcessGroup, channels: int) -> None:
-        wiring = wiring_of(torch.device("cpu"), group)
-        self.world_size = group.size()
-        self._group = group
-        self._groups = groups_of_our_own(group, wiring, channels)
-        self._channels = Channels(
-            self._groups,
-            lambda own: own or "a peer ended or fell silent",
-            wiring.streams,
-            ParameterServerStrategy.name,
-        )
-        self._channels.use(channels)
+        super().__init__(group, channels, ParameterServerStrategy.name)
         self._lanes = [_Lane(channel, self._groups) for channel in range(channels)]
-        self._departure = _departure(self._groups.host[0])
-        self._stopped = False
-        _watch(self)
-
-    def serves(self, group: dist.ProcessGroup) -> bool:
-        """Whether this cannot go on without ``group``."""
-        return group in (self._group, dist.group.WORLD, *self._groups.all)
 
     def push(self, buffer: torch.Tensor, bucket: int) -> torch.futures.Future[Any]:
         """Have the mean of ``buffer`` over ranks put in its place; the future is done when it is there."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def then(error: HeadwayError | None) -> None:
-            if error is None:
-                future.set_result(buffer)
-            else:
-                future.set_exception(error)
-
         size_bytes = buffer.numel() * buffer.element_size()
         work = partial(self._serve, buffer, bucket)
-        self._channels.submit(Job(ALL_REDUCE, bucket, size_bytes, work, algorithm=SERVERS, then=then))
-        return future
-
-    def stop(self) -> None:
-        """End the channels' threads."""
-        if not self._stopped:
-            self._stopped = True
-            self._channels.stop()
-
-    def abandon(self) -> None:
-        """The wrapped model was collected: give back what was made for it as soon as every rank has let go of it."""
-        if self._stopped:  # the groups have gone
-            return
-        self.stop()
-        if self._channels.failure is None:
-            retirement.retire(self)
-
-    def leave(self, *, exiting: bool = False) -> None:
-        """Tell the other ranks that this one pushes nothing more."""
-        del exiting
-        self._departure.leave()
-
-    def everyone_left(self, timeout_s: float = 0.0) -> bool:
-        """Whether no rank pushes anything more."""
-        return self._departure.everyone_left(timeout_s)
+        return self.submit(Job(ALL_REDUCE, bucket, size_bytes, work, algorithm=SERVERS), buffer)
 
     def end(self) -> None:
         """Give back the connections."""
         self._lanes.clear()  # their programs are bound to them
-        self._groups.end()
+        super().end()
 
     def _serve(self, buffer: torch.Tensor, bucket: int, channel: int) -> None:
         buffer.div_(self.world_size)
@@ -188,40 +135,6 @@ class _Lane:
         if scratch is None or scratch.numel() < needed:
             scratch = self._scratch[buffer.dtype] = buffer.new_empty(needed)
         return live.Prepared(program, buffer, self._group, scratch, self._second)
-
-
-def _departure(group: dist.ProcessGroup) -> Departure:
-    """How the ranks of ``group`` tell of their leaving. Collective."""
-    # A store may outlive a group whose name is used again.
-    token = torch.tensor([secrets.randbits(62)])
-    dist.broadcast(token, group=group, group_src=0)
-    key = f"headway/{torch_private.group_name(group)}/{int(token)}"
-    return Departure(torch_private.default_store(), key, group.rank(), group.size())
-
-
-_alive: weakref.WeakSet[Servers] = weakref.WeakSet()
-
-
-def _watch(servers: Servers) -> None:
-    """Stop ``servers`` before the groups that they need, or the interpreter, go away."""
-    _watch_groups()
-    _alive.add(servers)
-
-
-@cache
-def _watch_groups() -> None:
-    torch_private.before_group_shutdown(_before_shutdown)
-    atexit.register(_at_exit)
-
-
-def _before_shutdown(group: dist.ProcessGroup) -> None:
-    for servers in [each for each in _alive if each.serves(group)]:
-        servers.stop()
-
-
-def _at_exit() -> None:
-    for servers in list(_alive):
-        servers.stop()
 
 
 def push_bucket(servers: Servers, bucket: Any) -> torch.futures.Future[Any]:

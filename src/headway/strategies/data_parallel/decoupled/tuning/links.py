@@ -5,13 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from headway.cluster import DEFERRED_UPDATE, AlgorithmCost, Cluster, Host
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
-from headway.collectives.program import scratch_numel
+from headway.collectives.algorithms import (
+    ALGORITHMS,
+    ALL_GATHER,
+    ALL_REDUCE,
+    FOR_HALVES,
+    REDUCE_SCATTER,
+    RING,
+    Algorithm,
+)
+from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import ideal_seconds
 from headway.strategies.data_parallel.channels.communication import Job
@@ -20,10 +29,12 @@ from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreemen
 
 REPEATS = 3
 TOKENS = 10  # rings of next to nothing in one measurement
+SMALLS = 4  # small ones in one
 SMALL_BYTES = 64 * 2**10
 LARGE_BYTES = 4 * 2**20
 LONGEST_S = 0.06  # of one ring
 LEAST_BYTE_S = 1e-12
+LEAST_LOCAL_GBPS = 20.0
 MEASURED_S = (
     0.1  # rings that follow each other without a pause: one would let shaped links save up for a burst
 )
@@ -42,61 +53,102 @@ def measure(
 ) -> Cluster:
     """The cluster as a model of ``size_bytes`` sees it: latency, goodput, what rings cost and what might be faster.
 
-    Every rank calls it at the same point, with nothing in flight, and gets the same. Each rank counts as a host of its
-    own, whose link gives what a ring gets of it. ``busy`` is the share of its time that training uses a CPU.
+    Every rank calls it at the same point, with nothing in flight, and gets the same. Its links give what a ring gets of
+    them. Memory within hosts is taken to be no slower; where it is, hierarchical collectives are measured to cost more.
+    ``busy`` is the share of its time that training uses a CPU.
     """
     world_size = transport.world_size
     timed = partial(_collectives_s, transport, agreement, busy=busy >= BUSY)
     saturated = partial(_saturated_s, transport, agreement, busy=busy >= BUSY)
+    hosts = _seen(transport.hosts)
     least = 4 * world_size
     reduce_s = timed((Selection(RING, ALL_REDUCE),), least, TOKENS)
     # Where rings on other channels keep cores from each other, that is what each of them costs.
-    overhead_s = saturated(least, TOKENS)
+    overhead_s = saturated(RINGS, least, TOKENS)
     small = max(least, min(SMALL_BYTES, size_bytes // 8))
-    small_s = timed(RINGS, small, 4) / 2
+    small_s = timed(RINGS, small, SMALLS) / 2
     byte_s = max(LEAST_BYTE_S, (small_s - reduce_s / 2) / small)
     large = max(2 * small, round(min(LARGE_BYTES, size_bytes, LONGEST_S / byte_s)))
     count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
-    byte_s = max(LEAST_BYTE_S, saturated(large, count) / large)
+    byte_s = max(LEAST_BYTE_S, saturated(RINGS, large, count) / large)
     alpha_s = reduce_s / 2  # of a ring whose bytes take no time
     overhead_s = min(alpha_s, overhead_s)
     others = world_size - 1
+    gbps, latency_us = others / world_size / byte_s * 8 / 1e9, (alpha_s - overhead_s) / others * 1e6
     cluster = Cluster(
-        hosts=tuple(_host(rank, others / world_size / byte_s * 8 / 1e9) for rank in range(world_size)),
-        latency_us=(alpha_s - overhead_s) / others * 1e6,
+        hosts=tuple(_host(number, len(ranks), gbps) for number, ranks in enumerate(hosts.ranks)),
+        latency_us=latency_us,
+        local_gbps=max(gbps, LEAST_LOCAL_GBPS),
+        local_latency_us=latency_us,
         algorithms={
             RING: AlgorithmCost(overhead_us=overhead_s * 1e6),
             DEFERRED_UPDATE: AlgorithmCost(overhead_us=update_overhead_ns / 1e3),
         },
         source="measured while training",
     )
-    natives = _natives(cluster, timed, alpha_s, least, large, count)
-    return cluster.model_copy(update={"algorithms": {**cluster.algorithms, **natives}})
+    timing = _Timing(timed, saturated, least, small, large, count)
+    found: dict[str, AlgorithmCost] = {}
+    for algorithm in (ALGORITHMS[name] for name in FOR_HALVES if name != RING):
+        if algorithm.differs(hosts):
+            found |= timing.costs(algorithm, cluster, hosts, alpha_s)
+    return cluster.model_copy(update={"algorithms": {**cluster.algorithms, **found}})
 
 
-def _natives(
-    cluster: Cluster, timed: Callable[..., float], ring_s: float, least: int, large: int, count: int
-) -> dict[str, AlgorithmCost]:
-    """The costs of the process group's own halves, where they start faster than a ring, which takes ``ring_s``.
-
-    Others cannot win: no collective moves fewer bytes than a ring.
-    """
-    costs = {}
-    for kind in HALVES:
-        selection = Selection(NATIVE, kind)
-        alpha_s = timed((selection,), least, TOKENS)
-        if alpha_s < ring_s:
-            least_s, large_s = (ideal_seconds(cluster, selection.program_of, size) for size in (least, large))
-            overhead_s = max(0.0, alpha_s - least_s)
-            factor = (timed((selection,), large, count) - overhead_s) / large_s
-            costs[selection.cost_names[0]] = AlgorithmCost(
-                overhead_us=overhead_s * 1e6, byte_factor=min(100.0, max(1.0, factor))
-            )
-    return costs
+def _seen(hosts: Hosts) -> Hosts:
+    """Hosts as a cluster has them: each rank is one by itself on a single host, or where ranks are in another order."""
+    if len(hosts.ranks) > 1 and hosts.in_rank_order:
+        return hosts
+    return Hosts.of_places(range(hosts.world_size))
 
 
-def _host(rank: int, gbps: float) -> Host:
-    return Host(name=f"rank{rank}", workers=1, up_gbps=gbps, down_gbps=gbps)
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """How halves are timed: one channel's alone, and all channels'; and of which sizes, the last ``count`` times."""
+
+    timed: Callable[[Sequence[Selection], int, int], float]
+    saturated: Callable[[Sequence[Selection], int, int], float]
+    least_bytes: int
+    small_bytes: int
+    large_bytes: int
+    count: int
+
+    def costs(
+        self, algorithm: Algorithm, cluster: Cluster, hosts: Hosts, ring_s: float
+    ) -> dict[str, AlgorithmCost]:
+        """What halves by ``algorithm`` cost, by name, if they start faster than a ring, which takes ``ring_s``.
+
+        Others cannot win, as no collective moves fewer bytes than a ring, but for hierarchical ones.
+        """
+        costs = {}
+        for kinds, pieces in algorithm.probed:
+            if pieces == 1 and set(kinds) <= set(HALVES):
+                selections = [Selection(algorithm.name, kind).on(hosts) for kind in kinds]
+                alpha_s = self.timed(selections, self.least_bytes, TOKENS) / len(selections)
+                if alpha_s < ring_s or algorithm.follows_hosts:
+                    costs[selections[0].cost_names[0]] = self._cost(algorithm, cluster, selections, alpha_s)
+        return costs
+
+    def _cost(
+        self, algorithm: Algorithm, cluster: Cluster, selections: Sequence[Selection], alpha_s: float
+    ) -> AlgorithmCost:
+        """What our own cost that do not follow hosts is seen at the small size: they are for small buckets."""
+        if algorithm.follows_hosts:
+            size_bytes, took_s = self.large_bytes, self.saturated(selections, self.large_bytes, self.count)
+        else:
+            size_bytes = self.large_bytes if algorithm.is_library else self.small_bytes
+            count = self.count if algorithm.is_library else SMALLS
+            took_s = self.timed(selections, size_bytes, count) / len(selections)
+        least_s, ideal_s = (
+            statistics.fmean(ideal_seconds(cluster, each.program_of, size) for each in selections)
+            for size in (self.least_bytes, size_bytes)
+        )
+        overhead_s = max(0.0, alpha_s - least_s)
+        factor = min(100.0, max(1.0, (took_s - overhead_s) / ideal_s))
+        return AlgorithmCost(overhead_us=overhead_s * 1e6, byte_factor=factor)
+
+
+def _host(number: int, workers: int, gbps: float) -> Host:
+    return Host(name=f"host{number}", workers=workers, up_gbps=gbps, down_gbps=gbps)
 
 
 def _collectives_s(
@@ -120,9 +172,15 @@ def _collectives_s(
 
 
 def _saturated_s(
-    transport: BucketTransport, agreement: Agreement, size_bytes: int, count: int, *, busy: bool
+    transport: BucketTransport,
+    agreement: Agreement,
+    selections: Sequence[Selection],
+    size_bytes: int,
+    count: int,
+    *,
+    busy: bool,
 ) -> float:
-    """Seconds that a ring half costs where every channel has one in flight, as in training: what its bytes take.
+    """Seconds that a half costs where every channel has one in flight, as in training: what its bytes take.
 
     One channel alone leaves the links idle while it waits for messages, which shaped links make up for later and real
     ones do not; either way it says little of what several get through.
@@ -130,15 +188,15 @@ def _saturated_s(
     took_s: list[float] = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        run = partial(_run, transport, RINGS, size_bytes, count, lambda _: None)
+        run = partial(_run, transport, selections, size_bytes, count, lambda _: None)
         jobs = [transport.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(transport.used)]
         if busy:
             _compute_until(jobs[-1])
         for job in jobs:
             transport.wait(job)
         took_s.append(time.perf_counter() - begun)
-    rings = len(jobs) * len(RINGS) * (count + 1)  # with the one that ranks begin together behind
-    return statistics.median(agreement.slowest(took_s)) / rings
+    halves = len(jobs) * len(selections) * (count + 1)  # with the one that ranks begin together behind
+    return statistics.median(agreement.slowest(took_s)) / halves
 
 
 def _run(
@@ -151,7 +209,7 @@ def _run(
 ) -> None:
     world_size = transport.world_size
     flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
-    scratch = torch.empty(scratch_numel(flat.numel(), world_size))
+    scratch = torch.empty(max(s.scratch_numel(flat.numel(), world_size) for s in selections))
     actions = [transport.prepare(selection, flat, scratch, channel) for selection in selections]
     for action in actions:  # ranks begin together behind it, and shaped links have spent what they had saved
         action()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective, Observer
 
 
 class Watch(Protocol):
-    """Is told of what training stood still for."""
+    """Is told of what training stood still for, and of what was carried meanwhile."""
+
+    def carried(self, done: Collective) -> None:
+        """A collective was done, on a channel's thread."""
 
     def waited(self, start_ns: int, end_ns: int) -> None:
         """Training waited for communication."""
@@ -44,11 +48,34 @@ class Notice:
 
 
 class WaitObserver:
-    """Tells a watch what training stood still for, and ``next``, which was there before, everything."""
+    """Tells a watch what training stood still for, and ``next``, which was there before, everything.
+
+    ``over`` puts one in front of whoever observes, ``withdraw`` takes it away.
+    """
 
     def __init__(self, watch: Watch, following: Observer) -> None:
         self._watch = weakref.ref(watch)
         self.next = following
+
+    @classmethod
+    def over(cls, watch: Watch) -> WaitObserver:
+        """One that observes."""
+        made = cls(watch, observing.observer())
+        observing.set_observer(made)
+        return made
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it observes: a recording that ends takes all observers away."""
+        found: Any = observing.observer()
+        while found is not None and found is not self:
+            found = getattr(found, "next", None)
+        return found is self
+
+    def withdraw(self) -> None:
+        """Give way to the one before, where nobody has come since."""
+        if observing.observer() is self:
+            observing.set_observer(self.next)
 
     @property
     def wants_transfers(self) -> bool:
@@ -56,7 +83,9 @@ class WaitObserver:
         return self.next.wants_transfers
 
     def collective(self, done: Collective) -> None:
-        """Pass it on."""
+        """Tell both."""
+        if (watch := self._watch()) is not None:
+            watch.carried(done)
         self.next.collective(done)
 
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:

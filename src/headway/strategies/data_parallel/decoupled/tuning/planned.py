@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +13,7 @@ from headway.planning import planner
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
     Learned,
@@ -26,7 +27,9 @@ GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
 CAP_SHARES = (4, 16)  # fixed caps, as parts of the model, in case that predictions are far off
 FORM_GAIN = 0.02  # another form moves the optimizer's state, so it must promise as much
 TIE = 0.005
-CLOSE = 0.05  # the best two are measured again where they are no further apart
+CLOSE = 0.05  # the best two, and stock DDP, are measured again where they are no further apart
+MOST_REMATCHES = 2
+STOCK = "stock DDP"
 EFFORT = 200
 
 
@@ -40,14 +43,17 @@ class Shortlist(BaseModel):
 
 
 class PlannedProposer:
-    """Tries the best few of the planner's schedules, the one in force and a few fixed caps; then the best two again."""
+    """Tries what is in force, stock DDP, the best few of the planner's schedules and a few fixed caps.
+
+    Then once more, in turns, what cannot be told apart: the best two, and stock DDP, which stays unless one is faster.
+    """
 
     learns = True
 
     def __init__(self) -> None:
         self._left: list[Candidate] = []
         self._told: dict[Candidate, list[float]] = defaultdict(list)
-        self._repeated = False
+        self._rematches = 0
 
     def begin(self, setting: Setting) -> None:
         """Have rank 0 plan; every rank gets its shortlist."""
@@ -57,13 +63,14 @@ class PlannedProposer:
             raise TuningEndedError(short.problem)
         self._left = list(short.candidates)
         self._told.clear()
-        self._repeated = False
+        self._rematches = 0
 
     def propose(self) -> Candidate | None:
-        """The next of the list; behind it the best two once more, if they are close."""
-        if not self._left and not self._repeated:
-            self._repeated = True
-            self._left = close_ones([Trial(c, statistics.mean(times)) for c, times in self._told.items()])
+        """The next of the list; behind it those that are close once more, and again if that has not parted them."""
+        if not self._left and self._rematches < MOST_REMATCHES:
+            self._rematches += 1
+            trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
+            self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
         return self._left.pop(0) if self._left else None
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
@@ -71,32 +78,69 @@ class PlannedProposer:
         self._told[candidate].append(measured_ms)
 
     def choose(self, trials: Sequence[Trial]) -> int:
-        """The fastest; see ``choose``."""
+        """The fastest, but for ties; see ``choose``."""
         return choose(trials)
 
 
 def choose(trials: Sequence[Trial]) -> int:
-    """The fastest trial. Of those within ``TIE`` of it one that gathers parameters, then the better predicted."""
-    best_ms = min(trial.measured_ms for trial in trials)
+    """Stock DDP, unless ours is measured to be faster by more than ``TIE``, or it was not tried.
+
+    Of ours the fastest; of those within ``TIE`` of it one that gathers parameters, then the better predicted.
+    """
+    stock, ours = _sides(trials)
+    if not ours:
+        return stock[0]
+    best_ms = min(trials[i].measured_ms for i in ours)
 
     def preference(index: int) -> tuple[bool, float, float]:
         candidate = trials[index].candidate
         predicted_ms = float("inf") if candidate.predicted_ms is None else candidate.predicted_ms
-        return candidate.strategy.gather != "parameters", predicted_ms, trials[index].measured_ms
+        strategy = candidate.strategy
+        other = isinstance(strategy, DecoupledStrategy) and strategy.gather != "parameters"
+        return other, predicted_ms, trials[index].measured_ms
 
-    return min((i for i, t in enumerate(trials) if t.measured_ms <= best_ms * (1 + TIE)), key=preference)
+    chosen = min((i for i in ours if trials[i].measured_ms <= best_ms * (1 + TIE)), key=preference)
+    if stock and trials[chosen].measured_ms >= trials[stock[0]].measured_ms * (1 - TIE):
+        return stock[0]
+    return chosen
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
-    """The two fastest, if their difference may be noise."""
-    ranked = sorted(trials, key=lambda trial: trial.measured_ms)[:2]
-    if len(ranked) < 2 or ranked[1].measured_ms > ranked[0].measured_ms * (1 + CLOSE):
+    """The two fastest of ours, and stock DDP between them, where differences may be noise; each at most once."""
+    stock, ours = _sides(trials)
+    ranked = sorted((trials[i] for i in ours), key=lambda trial: trial.measured_ms)[:2]
+    again = ranked if len(ranked) == 2 and _close(*ranked) else []
+    rivals = [trials[i] for i in stock if ranked and _close(ranked[0], trials[i])]
+    if rivals:
+        again = [ranked[0], *rivals, *again[1:]]
+    return [trial.candidate for trial in again]
+
+
+def undecided(trials: Sequence[Trial]) -> list[Candidate]:
+    """The fastest of ours and stock DDP, where their difference is within what measuring them again has shown."""
+    stock, ours = _sides(trials)
+    if not stock or not ours:
         return []
-    return [trial.candidate for trial in ranked]
+    best, rival = min((trials[i] for i in ours), key=lambda trial: trial.measured_ms), trials[stock[0]]
+    apart_ms = abs(best.measured_ms - rival.measured_ms)
+    if not _close(best, rival) or apart_ms > math.hypot(best.uncertainty_ms, rival.uncertainty_ms):
+        return []
+    return [best.candidate, rival.candidate]
+
+
+def _sides(trials: Sequence[Trial]) -> tuple[list[int], list[int]]:
+    """The indices of stock DDP and of ours."""
+    stock = [i for i, trial in enumerate(trials) if trial.candidate.is_stock]
+    return stock, [i for i in range(len(trials)) if i not in stock]
+
+
+def _close(one: Trial, other: Trial) -> bool:
+    low, high = sorted((one.measured_ms, other.measured_ms))
+    return high <= low * (1 + CLOSE)
 
 
 def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
-    """What is worth a measurement: the schedule in force, the planner's best, fixed caps; each schedule once."""
+    """What is worth a measurement: what is in force, stock DDP, the planner's best, fixed caps; each once."""
     model = ordered(setting.model, learned)
     predictor = Predictor(model, learned.profile, learned.cluster)
     channels = min(2, setting.channels)
@@ -114,7 +158,21 @@ def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
             seen.add(schedule)
             predicted_ms = predictor.predict(schedule) / 1e6
             candidates.append(Candidate.of(name, schedule, model, predicted_ms))
-    return candidates
+    return with_stock(candidates, setting)
+
+
+def with_stock(ours: Sequence[Candidate], setting: Setting) -> list[Candidate]:
+    """``ours``, of which the first is the schedule in force, with stock DDP where it can be tried.
+
+    What is in force comes first.
+    """
+    if setting.stock is None:
+        return list(ours)
+    first, *others = ours
+    if setting.stock_in_force:
+        earlier = first.model_copy(update={"name": "before"})
+        return [Candidate(name="in force", strategy=setting.stock), earlier, *others]
+    return [first, Candidate(name=STOCK, strategy=setting.stock), *others]
 
 
 def guesses(setting: Setting) -> list[Candidate]:
@@ -122,10 +180,11 @@ def guesses(setting: Setting) -> list[Candidate]:
     model, home = setting.model, setting.in_force
     capped = _capped(model, home.gather, min(2, setting.channels), GUESSED_SHARES)
     schedules = dict.fromkeys([home, *capped])
-    return [
+    ours = [
         Candidate.of("fixed cap" if number else "in force", schedule, model)
         for number, schedule in enumerate(schedules)
     ]
+    return with_stock(ours, setting)
 
 
 def ordered(model: ModelSpec, learned: Learned) -> ModelSpec:

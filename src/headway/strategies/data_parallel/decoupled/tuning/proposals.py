@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,21 +16,27 @@ from headway.graph.step_profile import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, GatherMode
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
+from headway.strategies.decisions import Entry
 
 
 class TuningEndedError(Exception):
     """Tuning cannot go on, on any rank; the message says why."""
 
 
+Alternative = DecoupledStrategy | DistributedDataParallelStrategy
+"""What a wrapped model may come to train under."""
+
+
 class Candidate(BaseModel):
-    """A strategy with its buckets spelled out, and the step that is predicted of it where anybody did."""
+    """A strategy, a decoupled one with its buckets spelled out, and the step predicted of it where anybody did."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    strategy: DecoupledStrategy
+    strategy: Alternative
     predicted_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
     @classmethod
@@ -36,16 +44,32 @@ class Candidate(BaseModel):
         cls, name: str, schedule: BucketSchedule, model: ModelSpec, predicted_ms: float | None = None
     ) -> Candidate:
         """The candidate that decides ``schedule``."""
-        strategy = DecoupledStrategy.model_validate(options_of(schedule, model))
-        return cls(name=name, strategy=strategy, predicted_ms=predicted_ms)
+        return cls(name=name, strategy=strategy_of(schedule, model), predicted_ms=predicted_ms)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is stock DDP."""
+        return isinstance(self.strategy, DistributedDataParallelStrategy)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate, and the step time that all ranks agree on (the mean where it was measured several times)."""
+    """A candidate, and the step time that all ranks agree on (the mean where it was measured several times).
+
+    ``measured_ms`` lies within ``uncertainty_ms`` in nineteen of twenty cases; infinite where it was measured once.
+    """
 
     candidate: Candidate
     measured_ms: float
+    uncertainty_ms: float = math.inf
+
+    @classmethod
+    def of(cls, candidate: Candidate, times_ms: Sequence[float]) -> Trial:
+        """From what was measured, once or more often."""
+        measured_ms = statistics.mean(times_ms)
+        if len(times_ms) == 1:
+            return cls(candidate, measured_ms)
+        return cls(candidate, measured_ms, 2 * statistics.stdev(times_ms) / math.sqrt(len(times_ms)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +87,11 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed."""
+    """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed.
+
+    ``in_force`` is the decoupled schedule in force, or the last one that was where ``stock_in_force``. ``stock`` is
+    None where stock DDP would not train this script as the decoupled all-reduce does.
+    """
 
     model: ModelSpec
     in_force: BucketSchedule
@@ -71,6 +99,8 @@ class Setting:
     channels: int
     agreement: Agreement
     learned: Learned | None
+    stock: DistributedDataParallelStrategy | None = None
+    stock_in_force: bool = False
 
 
 class Proposer(Protocol):
@@ -100,15 +130,17 @@ class Tuned:
 
     ``predicted_ms`` and ``measured_ms`` belong to ``candidates``, ``chosen`` is an index of them, or None where
     ``ended_early`` says why nothing was chosen. ``strategy`` decides what was left in force; ``steps`` is what it took.
+    ``note`` says why stock DDP was not tried, where it was not.
     """
 
-    strategy: DecoupledStrategy
+    strategy: Alternative
     candidates: tuple[Candidate, ...]
     measured_ms: tuple[float, ...]
     chosen: int | None
     steps: int
     learned: Learned | None = None
     ended_early: str = ""
+    note: str = ""
 
     @property
     def predicted_ms(self) -> tuple[float | None, ...]:
@@ -120,6 +152,38 @@ class Tuned:
         """The links as they were measured, where anybody needed them."""
         return None if self.learned is None else self.learned.cluster
 
+    @property
+    def verdict(self) -> str:
+        """In words, how stock DDP compared with the best of the decoupled schedules; "" where it was not tried."""
+        stock = [ms for each, ms in zip(self.candidates, self.measured_ms, strict=True) if each.is_stock]
+        ours = [ms for each, ms in zip(self.candidates, self.measured_ms, strict=True) if not each.is_stock]
+        if self.chosen is None or not stock or not ours:
+            return self.note
+        if not self.candidates[self.chosen].is_stock:
+            return f"faster than stock DDP: {self.measured_ms[self.chosen]:.4g} against {stock[0]:.4g} ms"
+        if stock[0] > min(ours):
+            return f"stock DDP is as fast: {stock[0]:.4g} against {min(ours):.4g} ms"
+        return f"stock DDP was faster: {stock[0]:.4g} against {min(ours):.4g} ms"
+
+    @property
+    def reason(self) -> str:
+        """In words, what came of it."""
+        return "; ".join(
+            each for each in (f"tuned in {self.steps} steps", self.ended_early or self.verdict) if each
+        )
+
+    def entry(self, step: int, before: str) -> Entry:
+        """It as a decision after ``step``, where what is described as ``before`` was in force."""
+        predicted = {
+            each.strategy.describe(): each.predicted_ms
+            for each in self.candidates
+            if each.predicted_ms is not None
+        }
+        return Entry(
+            step=step, before=before, order=self.strategy.describe(), reason=self.reason,
+            measured_ms=0.0 if self.chosen is None else self.measured_ms[self.chosen], predicted_ms=predicted,
+        )  # fmt: skip
+
     def describe(self) -> str:
         """Say in a line what was tried."""
         tried = "; ".join(
@@ -130,4 +194,5 @@ class Tuned:
         )
         if self.ended_early:
             return f"tuning ended early after {self.steps} steps: {self.ended_early}. Tried: {tried or 'nothing'}"
-        return f"tuned in {self.steps} steps: {tried}"
+        verdict = f"{self.verdict}. Tried: " if self.verdict else ""
+        return f"tuned in {self.steps} steps: {verdict}{tried}"

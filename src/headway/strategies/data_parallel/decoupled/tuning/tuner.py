@@ -1,34 +1,29 @@
-"""The driver of tuning: counts a model's steps, puts proposals in force between them, and measures.
-
-Everything happens inside the forward that begins a step, when the backward before it has been launched whole, and at
-the same count of steps on every rank. What the driver does is written as one generator, which each such forward
-resumes. A step is the time from one such forward to the next.
-"""
+"""The driver of tuning: puts proposals in force between a model's steps, and measures."""
 
 from __future__ import annotations
 
 import logging
-import statistics
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
+from headway.errors import UnsupportedError, one_line
 from headway.graph.update_cost import update_cost
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
-from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, options_of
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import links
-from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
-from headway.strategies.data_parallel.decoupled.tuning.clock import Clock
+from headway.strategies.data_parallel.decoupled.tuning.counting import (
+    StepCount,
+    Study,
+    Tunable,
+    agreement_of,
+    typical_ms,
+)
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+    Alternative,
     Candidate,
     Learned,
     Proposer,
@@ -39,139 +34,70 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 )
 from headway.strategies.data_parallel.decoupled.tuning.watch import StepWatch
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decisions import Journal
 
 WARM_STEPS = 3
 WATCHED_STEPS = 4
 MEASURED_STEPS = 3
 MOST_RESTARTS = 2
+SEVERAL_BACKWARDS = (
+    "stock DDP was not tried: it reduces one backward behind a forward, and this script has several"
+)
 
 _log = logging.getLogger("headway")
 
 
-class Interval(NamedTuple):
-    """From one counted forward to the next, and whether something other than training happened meanwhile."""
-
-    ms: float
-    disturbed: bool
-
-
-Study = Generator[None, Interval, None]
-
-
-class Tunable(Protocol):
-    """A wrapped model whose schedule can be changed while it trains."""
-
-    module: nn.Module
-    process_group: dist.ProcessGroup
-    device: torch.device
-    schedule: BucketSchedule
-    trainable: frozenset[int]
-    """The identities of the parameters that are trained."""
-    uneven: Any
-    """The ``join()`` that lasts, if one does."""
-    tuner: Tuner | None
-    """Told of forwards and of ``join()`` for as long as there is one."""
-    tuning: Tuned | None
-    """What came of it."""
-
-    @property
-    def engine(self) -> Engine | None:
-        """What runs the model."""
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where its process group takes small tensors."""
-
-    def reschedule(self, schedule: BucketSchedule) -> None:
-        """Put another schedule in force."""
-
-
-class Tuner:
+class Tuner(StepCount):
     """Tunes one wrapped model as ``proposer`` says, and leaves ``wrapped.tuning`` behind.
 
-    A proposal is measured over ``measured_steps``, behind one step in which it settles.
+    A proposal is measured over ``measured_steps``, behind one step in which it settles. ``afterwards`` is called when
+    it is done.
     """
 
-    def __init__(self, wrapped: Tunable, proposer: Proposer, measured_steps: int) -> None:
-        self._wrapped = weakref.ref(wrapped)
+    def __init__(
+        self,
+        wrapped: Tunable,
+        proposer: Proposer,
+        measured_steps: int,
+        afterwards: Callable[[Tunable, Tuned], None] | None = None,
+    ) -> None:
+        super().__init__(wrapped)
+        self._began_in_stock = wrapped.is_stock
+        self._before = wrapped.strategy.describe()
+        self._note = ""
+        self._afterwards = afterwards
         self._proposer = proposer
         self._measured_steps = measured_steps
         self._initial = wrapped.schedule
         self._restarts = 0
-        self._steps = 0
         self._watch: StepWatch | None = None
-        self._clock = Clock(wrapped.device)
         self._begin(wrapped)
 
     def _begin(self, wrapped: Tunable) -> None:
-        self._schedule = wrapped.schedule
-        self._trainable = wrapped.trainable
         self._told: dict[Candidate, list[float]] = {}
         self._learned: Learned | None = None
-        self._reductions: int | None = None
-        self._begun_ns = 0
-        self._disturbed = True
-        self._study = self._tune()
-        next(self._study)
-
-    # Counting ---------------------------------------------------------------------------------------
-
-    def before_forward(self, *, learning: bool) -> None:
-        """A forward of the wrapped model begins; ``learning`` where gradients are recorded.
-
-        Ranks must count alike, and scripts evaluate on some of them only, at times with gradients recorded.
-        """
-        wrapped, engine = self._parts()
-        if not learning or not wrapped.module.training:
-            self._disturb()
-        elif (
-            wrapped.uneven is not None
-        ):  # join() has put a schedule of its own in force for as long as it lasts
-            self.join_begins()
-        elif wrapped.trainable is not self._trainable:
-            self._begin_anew(wrapped)
-        elif wrapped.schedule is not self._schedule:
-            self._finish("the script put another schedule in force", keep=True)
-        else:
-            if engine.synchronise:
-                self._count(engine)
-            if self._watch is not None:
-                self._watch.expect_forward(engine.layout.buckets[0].reductions)
-
-    def _count(self, engine: Engine) -> None:
-        reductions = engine.layout.buckets[0].reductions
-        now_ns = self._clock.now_ns()
-        if self._reductions is None:
-            self._reductions, self._begun_ns, self._disturbed = reductions, now_ns, True
-        elif reductions != self._reductions:  # of several forwards before a backward the first one counts
-            self._steps += 1
-            self._resume(Interval((now_ns - self._begun_ns) / 1e6, self._disturbed))
-            self._reductions, self._disturbed = engine.layout.buckets[0].reductions, False
-            self._begun_ns = self._clock.now_ns()
-
-    def join_begins(self) -> None:
-        """From here on ranks may take different numbers of steps, or none. Counting starts again."""
-        self._disturb()
-        self._reductions = None
+        super()._begin(wrapped)
 
     def _disturb(self) -> None:
-        self._disturbed = True
+        super()._disturb()
         if self._watch is not None:
             self._watch.disturb()
 
-    def _resume(self, interval: Interval) -> None:
-        try:
-            self._study.send(interval)
-        except StopIteration:
-            self._finish("")
-        except TuningEndedError as reason:
-            self._finish(str(reason))
+    def before_forward(self, *, learning: bool) -> None:
+        """As of ``StepCount``; a watch is told that a forward which learns is next."""
+        super().before_forward(learning=learning)
+        wrapped = self._model()
+        learns = learning and wrapped.module.training and not wrapped.joining
+        if learns and self._watch is not None:
+            self._watch.expect_forward(wrapped.reductions)
 
     # What is done ------------------------------------------------------------------------------------
 
-    def _tune(self) -> Study:
-        """One yield a step; what is behind it happens in the next step's forward."""
-        for _ in range(WARM_STEPS):
+    def _made_study(self) -> Study:
+        yield
+        if self._model().is_stock:  # which shows nothing of what its steps consist of
+            self._put_in_force(self._initial)
+        for _ in range(WARM_STEPS - 1):
             yield
         self._refuse_alone()
         if self._proposer.learns and self._clock.host:
@@ -182,12 +108,18 @@ class Tuner:
         setting = self._setting()
         self._proposer.begin(setting)
         while (candidate := self._proposer.propose()) is not None:
-            self._put_in_force(candidate.strategy.decide(Job.of(setting.model)))
+            try:
+                self._try(candidate.strategy)
+            except UnsupportedError as error:
+                if not candidate.is_stock:
+                    raise
+                self._note = f"stock DDP was not tried: {one_line(str(error))}"
+                continue
             yield  # settling
             intervals = []
             for _ in range(self._measured_steps):
                 intervals.append((yield))  # noqa: PERF401 - a comprehension cannot yield
-            (measured_ms,) = setting.agreement.slowest([_typical_ms(intervals)])
+            (measured_ms,) = setting.agreement.slowest([typical_ms(intervals)])
             self._told.setdefault(candidate, []).append(measured_ms)
             self._proposer.tell(candidate, measured_ms)
 
@@ -204,7 +136,7 @@ class Tuner:
     def _learn(self, watch: StepWatch) -> Learned:
         """What was watched on the slowest rank, and what rings cost with nothing else in flight."""
         wrapped, engine = self._parts()
-        agreement, spec = _agreement(wrapped), model_spec(wrapped.module)
+        agreement, spec = agreement_of(wrapped), model_spec(wrapped.module)
         self._stop_watching()
         engine.settlement.settle_all()
         sharded = engine.schedule.gather == "parameters"
@@ -229,25 +161,42 @@ class Tuner:
         in_force, forms = wrapped.schedule, _forms(wrapped.schedule)
         if engine.settlement.needs_gradients:
             in_force, forms = replace(in_force, gather="gradients"), ("gradients",)
+        agreement = agreement_of(wrapped)
+        (most_reductions,) = agreement.slowest([self._most_reductions])
+        self._note = "" if most_reductions <= 1 else SEVERAL_BACKWARDS
         return Setting(
             model_spec(wrapped.module),
             in_force,
             forms,
             engine.transport.channels,
-            _agreement(wrapped),
+            agreement,
             self._learned,
+            # What is cast for its way would not be under stock DDP.
+            stock=None if self._note or in_force.halves else wrapped.stock_strategy,
+            stock_in_force=self._began_in_stock,
         )
 
+    def _try(self, strategy: Alternative, *, for_good: bool = False) -> None:
+        wrapped = self._model()
+        if isinstance(strategy, DecoupledStrategy):
+            self._put_in_force(strategy.decide(Job.of(model_spec(wrapped.module))))
+        else:
+            wrapped.use_stock_ddp(keep_connections=not for_good)
+            self._note_what_is_in_force(wrapped)
+
     def _put_in_force(self, schedule: BucketSchedule) -> None:
-        wrapped, _ = self._parts()
-        if schedule != wrapped.schedule:
+        wrapped = self._model()
+        if wrapped.is_stock or schedule != wrapped.schedule:
             wrapped.reschedule(schedule)
-        self._schedule = wrapped.schedule
+        self._note_what_is_in_force(wrapped)
 
     # Ending ------------------------------------------------------------------------------------------
 
-    def _begin_anew(self, wrapped: Tunable) -> None:
-        """Other parameters are trained: what was learned and tried is of no use."""
+    def _scheduled_otherwise(self, wrapped: Tunable) -> None:
+        self._finish("the script put another schedule in force", keep=True)
+
+    def _trained_otherwise(self, wrapped: Tunable) -> None:
+        # What was learned and tried is of no use.
         self._stop_watching()
         self._initial = restricted(self._initial, model_spec(wrapped.module))
         self._put_in_force(self._initial)
@@ -259,60 +208,56 @@ class Tuner:
 
     def _finish(self, reason: str, *, keep: bool = False) -> None:
         """Put the best in force, or what was in force before; where ``keep``, leave what is."""
-        wrapped, _ = self._parts()
+        wrapped = self._model()
         self._stop_watching()
-        spec = model_spec(wrapped.module)
-        trials = [Trial(candidate, statistics.mean(times)) for candidate, times in self._told.items()]
+        trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
         chosen = self._proposer.choose(trials) if trials and not reason else None
         if chosen is not None:
-            self._put_in_force(trials[chosen].candidate.strategy.decide(Job.of(spec)))
+            self._try(trials[chosen].candidate.strategy, for_good=True)
+        elif self._began_in_stock and not keep:
+            self._try(wrapped.stock_strategy, for_good=True)
         elif not keep:
             self._put_in_force(self._initial)
         wrapped.tuning = Tuned(
-            strategy=DecoupledStrategy.model_validate(options_of(wrapped.schedule, spec)),
+            strategy=wrapped.strategy,
             candidates=tuple(trial.candidate for trial in trials),
             measured_ms=tuple(trial.measured_ms for trial in trials),
             chosen=chosen,
             steps=self._steps,
             learned=self._learned,
             ended_early=reason,
+            note=self._note,
         )
         wrapped.tuner = None
-        if _agreement(wrapped).rank == 0:
+        if agreement_of(wrapped).rank == 0:
             _log.info("%s", wrapped.tuning.describe())
+        if self._afterwards is not None:
+            self._afterwards(wrapped, wrapped.tuning)
+        elif agreement_of(wrapped).rank == 0 and (journal := Journal.wanted()) is not None:
+            journal.add(wrapped.tuning.entry(self._steps, self._before))
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.detach()
             self._watch = None
 
-    def _parts(self) -> tuple[Tunable, Engine]:
-        wrapped = self._wrapped()
-        assert wrapped is not None
-        assert wrapped.engine is not None
-        return wrapped, wrapped.engine
-
-
-def _agreement(wrapped: Tunable) -> Agreement:
-    return Agreement(wrapped.process_group, wrapped.join_device)
-
 
 def _forms(schedule: BucketSchedule) -> tuple[GatherMode, ...]:
     return (schedule.gather, "gradients" if schedule.gather == "parameters" else "parameters")
 
 
-def _typical_ms(intervals: list[Interval]) -> float:
-    calm = [interval.ms for interval in intervals if not interval.disturbed]
-    return statistics.median(calm or [interval.ms for interval in intervals])
-
-
-def tune(wrapped: Tunable, proposer: Proposer | None = None, measured_steps: int = MEASURED_STEPS) -> None:
+def tune(
+    wrapped: Tunable,
+    proposer: Proposer | None = None,
+    measured_steps: int = MEASURED_STEPS,
+    afterwards: Callable[[Tunable, Tuned], None] | None = None,
+) -> None:
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
     Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
-    measured over ``measured_steps``: with three of them all is done in at most 40 steps.
+    measured over ``measured_steps``: with three of them all is done within 60 steps. ``afterwards`` is called then.
     """
-    wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps)
+    wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps, afterwards)
 
 
-__all__ = ["Interval", "Tuner", "tune"]
+__all__ = ["Tuner", "tune"]

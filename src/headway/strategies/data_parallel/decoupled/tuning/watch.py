@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headway import torch_private
 from headway.model import ModelSpec
-from headway.strategies.data_parallel.channels import observer as observing
+from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.tuning.notice import Notice, WaitObserver
+from headway.torch_private.step_hooks import after_every_step, before_every_step
 
 
 @dataclass(slots=True)
@@ -69,11 +69,10 @@ class StepWatch:
         for state in engine.layout.states:
             act = Notice(self, "ready", state.name)
             handles.append(state.parameter.register_post_accumulate_grad_hook(act))
-        handles.append(register_optimizer_step_pre_hook(Notice(self, "step_begins")))
-        handles.append(register_optimizer_step_post_hook(Notice(self, "step_ended")))
+        handles.append(before_every_step(Notice(self, "step_begins")))
+        handles.append(after_every_step(Notice(self, "step_ended")))
         engine.own_handles.extend(handles)
-        self._observer = WaitObserver(self, observing.observer())
-        observing.set_observer(self._observer)
+        self._observer = WaitObserver.over(self)
 
     def detach(self) -> None:
         """Close the step that is open, and leave no trace."""
@@ -85,8 +84,8 @@ class StepWatch:
         if engine is not None:
             mine = {id(handle) for handle in self._handles}
             engine.own_handles[:] = [handle for handle in engine.own_handles if id(handle) not in mine]
-        if self._observer is not None and observing.observer() is self._observer:
-            observing.set_observer(self._observer.next)
+        if self._observer is not None:
+            self._observer.withdraw()
         self._handles.clear()
 
     # Told by the tuner ------------------------------------------------------------------------------
@@ -149,6 +148,9 @@ class StepWatch:
         """An optimizer's step returns."""
         if self._open is not None and self._concerns(optimizer):
             self._open.step_end = self._now()
+
+    def carried(self, _done: Collective) -> None:
+        """Costs of collectives are measured apart (``links``)."""
 
     def waited(self, start_ns: int, end_ns: int) -> None:
         """Training stood still."""

@@ -1,0 +1,118 @@
+"""Channels behind a communication hook of DDP: they are given buckets, and DDP a future of each bucket's mean."""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway import torch_private
+from headway.errors import HeadwayError
+from headway.strategies.data_parallel.channels import retirement
+from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.departure import Departure
+from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
+
+
+class HookedChannels:
+    """Channels of one wrapped model on the CPU, each with connections of its own, until the model is let go of.
+
+    Making them is collective. ``strategy`` is the name of the strategy that they are of.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, channels: int, strategy: str) -> None:
+        wiring = wiring_of(torch.device("cpu"), group)
+        self.rank, self.world_size = group.rank(), group.size()
+        self.group = group
+        self._groups = groups_of_our_own(group, wiring, channels)
+        self._channels = Channels(
+            self._groups, lambda own: own or "a peer ended or fell silent", wiring.streams, strategy
+        )
+        self._channels.use(channels)
+        self._departure = _departure(self._groups.host[0])
+        self._stopped = False
+        _watch(self)
+
+    def serves(self, group: dist.ProcessGroup) -> bool:
+        """Whether this cannot go on without ``group``."""
+        return group in (self.group, dist.group.WORLD, *self._groups.all)
+
+    def submit(self, job: Job, buffer: torch.Tensor) -> torch.futures.Future[Any]:
+        """Queue ``job``, which puts a mean into ``buffer``; the future is done when it is there, or fails as that."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def then(error: HeadwayError | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            else:
+                future.set_exception(error)
+
+        job.then = then
+        self._channels.submit(job)
+        return future
+
+    def stop(self) -> None:
+        """End the channels' threads."""
+        if not self._stopped:
+            self._stopped = True
+            self._channels.stop()
+
+    def abandon(self) -> None:
+        """The wrapped model was collected: give back what was made for it as soon as every rank has let go of it."""
+        if self._stopped:  # the groups have gone
+            return
+        self.stop()
+        if self._channels.failure is None:
+            retirement.retire(self)
+
+    def leave(self, *, exiting: bool = False) -> None:
+        """Tell the other ranks that this one has no more buckets."""
+        del exiting
+        self._departure.leave()
+
+    def everyone_left(self, timeout_s: float = 0.0) -> bool:
+        """Whether no rank has any more."""
+        return self._departure.everyone_left(timeout_s)
+
+    def end(self) -> None:
+        """Give back the connections."""
+        self._groups.end()
+
+
+def _departure(group: dist.ProcessGroup) -> Departure:
+    """How the ranks of ``group`` tell of their leaving. Collective."""
+    # A store may outlive a group whose name is used again.
+    token = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(token, group=group, group_src=0)
+    key = f"headway/{torch_private.group_name(group)}/{int(token)}"
+    return Departure(torch_private.default_store(), key, group.rank(), group.size())
+
+
+_alive: weakref.WeakSet[HookedChannels] = weakref.WeakSet()
+
+
+def _watch(channels: HookedChannels) -> None:
+    """Stop ``channels`` before the groups that they need, or the interpreter, go away."""
+    _watch_groups()
+    _alive.add(channels)
+
+
+@cache
+def _watch_groups() -> None:
+    torch_private.before_group_shutdown(_before_shutdown)
+    atexit.register(_at_exit)
+
+
+def _before_shutdown(group: dist.ProcessGroup) -> None:
+    for channels in [each for each in _alive if each.serves(group)]:
+        channels.stop()
+
+
+def _at_exit() -> None:
+    for channels in list(_alive):
+        channels.stop()

@@ -1,0 +1,137 @@
+"""What a decoupled wrapper can do besides: hand its steps over to stock DDP."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import UnsupportedError, one_line
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled import lifecycle, replicas
+from headway.strategies.data_parallel.decoupled.checks import trainable_now, trainable_parameters
+from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse
+from headway.strategies.data_parallel.decoupled.stepping import unbind_unused
+from headway.strategies.data_parallel.decoupled.stock import Stock
+from headway.strategies.data_parallel.module_spec import model_spec
+
+if TYPE_CHECKING:
+    from headway.strategies.data_parallel.decoupled.tuning.counting import StepCount
+
+
+class HandsOver(RefusingDataParallel):
+    """A wrapper whose steps are its engine's, or stock DDP's in its place."""
+
+    process_group: dist.ProcessGroup
+    trainable: frozenset[int]
+    schedule: BucketSchedule
+    tuner: StepCount | None = None
+    _stock: Stock
+    _abandoning: weakref.finalize[Any, Any]
+    _compiled: frozenset[int]
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine | None:
+        """What runs this model."""
+
+    @property
+    @abstractmethod
+    def joining(self) -> bool:
+        """Whether a ``join()`` lasts."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Where the process group takes small tensors."""
+
+    @abstractmethod
+    def _follow_trainable(self) -> None:
+        """Other parameters are trained than before."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether stock DDP does this model's steps."""
+        return self._stock.in_force
+
+    @property
+    def stock_strategy(self) -> DistributedDataParallelStrategy:
+        """What stock DDP would decide, with the script's own options."""
+        return self._stock.strategy
+
+    def use_stock_ddp(self, *, keep_connections: bool = False) -> None:
+        """Have stock DDP do the steps from here on: on every rank, at the same point of the script, between two steps.
+
+        Its buckets and options are those that the script gave. Optimizers get their whole state, buckets are given up,
+        and so are connections and threads unless ``keep_connections``. ``reschedule`` goes back.
+
+        Raises UserError where ranks do not agree, UnsupportedError in the middle of a backward, within a ``join()``,
+        and for models that are compiled or that stock DDP refuses; what was in force goes on.
+        """
+        stock, engine = self._stock, self.engine
+        if engine is None and not stock.in_force:
+            raise UnsupportedError("a copy of a decoupled model cannot be handed over to stock DDP")
+        if self._compiled or self.joining:
+            refuse(f"use_stock_ddp() {'within join()' if self.joining else 'of a compiled model'}")
+        if not stock.in_force:
+            assert engine is not None
+            engine.check_usable()
+            if engine.running:
+                refuse("use_stock_ddp() in the middle of a backward", fix="Call it between two steps.")
+            replicas.check_agreement(
+                model_spec(self.module), stock.strategy, self.process_group, self.join_device
+            )
+            engine.stand_aside()
+            lifecycle.set_aside(engine, aside=True)
+            unbind_unused()
+            self._begin_stock(engine)
+        if engine is not None and not keep_connections:
+            lifecycle.release_everywhere(engine)
+            self._abandoning.detach()
+            self.__dict__["_engine"] = None
+
+    def _begin_stock(self, engine: Engine) -> None:
+        try:
+            self._stock.begin(self)
+        except Exception as error:
+            self._take_up(engine)
+            engine.reschedule(trainable_parameters(self.module), self.schedule)
+            raise UnsupportedError(
+                "stock DDP cannot have this model", got=one_line(str(error)), fix="Keep it decoupled."
+            ) from error
+
+    def _take_up(self, engine: Engine) -> None:
+        """Get ``engine``, which stood aside, ready to go on."""
+        lifecycle.set_aside(engine, aside=False)
+        self._watch_modules(engine)
+
+    @abstractmethod
+    def _watch_modules(self, engine: Engine) -> None:
+        """Have modules bring their parameters up to date before they run."""
+
+    def _before_stock(self, *, learning: bool) -> None:
+        """A forward is about to be stock DDP's, unless the tuner has something else in mind."""
+        stock = self._stock
+        if not self._join_config.enable:
+            stock.joining = False  # one that was switched off has begun all the same
+        if learning and stock.trains_otherwise(self):
+            trainable = trainable_now(self.module, self._compiled)
+            stock.frozen = not trainable
+            if trainable and trainable != self.trainable:
+                self._follow_trainable()
+        if self.tuner is not None:
+            self.tuner.before_forward(learning=learning and not stock.frozen)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            stock = self.__dict__.get("_stock")
+            if stock is None or not stock.in_force:
+                raise
+            return getattr(stock.ddp, name)

@@ -1,0 +1,182 @@
+"""Stock DDP in the place of a decoupled wrapper's engine, for as long as that hands its steps over.
+
+A DistributedDataParallel of torch's own is put over the same module, and the wrapper's forward is its forward. The
+wrapper stays what scripts have it for: its hooks, its names, ``no_sync()``, ``join()``, copies. Nothing of the engine
+is left on the way of a step; all that is looked at before a forward is whether other parameters are trained, which
+stock DDP would not notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from headway import torch_private
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
+
+
+class HandingOver(Protocol):
+    """A wrapper whose steps stock DDP may do."""
+
+    module: nn.Module
+    require_backward_grad_sync: bool
+    require_forward_param_sync: bool
+    forward_sync_buffers: bool
+    _join_config: Any
+
+
+def stock_options(*, shares_buffers: bool, batched_grad_copy: bool, **options: Any) -> dict[str, Any]:
+    """Arguments of this torch's DistributedDataParallel for a module whose replicas are alike already."""
+    known = inspect.signature(inspect.unwrap(DistributedDataParallel.__init__)).parameters
+    sharing = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    copying = {"batched_grad_copy": True} if batched_grad_copy else {}
+    return {**options, **copying, sharing: shares_buffers, "init_sync": False}
+
+
+class Stock:
+    """Stock DDP over one wrapper's module, with ``options`` of DistributedDataParallel; at first it is not in force.
+
+    ``reductions`` counts the backwards that were reduced since it has been in force, if forwards say that they are
+    ``counted``. ``joining`` says whether a ``join()`` has begun and not ended meanwhile, ``frozen`` that no parameter
+    is trained at the moment.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        # Kept when it is no longer in force: graphs that went through it may yet refer to it.
+        self._ddp: DistributedDataParallel | None = None
+        self._trained: TrainedSet | None = None
+        self._in_final_buckets = False
+        self.frozen = False
+        self.joining = False
+        self.reductions = 0
+        self._no_join = torch_private.join_config_disabled()
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it does the wrapper's steps."""
+        return self._trained is not None
+
+    @property
+    def strategy(self) -> DistributedDataParallelStrategy:
+        """What it decides."""
+        return DistributedDataParallelStrategy(bucket_cap_mb=self._options["bucket_cap_mb"])
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The DDP that is in force."""
+        assert self._ddp is not None
+        return self._ddp
+
+    def begin(self, wrapped: HandingOver) -> None:
+        """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
+
+        Ranks have the same parameters and buffers by then.
+        """
+        self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, self._options)
+        self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
+        self._trained = TrainedSet(wrapped.module)
+        self.frozen = self.joining = False
+        self._in_final_buckets = self._ddp.find_unused_parameters
+        self.reductions = 0
+
+    def end(self, wrapped: HandingOver) -> None:
+        """Leave the module as it was before: no hook, no bucket, and gradients that are their own.
+
+        Raises RuntimeError, as stock DDP's next forward would, where a backward has left parameters unreduced.
+        """
+        ddp = self.ddp
+        torch_private.let_go_of_reducer(ddp)
+        wrapped.require_forward_param_sync = ddp.require_forward_param_sync
+        if self._options.get("gradient_as_bucket_view"):
+            for parameter in wrapped.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        self._trained = None
+
+    def trains_otherwise(self, wrapped: HandingOver) -> bool:
+        """Whether other parameters may be trained than at the forward before; a look that costs little."""
+        assert self._trained is not None
+        if not self._trained.changed():
+            return False
+        self._trained = TrainedSet(wrapped.module)
+        return True
+
+    def forward(
+        self, wrapped: HandingOver, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+    ) -> Any:
+        """The forward of ``wrapped``; ``counted`` where its backward is."""
+        ddp, synchronises = self.ddp, wrapped.require_backward_grad_sync
+        # After a join() torch leaves its wrapper as it was within: nobody counts ranks any more.
+        ddp.__dict__["_join_config"] = wrapped._join_config if self.joining else self._no_join
+        ddp.__dict__["require_backward_grad_sync"] = synchronises and not self.frozen
+        output = ddp.forward(*inputs, **kwargs)
+        if self.frozen:
+            ddp.require_forward_param_sync = synchronises and torch.is_grad_enabled()
+        elif (counted or not self._in_final_buckets) and synchronises and torch.is_grad_enabled():
+            reached = _Reached(self)
+            for tensor in torch_private.tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(reached)
+        return output
+
+    def backward_begins(self) -> None:
+        """A backward has come to what a synchronised forward returned."""
+        self.reductions += 1
+        if not (self._in_final_buckets or self.joining):  # a rank that has joined does so in its own time
+            # Behind what stock DDP does as a backward ends, which it has yet to ask for.
+            torch_private.queue_backward_callback(
+                lambda: torch_private.queue_backward_callback(self._backward_ended)
+            )
+
+    def _backward_ended(self) -> None:
+        """Have buckets follow the order of gradients now, since all ranks are here.
+
+        Stock DDP does so in the next forward with gradients, which may be one that evaluates on one rank alone.
+        """
+        if self.in_force and not self._in_final_buckets:
+            self._in_final_buckets = torch_private.buckets_rebuilt(self.ddp)
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """What a rank without inputs does for the others, as stock DDP has it."""
+        self.joining = True
+        return _JoinHook(self, self.ddp.join_hook(**options))
+
+
+class _Reached:
+    """A hook on all that one forward returned: its backward has begun. It need not be saved with it."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock: weakref.ref[Stock] | None = weakref.ref(stock)
+
+    def __call__(self, _gradient: Any) -> None:
+        stock = None if self._stock is None else self._stock()
+        if stock is not None:
+            stock.backward_begins()
+        self._stock = None  # of several outputs the first one counts
+
+
+class _JoinHook(JoinHook):
+    """Stock DDP's, which tells when the ``join()`` has ended."""
+
+    def __init__(self, stock: Stock, own: JoinHook) -> None:
+        self._stock, self._own = stock, own
+
+    def main_hook(self) -> None:
+        """One iteration of the others."""
+        self._own.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank has joined."""
+        self._own.post_hook(is_last_joiner)
+        self._stock.joining = False

@@ -1,0 +1,97 @@
+"""What ranks do for the tests of adapting: their network becomes slow while they train, and fast again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.behaviour.tuning_cases import batch, seen
+from torch import nn
+
+from headway.strategies.data_parallel.channels import observer as observing
+from headway.strategies.data_parallel.decoupled.adapting import live
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.runtime import wrap
+from headway.strategies.decisions import DECISIONS_VARIABLE
+
+SO_MAX_PACING_RATE = 47
+UNLIMITED = 2**64 - 1
+SLOW_BYTES_PER_S = 8_000_000
+WIDTH = 224
+FAST_STEPS, SLOW_STEPS = 60, 120
+Optimizer = torch.optim.Optimizer
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    ).double()
+
+
+def pace(bytes_per_s: int) -> int:
+    """Have the kernel send no faster on any connection of this process; returns how many there are."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                rate = struct.pack("=Q", bytes_per_s)
+                connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
+                found += 1
+    return found
+
+
+def step_of(model: nn.Module, optimizer: Optimizer, step: int, rank: int, world_size: int) -> None:
+    optimizer.zero_grad()
+    x, y = batch(step, rank, world_size)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def slowed(rank: int, world_size: int, decisions: str, adapt: bool) -> dict[str, Any]:
+    """Training on a network that becomes slow."""
+    logging.getLogger("headway").setLevel(logging.ERROR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "WINDOW_MS", 20.0)  # steps are short here
+        patch.setenv(DECISIONS_VARIABLE, decisions)
+        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=2**16, adapt=adapt))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+        for step in range(FAST_STEPS):
+            step_of(wrapped, optimizer, step, rank, world_size)
+        paced = pace(SLOW_BYTES_PER_S)
+        for step in range(FAST_STEPS, FAST_STEPS + SLOW_STEPS):
+            step_of(wrapped, optimizer, step, rank, world_size)
+        pace(UNLIMITED)
+        result = seen(wrapped, optimizer)
+        tuned = wrapped.tuning
+        watched = wrapped.tuner is not None
+        del wrapped, optimizer
+        gc.collect()
+    return result | {
+        "paced": paced, "watched": watched, "observer": type(observing.observer()).__name__,
+        "tuned": None if tuned is None else [each.strategy.describe() for each in tuned.candidates],
+        "decisions": Path(decisions).exists(),
+    }  # fmt: skip
+
+
+def alone(world_size: int) -> dict[str, Any]:
+    """The same in one process."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(FAST_STEPS + SLOW_STEPS):
+        step_of(model, optimizer, step, -1, world_size)
+    return seen(model, optimizer)

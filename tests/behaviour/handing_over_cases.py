@@ -1,0 +1,220 @@
+"""What ranks do for the tests of stock DDP in the place of a decoupled model's engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.behaviour.tuning_cases import OPTIMIZERS, STEPS, Script, batch, forms_of, net, schedule_of, seen
+from torch import nn
+
+from headway.errors import UnsupportedError
+from headway.recording.description import strategy_in_force
+from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel, wrap
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
+from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
+from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.decisions import DECISIONS_VARIABLE
+
+
+def _hooks(module: nn.Module) -> int:
+    return sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in module.modules())
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if "headway" in thread.name)
+
+
+def _live_buckets() -> int:
+    gc.collect()
+    return sum(isinstance(each, LiveBucket) for each in gc.get_objects())
+
+
+def _state_of_the_process(wrapped: DecoupledDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "stock": wrapped.is_stock,
+        "hooks": _hooks(wrapped.module),
+        "watched state": type(optimizer.state) is not defaultdict,
+        "own zero_grad": "zero_grad" in optimizer.__dict__,
+        "registered": deferred.anything_registered(),
+        "ordinary": all(type(parameter) is nn.Parameter for parameter in wrapped.parameters()),
+        "interval": round(sys.getswitchinterval(), 6),
+        "buckets": _live_buckets(),
+        "threads": _threads(),
+        "in force": strategy_in_force(wrapped)[0],
+    }
+
+
+def what_is_left(rank: int, world_size: int) -> Any:
+    """A few steps in each form, and what the process and the wrapper have of ours behind them."""
+    before = _descriptors()
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    optimizer = OPTIMIZERS["adam"](wrapped.parameters())
+    script = Script(wrapped, optimizer, rank, world_size)
+    calls: list[int] = []
+    wrapped.register_forward_hook(lambda *_: calls.append(1))
+    names = list(wrapped.state_dict())
+    found = {}
+
+    def steps(name: str) -> None:
+        script.run(3)
+        found[name] = _state_of_the_process(wrapped, optimizer)
+
+    steps("ours")
+    wrapped.use_stock_ddp(keep_connections=True)
+    steps("aside")
+    reducer = weakref.ref(wrapped.reducer)
+    wrapped.reschedule(schedule_of(model_spec(wrapped.module), 300, "gradients", 2))
+    steps("ours again")
+    wrapped.use_stock_ddp()
+    steps("for good")
+    found["for good"]["descriptors"] = _descriptors() - before
+    wrapped.reschedule(schedule_of(model_spec(wrapped.module), 300, "parameters", 1))
+    steps("back")
+    assert list(wrapped.state_dict()) == names
+    return {"found": found, "calls": len(calls), "reducer": reducer() is None, **seen(wrapped, optimizer)}
+
+
+def what_is_left_alone(world_size: int) -> Any:
+    model = net()
+    script = Script(model, OPTIMIZERS["adam"](model.parameters()), -1, world_size)
+    for _ in range(5):
+        script.run(3)
+    return seen(model, script.optimizer)
+
+
+class AlternatesWithStock:
+    """Proposes schedules of ours and stock DDP in turns, and says that the trial numbered ``best`` is best."""
+
+    learns = False
+
+    def __init__(self, best: int) -> None:
+        self._best = best
+        self._left: list[Candidate] = []
+        self.settings: list[Setting] = []
+
+    def begin(self, setting: Setting) -> None:
+        self.settings.append(setting)
+        model = setting.model
+        schedules: list[BucketSchedule] = [
+            schedule_of(model, 200, "parameters", 1), schedule_of(model, 400, "gradients", 2)
+        ]  # fmt: skip
+        ours = [Candidate.of(f"number {n}", schedule, model) for n, schedule in enumerate(schedules)]
+        stock = [] if setting.stock is None else [Candidate(name="stock DDP", strategy=setting.stock)]
+        self._left = [ours[0], *stock, ours[1], *stock, ours[0], *stock]
+
+    def propose(self) -> Candidate | None:
+        return self._left.pop(0) if self._left else None
+
+    def tell(self, candidate: Candidate, measured_ms: float) -> None:
+        assert measured_ms > 0
+
+    def choose(self, trials: Sequence[Trial]) -> int:
+        return min(self._best, len(trials) - 1)
+
+
+def tuned_in_turns(rank: int, world_size: int, name: str, best: int, decisions: str) -> Any:
+    """A tuner that goes over to stock DDP and back several times, with what scripts do meanwhile."""
+    logging.getLogger("headway").setLevel(logging.ERROR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DECISIONS_VARIABLE, decisions)
+        wrapped: Any = DecoupledDataParallel(net(), bucket_cap_mb=0.0005)
+        tune(wrapped, AlternatesWithStock(best))
+        script = Script(wrapped, OPTIMIZERS[name](wrapped.parameters()), rank, world_size)
+        script.sometimes_evaluate = script.sometimes_accumulate = True
+        forms: list[str] = []
+        script.run(
+            STEPS, lambda _step: forms.append("stock" if wrapped.is_stock else wrapped.schedule.gather)
+        )
+    return seen(wrapped, script.optimizer) | {
+        "forms": forms,
+        "engine": wrapped.engine is not None,
+        "strategy": wrapped.tuning.strategy.describe(),
+        "verdict": wrapped.tuning.verdict,
+        "written": Path(decisions).exists(),
+    }
+
+
+def several_backwards(rank: int, world_size: int) -> Any:
+    """Two forwards and then two backwards, of which stock DDP would reduce one."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
+    optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for number in (step, step + 1000):
+            x, y = batch(number, rank, world_size)
+            losses.append(nn.functional.mse_loss(wrapped(x), y))
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    return seen(wrapped, optimizer) | {"forms": forms_of(wrapped.tuning), "said": wrapped.tuning.describe()}
+
+
+def several_backwards_alone(world_size: int) -> Any:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in (step, step + 1000):
+            x, y = batch(number, -1, world_size)
+            nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return seen(model, optimizer)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """Moments at which nothing can be handed over."""
+    found = []
+
+    def trying(act: Any) -> None:
+        try:
+            act()
+        except UnsupportedError as error:
+            found.append(str(error))
+
+    wrapped: Any = DecoupledDataParallel(net(), process_group=None)
+    with wrapped.join():
+        trying(wrapped.use_stock_ddp)
+        wrapped(batch(0, rank, world_size)[0]).sum().backward()
+    loss = wrapped(batch(1, rank, world_size)[0]).sum()
+    next(wrapped.parameters()).register_hook(lambda _: trying(wrapped.use_stock_ddp))
+    loss.backward()
+    assert not wrapped.is_stock
+    assert isinstance(wrapped.stock_strategy, DistributedDataParallelStrategy)
+    return found
+
+
+def refused_by_stock_ddp(rank: int, world_size: int) -> Any:
+    """A model that stock DDP refuses is trained as before."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    wrapped: Any = wrap(model, DecoupledStrategy(bucket_cap_bytes=256, tune=True))
+    model[1].eval()  # else it would want a GPU
+    script = Script(wrapped, OPTIMIZERS["sgd"](wrapped.parameters()), rank, world_size)
+    script.run(STEPS)
+    with pytest.raises(UnsupportedError, match="stock DDP cannot have this model"):
+        wrapped.use_stock_ddp()
+    script.run(2)
+    return {
+        "digest": seen(wrapped, script.optimizer)["digest"], "forms": forms_of(wrapped.tuning),
+        "said": wrapped.tuning.describe(), "hooks": _hooks(wrapped.module),
+    }  # fmt: skip

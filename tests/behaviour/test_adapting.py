@@ -1,0 +1,47 @@
+"""Adapting: a job whose network becomes slow is tuned again, on every rank alike, and trains as it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import workers
+from tests.behaviour import adapting_cases
+
+from headway.strategies.decisions import read_journal
+
+CASES = "tests.behaviour.adapting_cases"
+
+pytestmark = pytest.mark.processes
+
+
+def _flat(value: Any) -> list[float]:
+    return [number for item in value for number in _flat(item)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_network_that_becomes_slow_is_tuned_for(world_size: int, tmp_path: Path) -> None:
+    journal = tmp_path / "decisions"
+    results = workers.run(world_size, f"{CASES}:slowed", str(journal), True)
+    reference = adapting_cases.alone(world_size)
+    assert len({result["digest"] for result in results}) == 1
+    for result in results:
+        assert result["paced"] > 0
+        assert _flat(result["parameters"]) == pytest.approx(
+            _flat(reference["parameters"]), rel=1e-9, abs=1e-10
+        )
+        assert result["tuned"] == results[0]["tuned"]
+        assert result["observer"] == "NullObserver"
+    assert results[0]["tuned"] is not None
+    reasons = [entry.reason for entry in read_journal(journal)]
+    assert any("a byte of gradients takes" in reason for reason in reasons), reasons
+    assert any(reason.startswith("tuned in") for reason in reasons), reasons
+
+
+def test_without_it_nothing_is_watched(tmp_path: Path) -> None:
+    results = workers.run(2, f"{CASES}:slowed", str(tmp_path / "decisions"), False)
+    for result in results:
+        assert result["tuned"] is None
+        assert not result["watched"]
+        assert not result["decisions"]

@@ -1,0 +1,94 @@
+"""Stock DDP in the place of a decoupled model's engine, and back: nothing of either is left behind by the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests import workers
+from tests.behaviour import handing_over_cases, tuning_cases
+from tests.behaviour.tuning_cases import agrees
+
+from headway.strategies.decisions import read_journal
+
+CASES = "tests.behaviour.handing_over_cases"
+USUAL_INTERVAL_S = 0.005
+
+pytestmark = pytest.mark.processes
+
+
+def test_nothing_of_ours_is_left_in_the_stock_form_nor_of_stock_in_ours() -> None:
+    results = workers.run(2, f"{CASES}:what_is_left")
+    agrees(results, handing_over_cases.what_is_left_alone(2))
+    for result in results:
+        assert result["calls"] == 15  # a hook of the script stays
+        assert result["reducer"]
+        found = result["found"]
+        for name in ("ours", "ours again", "back"):
+            here = found[name]
+            assert not here["stock"]
+            assert here["in force"] == "decoupled"
+            assert (here["hooks"] > 0, here["buckets"] > 0, here["threads"] != []) == (True, True, True)
+            assert here["watched state"]
+            assert here["interval"] < USUAL_INTERVAL_S
+        for name in ("aside", "for good"):
+            here = found[name]
+            assert here["stock"]
+            assert here["in force"] == "ddp"
+            assert (here["hooks"], here["buckets"]) == (0, 0)
+            assert not any(here[what] for what in ("watched state", "own zero_grad", "registered"))
+            assert here["ordinary"]
+            assert here["interval"] == USUAL_INTERVAL_S
+        assert found["for good"]["threads"] == []
+        assert found["for good"]["descriptors"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "best"), [(2, "adam", 1), (3, "sgd", 1), (2, "sgd", 0)], ids=str
+)
+def test_a_tuner_goes_over_to_stock_ddp_and_back(
+    world_size: int, optimizer: str, best: int, tmp_path: Path
+) -> None:
+    journal = tmp_path / "decisions"
+    results = workers.run(world_size, f"{CASES}:tuned_in_turns", optimizer, best, str(journal))
+    reference = tuning_cases.alone(optimizer, tuning_cases.STEPS, world_size, sometimes_accumulate=True)
+    agrees(results, reference)
+    for result in results:
+        assert result["forms"] == results[0]["forms"]
+        changes = [
+            form for form, before in zip(result["forms"][1:], result["forms"], strict=False) if form != before
+        ]
+        assert (
+            changes[:6]
+            == ["stock", "gradients", "stock", "parameters", "stock", "parameters"][: len(changes)]
+        )
+        assert changes.count("stock") == 3
+        assert (result["forms"][-1] == "stock") == (best == 1)
+        assert result["engine"] == (best == 0)
+    (entry,) = read_journal(journal)
+    assert entry.order == results[0]["strategy"]
+    assert results[0]["verdict"] in entry.reason
+    assert entry.switches
+
+
+def test_what_stock_ddp_would_not_reduce_is_not_handed_over() -> None:
+    results = workers.run(2, f"{CASES}:several_backwards")
+    agrees(results, handing_over_cases.several_backwards_alone(2))
+    for result in results:
+        assert "stock" not in result["forms"]
+        assert "stock DDP was not tried" in result["said"]
+
+
+def test_moments_at_which_it_is_refused() -> None:
+    for result in workers.run(2, f"{CASES}:refused"):
+        assert len(result) == 2, result
+        assert "join()" in result[0]
+
+
+def test_a_model_that_stock_ddp_refuses_stays_decoupled() -> None:
+    results = workers.run(2, f"{CASES}:refused_by_stock_ddp")
+    assert results[0]["digest"] == results[1]["digest"]
+    for result in results:
+        assert "stock" not in result["forms"]
+        assert "SyncBatchNorm" in result["said"]
+        assert result["hooks"] > 0

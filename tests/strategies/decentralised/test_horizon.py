@@ -1,0 +1,33 @@
+"""A window of a simulation: from when to when, and by which seed."""
+
+from __future__ import annotations
+
+import pytest
+from tests.strategies.decentralised.test_host_steps import cluster, job
+
+from headway.strategies.decentralised.horizon import Window, over_a_horizon
+from headway.strategies.decentralised.policy import PartialAllReduceStrategy
+from headway.strategies.horizon import Outcome
+
+STRATEGIES = [
+    PartialAllReduceStrategy(groups="first-come", group_size=2),
+    PartialAllReduceStrategy(groups="static", staleness=1, group_size=2, within_hosts="all-reduce"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["ranks", "hosts"])
+def test_it_is_what_is_simulated(strategy: PartialAllReduceStrategy) -> None:
+    of = job(cluster(2, 2), r1=3.0)
+
+    def seen(from_ns: int, until_ns: int, seed: int = 0) -> Outcome:
+        return over_a_horizon(of, strategy, Window(from_ns, until_ns, seed))
+
+    found = seen(20_000_000, 100_000_000)
+    assert (found.from_ns, found.until_ns) == (20_000_000, 100_000_000)
+    assert found.finished_ns == seen(0, 100_000_000).finished_ns, (
+        "its beginning changes what is counted alone"
+    )
+    longer = seen(20_000_000, 200_000_000)
+    for own, longer_own in zip(found.finished_ns, longer.finished_ns, strict=True):
+        assert list(own) == list(longer_own)[: len(own)]
+    assert found.finished_ns != seen(20_000_000, 100_000_000, seed=1).finished_ns
