@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from headway.cluster import Cluster
@@ -19,6 +19,7 @@ from headway.strategies.decentralised.scenario import Iterations, Scenario, part
 from headway.strategies.horizon import Outcome
 
 WARM_UP, COUNTED = 10, 40  # iterations of a rank that takes the mean time
+MOST_LONGER = 10  # times as long for ranks that wait for most of the time
 MOST_RANK_ITERATIONS = 200_000
 JITTER = 0.02
 """By what share iterations differ by chance. Ranks of which one step is known would come at the same time for ever, in
@@ -28,26 +29,41 @@ T = TypeVar("T")
 Parts = Sequence[tuple[str, int]]
 
 
-def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class Window:
+    """From when to when (ns from the start) a job is looked at, and the seed of what happens by chance."""
+
+    from_ns: int
+    until_ns: int
+    seed: int = 0
+
+
+def over_a_horizon(job: Job, strategy: PartialAllReduceStrategy, window: Window | None = None) -> Outcome:
     """Simulate ``job`` for some dozens of iterations; ranks that were not recorded take the steps of those that were.
 
     The horizon is as long as 50 iterations of a mean rank take without communication, and at least as 10 of the slowest
-    one do, and until after the last of the job's incidents; the first fifth is a warm-up. Raises UserError where that
-    would be too large, or where nobody is left at some time.
+    one do, and until after the last of the job's incidents; the first fifth is a warm-up. Where ranks wait for most of
+    that time, it is up to ten times as long, until they have done as many: how groups fall over slow links changes from
+    group to group, and a few of them say little. With a ``window`` it is that.
+
+    Raises UserError where that would be too large, or where nobody is left at some time.
     """
     timelines = job.steps.timelines
     names = sorted(timelines)
     own = [timelines.get(rank) or timelines[names[rank % len(names)]] for rank in range(job.world_size)]
     if strategy.within_hosts and job.world_size > 1:
-        return _of_hosts(job, strategy, own)
+        return _of_hosts(job, strategy, own, window)
     parts = {id(each): [parts_of(timeline) for timeline in each] for each in own}
     steps = [parts[id(each)] for each in own]
     factors = {rank: job.steps.factor_of(rank) for rank in range(job.world_size)}
-    return _played(job, strategy, job.on, steps, factors, job.incidents)
+    return _played(job, strategy, job.on, steps, factors, job.incidents, window=window)
 
 
 def _of_hosts(
-    job: Job, strategy: PartialAllReduceStrategy, timelines: Sequence[Sequence[Timeline]]
+    job: Job,
+    strategy: PartialAllReduceStrategy,
+    timelines: Sequence[Sequence[Timeline]],
+    window: Window | None,
 ) -> Outcome:
     """The same where hosts are the workers; rates and waits are told of ranks, groups and models of hosts.
 
@@ -60,7 +76,7 @@ def _of_hosts(
     steps = [[((Part.REST, step_ns),) for step_ns in each.steps_ns] for each in of_hosts]
     outcome = _played(
         job, strategy, cluster_of_hosts(job.on), steps, {}, _of_workers(job.incidents, workers),
-        [each.hand_down_ns for each in of_hosts],
+        [each.hand_down_ns for each in of_hosts], window,
     )  # fmt: skip
     in_host_ns = [
         iterations
@@ -109,6 +125,7 @@ def _of_workers(incidents: Incidents, workers: Sequence[Sequence[int]]) -> Incid
 def _played(
     job: Job, strategy: PartialAllReduceStrategy, cluster: Cluster, steps: Sequence[Sequence[Parts]],
     factors: Mapping[int, float], incidents: Incidents, hand_down_ns: Sequence[int] = (),
+    window: Window | None = None,
 ) -> Outcome:  # fmt: skip
     """Simulate workers that compute ``steps``, ``factors`` times as long, one on each rank of ``cluster``."""
     lengths_ns = [
@@ -119,21 +136,33 @@ def _played(
     until_ns = max(round((WARM_UP + COUNTED) * mean_ns), round(10 * max(lengths_ns)), 10)
     _check_somebody_stays(incidents, len(steps))
     until_ns = max(until_ns, incidents.last_ns + until_ns // 5)  # so that what follows from the last is seen
+    if window is not None:
+        until_ns = window.until_ns
     expected = sum(until_ns / max(1.0, each) for each in lengths_ns)
     if expected > MOST_RANK_ITERATIONS:
         raise UserError(
             "the simulation would be too large", got=f"about {expected:.1e} iterations of ranks",
             expected=f"at most {MOST_RANK_ITERATIONS}", fix="Replay fewer workers.",
         )  # fmt: skip
-    scenario = Scenario(
-        until_ns, from_ns=until_ns // 5, deaths=incidents.deaths, joins=incidents.joins,
-        slow_share=incidents.slow_share, slow_factor=incidents.slow_factor, jitter=JITTER,
-    )  # fmt: skip
     size_bytes = averaged_bytes(job.model, strategy)
-    iterations = Iterations(steps, scenario, factors)
-    return CoSimulation(
-        cluster, strategy.decide(job), iterations, size_bytes, strategy.staleness, hand_down_ns=hand_down_ns
-    ).play()
+    schedule = strategy.decide(job)
+
+    def play(until_ns: int) -> Outcome:
+        scenario = Scenario(
+            until_ns, from_ns=until_ns // 5 if window is None else window.from_ns,
+            deaths=incidents.deaths, joins=incidents.joins, slow_share=incidents.slow_share,
+            slow_factor=incidents.slow_factor, jitter=JITTER, seed=0 if window is None else window.seed,
+        )  # fmt: skip
+        iterations = Iterations(steps, scenario, factors)
+        return CoSimulation(
+            cluster, schedule, iterations, size_bytes, strategy.staleness, hand_down_ns=hand_down_ns
+        ).play()
+
+    outcome = play(until_ns)
+    done = sum(outcome.iterations) / len(steps)
+    if window is not None or incidents.ranks or done >= COUNTED / 2:
+        return outcome
+    return play(round(until_ns * min(MOST_LONGER, COUNTED / max(1, done))))
 
 
 def _check_somebody_stays(incidents: Incidents, world_size: int) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from headway import torch_private
+from headway.collectives.hosts import Hosts
 from headway.coordination.client import CoordinatorClient
 from headway.errors import HeadwayWarning, UnsupportedError
 from headway.job import Job
@@ -24,7 +25,6 @@ from headway.strategies.decentralised.averaging import Observer
 from headway.strategies.decentralised.finishing import Finished
 from headway.strategies.decentralised.handing_down import HandingDown, Word
 from headway.strategies.decentralised.host_ranks import FirstOfHost, OtherOfHost, check_same
-from headway.strategies.decentralised.hosts import Hosts
 from headway.strategies.decentralised.launching import choice_of
 from headway.strategies.decentralised.meeting import Meeting
 from headway.strategies.decentralised.options import JOIN_LIMIT_S, check_bare

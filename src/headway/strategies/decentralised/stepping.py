@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headway.errors import UnsupportedError, UserError
+from headway.torch_private.step_hooks import after_every_step, before_every_step
 
 
 class Stepping:
@@ -28,10 +28,7 @@ class Stepping:
         self._module = weakref.ref(module)
         self._bound, self._before, self._after = bound, before, after
         self.optimizer: Optimizer | None = None
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._handles = [before_every_step(self._before_step), after_every_step(self._after_step)]
 
     def bind(self, optimizer: Optimizer) -> None:
         """``optimizer`` is the one. Raises UserError where it updates nothing of the model."""
