@@ -13,13 +13,16 @@ import headway
 from headway import errors
 
 SIGNATURES = {
+    "compression_state": "(model: nn.Module) -> dict[str, torch.Tensor]",
+    "load_compression_state": "(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None",
     "diagnose": "(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis",
     "finish": "(model: nn.Module, *, timeout_s: float = 300.0) -> tuple[int, ...]",
     "load_trace": "(path: str | Path) -> Trace",
     "optimize": (
         "(trace: Trace | str | Path, *, others: Sequence[Trace | str | Path] = (), strategy: str | None = None, "
         "cluster: Cluster | None = None, "
-        "memory_limit_bytes: int | None = None, follow_network: bool = False, allow: Collection[str] = ()) -> Optimized"
+        "memory_limit_bytes: int | None = None, follow_network: bool = False, allow: Collection[str] = (), "
+        "budget_s: float | None = None) -> Optimized"
     ),
     "parallelize": (
         "(model: nn.Module, optimizer: Optimizer, plan: Plan | Strategy | None = None, *, "

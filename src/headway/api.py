@@ -12,7 +12,10 @@ from headway.cluster import Cluster
 from headway.diagnosis import Diagnosis
 from headway.diagnosis import diagnose as diagnose_trace
 from headway.errors import UserError
-from headway.optimization.search import Candidate, following, plan_of, search
+from headway.optimization.candidate import Candidate
+from headway.optimization.plan_writing import plan_of
+from headway.optimization.result import following
+from headway.optimization.search import search
 from headway.optimization.sizes import others_of
 from headway.plan import Plan
 from headway.prediction.clusters import cluster_named
@@ -130,24 +133,28 @@ def optimize(
     memory_limit_bytes: int | None = None,
     follow_network: bool = False,
     allow: Collection[str] = (),
+    budget_s: float | None = None,
 ) -> Optimized:
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change
-    what is trained are proposed only where ``allow`` has "asynchronous"; ``plan.changes_training`` says what.
+    what is trained are proposed only where ``allow`` has what they need, "asynchronous" or "precision";
+    ``plan.changes_training`` says what.
     ``others`` are recordings of the same pipeline with other numbers of micro-batches: these, and those between
     them, are tried too. With ``strategy``, the best plan of the strategy of this name is returned; with "stages"
     the best of stages that the script does not have, for ``headway.parallelize``. With ``memory_limit_bytes``,
     plans under which a rank would need more memory are left out. With ``follow_network``, the plan changes with the
     network while the job trains: of a pipeline, the size of its groups.
-    Takes seconds to minutes.
+    Takes seconds to minutes; no longer than ``budget_s``, where given: then the best of what was looked at is returned.
 
     Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found, none
     within the limit, or none that can follow a network, and for ``others`` of another job.
     """
     replayer = Replayer(_loaded(trace), cluster)
     more = others_of(replayer, [_loaded(each) for each in others])
-    found = search(replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow)
+    found = search(
+        replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow, budget_s=budget_s
+    )
     plan = plan_of(following(found, strategy) if follow_network else found.best(strategy), replayer)
     return Optimized(plan, found.candidates, found.bound_ms, found.note)
 

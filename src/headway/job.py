@@ -11,7 +11,7 @@ from headway.cluster import Cluster
 from headway.errors import UserError
 from headway.graph.computation import Computation
 from headway.incidents import Incidents
-from headway.model import ModelSpec
+from headway.model import ModelSpec, PassMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,18 @@ class OptimizerUse:
 
     names: tuple[str, ...] = ()
     steps_a_backward: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredEffect:
+    """What a pass did where it was measured: so many times the time, and ``held_bytes`` of memory meanwhile.
+
+    ``memory`` is what a rank was seen to hold in a forward and backward under it, where that was watched.
+    """
+
+    factor: float
+    held_bytes: int = 0
+    memory: PassMemory | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +44,8 @@ class Job:
     under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
     ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch. ``mesh`` is the size of each
     dimension along which ranks share the work, the outermost first, where there are several. ``incidents`` are what a
-    simulated job lives through.
+    simulated job lives through. ``measured`` are effects of passes that cannot be told without having been measured, by
+    names that the passes give them.
     """
 
     stages: tuple[ModelSpec, ...]
@@ -45,6 +58,7 @@ class Job:
     boundary_bytes: tuple[int, ...] = ()
     mesh: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     incidents: Incidents = field(default_factory=Incidents)
+    measured: Mapping[str, MeasuredEffect] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         assert self.cluster is None or self.cluster.world_size == self.world_size

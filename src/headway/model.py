@@ -53,6 +53,27 @@ class ParameterSpec(BaseModel):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
+class ModuleMemory(BaseModel):
+    """What a rank holds around one call of ``module`` in forward, in bytes, counted as in ``PassMemory``.
+
+    There are ``begin_bytes`` as the call begins, up to ``peak_bytes`` during it, and ``end_bytes`` as it ends, of
+    which it puts out ``output_bytes`` that were not there before.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    module: str
+    begin_bytes: int = Field(ge=0)
+    peak_bytes: int = Field(ge=0)
+    end_bytes: int = Field(ge=0)
+    output_bytes: int = Field(ge=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of the call for backward, without what it puts out."""
+        return max(0, self.end_bytes - self.begin_bytes - self.output_bytes)
+
+
 class PassMemory(BaseModel):
     """What a rank holds during forward and backward in addition to parameters, buffers, optimizer state and gradients.
 
@@ -61,7 +82,8 @@ class PassMemory(BaseModel):
     last gradient until the update; ``update_bytes`` is what the update of all parameters needs in addition.
     ``gradients_apart`` says that gradients have memory of their own, in addition to DDP's buckets, ``gradients_kept``
     that those of the previous step still exist during forward, ``gradients_accumulate`` that a step has several
-    passes, in all but the first of which all gradients exist.
+    passes, in all but the first of which all gradients exist. ``modules`` are the calls of modules in forward, in the
+    order in which they begin; none where they were not watched.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,6 +95,7 @@ class PassMemory(BaseModel):
     gradients_apart: bool = True
     gradients_kept: bool = False
     gradients_accumulate: bool = False
+    modules: tuple[ModuleMemory, ...] = Field(default=(), max_length=2**16)
 
 
 class HalvedBackward(BaseModel):

@@ -9,7 +9,11 @@ from headway.errors import UserError
 ASYNCHRONOUS = "asynchronous"
 """Permits strategies that change what is trained: averages of groups instead of all-reduces, averages that are late."""
 
-PERMISSIONS = (ASYNCHRONOUS,)
+PRECISION = "precision"
+"""Permits plans that send less than every bit of a gradient (rounded, its largest elements, or of a low rank), or
+compute with fewer digits."""
+
+PERMISSIONS = (ASYNCHRONOUS, PRECISION)
 
 
 def check_allowed(allowed: Collection[str]) -> None:
@@ -19,6 +23,6 @@ def check_allowed(allowed: Collection[str]) -> None:
             raise UserError("there is no such permission", got=repr(each), expected=" or ".join(PERMISSIONS))
 
 
-def permitted(changes_training: str, allowed: Collection[str]) -> bool:
-    """Whether a strategy may be chosen that changes of the training what ``changes_training`` says ("" for nothing)."""
-    return not changes_training or ASYNCHRONOUS in allowed
+def permitted(permission: str, allowed: Collection[str]) -> bool:
+    """Whether a strategy may be chosen that needs ``permission`` ("" for one that changes nothing of the training)."""
+    return not permission or permission in allowed

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Imported  # as a script may import it
 
+from headway.compression.cast import Cast
 from headway.errors import HeadwayError
 from headway.integrations import plan_injection
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
 from headway.recording import description
-from headway.scheduling.buckets import Wire
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -168,7 +168,7 @@ def _refusal(act: Any) -> str:
 
 def sent_as(rank: int, world_size: int) -> Any:
     """Gradients of one backward where the first of two buckets is sent as it is, the other as bfloat16."""
-    strategy = DistributedDataParallelStrategy(bucket_cap_mb=1e-5, wire=(None, Wire("bfloat16")))
+    strategy = DistributedDataParallelStrategy(bucket_cap_mb=1e-5, wire=(None, Cast(dtype="bfloat16")))
     inner = model()
     wrapped: Any = parallelize(inner, _sgd(inner), plan(strategy, world_size))
     for _ in range(3):  # DDP rebuilds its buckets after the first, and reports them in the third

@@ -157,7 +157,7 @@ def test_a_probe_whose_peer_dies_says_so_on_one_line(tmp_path: Path) -> None:
         said = ""
         for line in first.stderr:
             said += line
-            if "probing ring" in line:
+            if "probing collectives" in line:
                 peer.kill()
         assert first.wait(60) == 1
     assert "Traceback" not in said

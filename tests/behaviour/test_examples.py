@@ -71,3 +71,11 @@ def test_every_lab_of_the_examples_can_be_read(spec: Path) -> None:
     from headway.lab.spec import load_spec
 
     assert load_spec(spec).world_size >= 2
+
+
+def test_the_example_of_compressed_gradients_ends_where_whole_ones_do(tmp_path: Path) -> None:
+    command = [*TORCHRUN, str(EXAMPLES / "compressed.py"), str(tmp_path)]
+    done = run(command, 90, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1].split()
+    assert float(said[1]) == pytest.approx(float(said[5]), rel=0.05)

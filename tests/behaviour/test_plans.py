@@ -55,7 +55,7 @@ def test_a_model_that_is_not_the_plans_stays_stock() -> None:
 @pytest.mark.processes
 def test_buckets_are_sent_as_the_plan_says() -> None:
     for result in workers.run(2, "tests.behaviour.plan_cases:sent_as"):
-        assert result["wire"] == [None, {"dtype": "bfloat16"}]
+        assert result["wire"] == [None, {"codec": "cast", "dtype": "bfloat16", "error_feedback": False}]
         assert 0 < result["rounded"] < 4
         assert result["buckets"] > 1
 

@@ -6,6 +6,7 @@ import copy
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.errors import HeadwayError, LaunchError, TraceError
+from headway.replayer.replayer import Replayer
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.trace.events import Kind
@@ -23,11 +26,16 @@ from headway.trace.events import Kind
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 HERE = "tests.behaviour.test_recorder"
+CAPS_MB = [
+    16 * 4 / 2**20,
+    1.0,
+]  # the last bias (16 bytes) does not reach the first of both, with its weight it does
 
 
-def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def build(**options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)))
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+    model = DistributedDataParallel(net, **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -66,6 +74,11 @@ def awkward_scripts(_rank: int, _world_size: int, folder: str) -> dict[str, obje
     with headway.record(Path(folder, "second"), model, first_step=1, stop_step=3):
         for _ in range(4):
             step(model, optimizer)
+
+    model_of_caps, its_optimizer = build(bucket_cap_mb_list=CAPS_MB)
+    with headway.record(Path(folder, "caps"), model_of_caps, first_step=2, stop_step=4):
+        for _ in range(5):
+            step(model_of_caps, its_optimizer)
 
     decoupled = DecoupledDataParallel(nn.Linear(8, 4))
     adafactor = torch.optim.Adafactor(decoupled.parameters())
@@ -141,6 +154,15 @@ def test_a_form_that_the_optimizer_changed_is_recorded_as_it_ran(
     assert DecoupledStrategy.model_validate(recorded).gather == "gradients"
 
 
+def test_caps_for_each_bucket_are_recorded_and_replayed(
+    done: tuple[Path, list[dict[str, object]]],
+) -> None:
+    replayer = Replayer(headway.load_trace(done[0] / "caps"))
+    assert replayer.recorded_strategy == DistributedDataParallelStrategy(bucket_caps_mb=tuple(CAPS_MB))
+    buckets = replayer.base.graph.schedule.buckets
+    assert [bucket.parameters for bucket in buckets] == [("2.bias", "2.weight"), ("0.bias", "0.weight")]
+
+
 def test_a_second_recording_of_one_process_is_whole(done: tuple[Path, list[dict[str, object]]]) -> None:
     trace = headway.load_trace(done[0] / "second")
     assert trace.steps == (1, 2)
@@ -153,4 +175,4 @@ def test_what_cannot_be_recorded_is_refused_on_every_rank_and_leaves_nothing(
     folder, ranks = done
     assert all(seen["refused"] and seen["went on"] for seen in ranks)
     assert "0 optimizer steps" in str(ranks[0]["short"])
-    assert sorted(path.name for path in folder.iterdir()) == ["first", "second", "third"]
+    assert sorted(path.name for path in folder.iterdir()) == ["caps", "first", "second", "third"]

@@ -29,7 +29,7 @@ def test_ddp_has_the_buckets_that_the_plan_decides() -> None:
         assert [len(found["real"]) for found in by_case[2:4]] == [12, 3]
 
 
-def test_torchs_hooks_send_what_the_plan_sends_to_the_bit() -> None:
+def test_torchs_hooks_send_what_the_plan_sends_within_the_rounding_of_the_type() -> None:
     assert workers.run(2, f"{CASES}:hooked") == [[True, True]] * 2
 
 

@@ -10,12 +10,12 @@ from decentralised_training import contraction
 from decentralised_training.cases import COMPUTE_S, SITUATIONS, THROUGHPUT
 from decentralised_training.losses import loss_at, time_to
 from decentralised_training.predicting import Predicted, choice
-from decentralised_training.throughput import throughput
+from decentralised_training.rates import throughput
 
 from headway.coordination.matrices import Consensus
 
 
-def test_throughput_is_between_the_first_and_the_last_end_within_the_time() -> None:
+def test_throughput_counts_all_of_the_time_of_ranks_by_themselves_and_whole_steps_of_others() -> None:
     by_itself = {
         "by_itself": True,
         "begin_s": 10.0,
@@ -24,7 +24,9 @@ def test_throughput_is_between_the_first_and_the_last_end_within_the_time() -> N
         "ends_s": [10.5, 11.4, 12.2, 13.5],
     }
     together = {"by_itself": False, "begin_s": 0.0, "warm_steps": 1, "ends_s": [1.0, 1.5, 2.0]}
-    assert throughput([by_itself, by_itself]) == pytest.approx(2.5)
+    stands = {**by_itself, "ends_s": [10.5, 11.2, 11.4]}  # waits for somebody from then on
+    assert throughput([by_itself, by_itself]) == pytest.approx(2 * 2 / 2.0)
+    assert throughput([by_itself, stands]) == pytest.approx(2 / 2.0 + 2 / 2.0)
     assert throughput([together]) == pytest.approx(2.0)
 
 

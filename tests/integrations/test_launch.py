@@ -79,3 +79,28 @@ sys.exit({status})
 def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot start"):
         run_command(["no-such-command"], os.environ, tmp_path)
+
+
+def test_ranks_that_wait_for_one_that_has_left_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.integrations.launch.LEFT_BEHIND_S", 0.0)
+    ranks = [{"pid": 1, "rank": rank, "world_size": 2, "done": rank == 0} for rank in range(2)]
+    code = f"""
+import json, os, pathlib, time
+for said in {ranks!r}:
+    pathlib.Path(os.environ['{REPORTS_VARIABLE}'], f"process-1-{{said['rank']}}.json").write_text(json.dumps(said))
+time.sleep(600)
+"""
+    with (tmp_path / "output").open("wb") as output:
+        done = run_command([sys.executable, "-c", code], os.environ, tmp_path, output=output, leaving=True)
+    assert done.status == 128 + 15
+
+
+def test_what_a_command_prints_goes_where_it_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("wb") as output:
+        run_command(
+            [sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr)"],
+            os.environ, tmp_path, output=output,
+        )  # fmt: skip
+    assert sorted((tmp_path / "output").read_text().split()) == ["err", "out"]

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.models import layered_model
 
+from headway.collectives.algorithms import FOR_HALVES
+from headway.collectives.selection import SizeClass
 from headway.errors import PlanError
 from headway.job import Job
 from headway.plan import Plan, Prediction
@@ -15,6 +17,7 @@ from headway.scheduling.mesh import groups_along
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.pipeline.policy import PipelineStrategy
 
 
 def plan(strategy: Strategy | None = None, **changes: object) -> Plan:
@@ -25,12 +28,16 @@ def plan(strategy: Strategy | None = None, **changes: object) -> Plan:
     return Plan.model_validate(dict(made) | changes)
 
 
+NAMES = st.sampled_from(FOR_HALVES)
 strategies = st.one_of(
     st.none(),
     st.floats(0.01, 1000).map(lambda cap: DistributedDataParallelStrategy(bucket_cap_mb=cap)),
     st.just(DistributedDataParallelStrategy()),
     st.integers(1, 10**6).map(
         lambda cap: DecoupledStrategy(bucket_cap_bytes=cap).spelled_out(Job.of(layered_model()))
+    ),
+    st.builds(SizeClass, size_bytes=st.integers(1, 10**6), reduce_scatter=NAMES, all_gather=NAMES).map(
+        lambda small: DecoupledStrategy(by_size=(small,)).spelled_out(Job.of(layered_model()))
     ),
 )
 
@@ -56,6 +63,9 @@ def test_a_plan_for_another_model_or_world_size_is_refused() -> None:
         plan().check(layered_model(dtype="float64"), 2)
 
 
+SMALL = "{size_bytes: 9, reduce_scatter: direct, all_gather: ring}"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -71,6 +81,12 @@ def test_a_plan_for_another_model_or_world_size_is_refused() -> None:
         ("passes: []", "passes: [{levitation: {}}]", "unknown pass 'levitation'"),
         ("bucket_cap_bytes: 5000", "bucket_cap_bytes: -1", "bucket_cap_bytes"),
         ("gather_order: [", "gather_order: [7, ", "gather_order must name every bucket once"),
+        ("by_size: []", f"by_size: [{SMALL}, {SMALL}]", "by_size is not in ascending order of size_bytes"),
+        (
+            "by_size: []",
+            "by_size: [{size_bytes: 9, reduce_scatter: tree, all_gather: ring}]",
+            "expected ring or",
+        ),
     ],
 )
 def test_a_damaged_plan_is_refused_on_one_line(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -82,6 +98,17 @@ def test_a_damaged_plan_is_refused_on_one_line(tmp_path: Path, old: str, new: st
     with pytest.raises(PlanError, match=said) as caught:
         Plan.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_passes_of_a_pipeline_are_refused_and_not_overlooked(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    stages = [layered_model(layers=2), layered_model(layers=3)]
+    Plan.pipeline(PipelineStrategy(micro_batches=4), stages).save(path)
+    text = path.read_text()
+    assert Plan.load(path).strategy == PipelineStrategy(micro_batches=4)
+    path.write_text(text.replace("passes: []", "passes: [{accumulate: {micro_batches: 2}}]"))
+    with pytest.raises(PlanError, match="passes are not applied to the stages of a pipeline, has accumulate"):
+        Plan.load(path)
 
 
 def test_a_missing_plan_says_so(tmp_path: Path) -> None:

@@ -9,10 +9,19 @@ from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
 from headway.cluster import Cluster, Host
-from headway.collectives.algorithms import ALGORITHMS, ALL_REDUCE, KINDS, SERVERS, program_of
+from headway.collectives.algorithms import (
+    ALGORITHMS,
+    DIRECT,
+    HALVING_DOUBLING,
+    HIERARCHICAL,
+    KINDS,
+    program_of,
+)
+from headway.collectives.hosts import Hosts
 from headway.replayer.folding import period_of
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
+from headway.scheduling.buckets import GatherMode
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -53,10 +62,13 @@ def test_everything_repeats_after_as_many_ranks(cluster: Cluster, timelines: int
 
 @pytest.mark.parametrize(
     ("algorithm", "kind"),
-    [(a, k) for a in ALGORITHMS for k in KINDS if a != SERVERS or k == ALL_REDUCE],
+    [(name, kind) for name, each in ALGORITHMS.items() for kind in KINDS if kind in each.kinds],
 )
 def test_all_programs_can_be_folded(algorithm: str, kind: str) -> None:
-    assert program_of(algorithm, kind)(0, 4).rotates
+    """Whatever is folded repeats after whole hosts."""
+    hosts = Hosts.of_places("aabb")
+    program = program_of(algorithm, kind, hosts=hosts)(0, 4)
+    assert program.mirrors or program.rotation == (2 if algorithm == HIERARCHICAL else 1)
 
 
 @settings(deadline=None, max_examples=25)
@@ -81,6 +93,22 @@ def test_folding_changes_nothing(
     assert folded.graph.ranks == (workers if workers % 4 else 4)
     assert unfolded.graph.ranks == workers
     assert folded.operations == pytest.approx(unfolded.operations * folded.graph.ranks / workers)
+    assert folded.step_times_ms == pytest.approx(unfolded.step_times_ms, rel=1e-4)
+
+
+@pytest.mark.parametrize("a_host", [1, 2])
+@pytest.mark.parametrize("form", ["gradients", "parameters"])
+@pytest.mark.parametrize("algorithm", [HIERARCHICAL, DIRECT, HALVING_DOUBLING])
+def test_folding_changes_nothing_of_other_algorithms(algorithm: str, a_host: int, form: GatherMode) -> None:
+    one = job(steps=1, gbps=0.3)
+    cluster = hosts(*[(a_host, 0.3)] * (2 // a_host)).model_copy(update={"latency_us": 40.0})
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster)
+    strategy = DecoupledStrategy(
+        bucket_cap_bytes=2**19, gather=form, reduce_scatter=algorithm, all_gather=algorithm
+    )
+    asked = WhatIf(workers=16)
+    folded, unfolded = (replayer.replay(strategy, asked, fold=fold) for fold in (True, False))
+    assert folded.graph.ranks < unfolded.graph.ranks == 16
     assert folded.step_times_ms == pytest.approx(unfolded.step_times_ms, rel=1e-4)
 
 

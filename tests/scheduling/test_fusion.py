@@ -47,9 +47,47 @@ def each_alone(model: ModelSpec) -> Groups:
     return [[whole(parameter)] for parameter in model.ready_parameters()]
 
 
+def done_ns(
+    groups: Groups, model: ModelSpec, ready_ns: dict[str, int], time_ns: Callable[[int], float]
+) -> float:
+    """When the last of ``groups`` is done, one collective after the other."""
+    now_ns = ready = 0.0
+    for group in groups:
+        ready = max(ready, *(ready_ns[part.parameter] for part in group))
+        now_ns = max(now_ns, ready) + time_ns(sum(size_bytes(part, model) for part in group))
+    return now_ns
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=8), gap_ns=st.sampled_from([0, 100, 5000]),
+    alpha_ns=st.sampled_from([0.0, 500.0, 20_000.0]),
+)  # fmt: skip
+def test_no_other_groups_are_done_before_the_earliest(sizes: list[int], gap_ns: int, alpha_ns: float) -> None:
+    parameters = tuple(
+        ParameterSpec(name=f"p{i}", shape=(numel,), dtype="float32", module="m")
+        for i, numel in enumerate(sizes)
+    )
+    model = ModelSpec(parameters=parameters, ready_order=tuple(f"p{i}" for i in range(len(sizes))))
+    ready_ns = ready_times(model, gap_ns)
+
+    def time_ns(size: int) -> float:
+        return alpha_ns + 0.3 * size
+
+    found_ns = done_ns(fusion.earliest(model, ready_ns, time_ns), model, ready_ns, time_ns)
+    for count in range(len(sizes)):
+        for cuts in itertools.combinations(range(1, len(sizes)), count):
+            bounds = (0, *cuts, len(sizes))
+            groups = [[whole(each) for each in parameters[a:b]] for a, b in itertools.pairwise(bounds)]
+            assert found_ns <= done_ns(groups, model, ready_ns, time_ns) + 1e-6
+
+
 POLICIES: dict[str, Callable[[ModelSpec, int], Groups]] = {
     "fixed": fusion.fixed,
     "mg_wfbp": lambda model, cap: fusion.mg_wfbp(model, ready_times(model), cap / 4, 0.1),
+    "earliest": lambda model, cap: fusion.earliest(
+        model, ready_times(model), lambda size: cap / 4 + 0.1 * size
+    ),
     "partitioned": lambda model, cap: partitioned(model, cap, cap // 3 + 1),
 }
 

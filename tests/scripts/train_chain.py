@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from headway import torch_private
 
 ROWS, WIDTH = 8, 96
 
@@ -89,7 +88,6 @@ def main() -> None:
     if arguments.losses and os.environ["RANK"] == "0":
         arguments.losses.write_text(json.dumps(losses))
     dist.barrier()
-    torch_private.let_gloo_finish()
     dist.destroy_process_group()
 
 

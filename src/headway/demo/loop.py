@@ -19,7 +19,10 @@ from headway.errors import HeadwayError
 from headway.integrations.launch import injected_environment
 from headway.lab import launch
 from headway.lab.spec import LabSpec
-from headway.optimization.search import Candidate, SearchResult, plan_of, search
+from headway.optimization.candidate import Candidate
+from headway.optimization.plan_writing import plan_of
+from headway.optimization.result import SearchResult
+from headway.optimization.search import search
 from headway.recording.finish import finish_recording
 from headway.replayer.replayer import Replayer
 from headway.report.page import write_html

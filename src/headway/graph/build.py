@@ -18,6 +18,9 @@ from headway.simulation.operations import OperationGraph
 S = TypeVar("S", bound=Schedule)
 
 
+UPDATE, CODEC = "update", "codec"
+
+
 @dataclass(slots=True)
 class RankCursor:
     """How far one rank is laid out: ``tail`` is the last operation of its main thread."""
@@ -26,6 +29,7 @@ class RankCursor:
     step: int = 0
     tail: int = -1
     pending: list[int] = field(default_factory=list)  # ends that the main thread waits for next
+    pending_work: list[int] = field(default_factory=list)  # and operations off it
     wait_name: str = ""
 
 
@@ -44,12 +48,17 @@ class ComputeSpan:
 
 @dataclass(slots=True)
 class Work:
-    """Computation off a rank's main thread: the update of its share of a bucket."""
+    """Computation off a rank's main thread: the update of its share of a bucket, or what a codec does to a bucket.
+
+    ``slowdown`` is how much longer the main thread computes meanwhile.
+    """
 
     rank: int
     step: int
     operation: int
     bucket: int
+    kind: str = UPDATE
+    slowdown: float = 0.0
 
 
 READY_BYTES = 64  # about what Gloo says that a receiver is ready with
@@ -93,11 +102,13 @@ class GraphBuilder(Generic[S]):
         after = [cursor.tail] if cursor.tail >= 0 else []
         waits = tuple(cursor.pending)
         after += [self.communications[number].end_of(cursor.rank) for number in waits]
+        after += cursor.pending_work
         cursor.tail = self._operations.operation(duration_ns, after=after)
         self.spans.append(
             ComputeSpan(cursor.rank, cursor.step, part, cursor.tail, bucket, cursor.wait_name, waits)
         )
         cursor.pending.clear()
+        cursor.pending_work.clear()
         cursor.wait_name = ""
 
     def wait(self, cursor: RankCursor, name: str, communication: int) -> None:
@@ -106,15 +117,30 @@ class GraphBuilder(Generic[S]):
             cursor.pending.append(communication)
         cursor.wait_name = name
 
-    def work(self, cursor: RankCursor, duration_ns: int, *, bucket: int, after: Sequence[int] = ()) -> int:
+    def wait_for_work(self, cursor: RankCursor, operation: int) -> None:
+        """Have the main thread's next computation wait for what ``work`` has added, too."""
+        cursor.pending_work.append(operation)
+
+    def work(
+        self,
+        cursor: RankCursor,
+        duration_ns: int,
+        *,
+        bucket: int,
+        after: Sequence[int] = (),
+        after_work: Sequence[int] = (),
+        kind: str = UPDATE,
+        slowdown: float = 0.0,
+    ) -> int:
         """Add computation off the main thread, of ``bucket``; returns its operation.
 
-        It begins after everything on this rank's main thread so far and after the collectives ``after``.
+        It begins after everything on this rank's main thread so far, after the collectives ``after`` and after the
+        operations ``after_work``. The main thread takes longer by ``slowdown`` meanwhile.
         """
         before = [cursor.tail] if cursor.tail >= 0 else []
         before += [self.communications[number].end_of(cursor.rank) for number in after]
-        operation = self._operations.operation(duration_ns, after=before)
-        self.works.append(Work(cursor.rank, cursor.step, operation, bucket))
+        operation = self._operations.operation(duration_ns, after=[*before, *after_work])
+        self.works.append(Work(cursor.rank, cursor.step, operation, bucket, kind, slowdown))
         return operation
 
     def launch(

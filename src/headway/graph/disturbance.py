@@ -1,7 +1,8 @@
-"""Communication that slows computation down, because both work on the same cores."""
+"""Communication, and what codecs compute, that slows computation down, because all work on the same cores."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,20 @@ ROUNDS = 4
 def play_disturbed(graph: GraphBuilder[Any], dataflow: OperationGraph, slowdown: float) -> PlayedTimes:
     """Simulate ``dataflow``, stretching computation by ``slowdown`` while it overlaps its rank's collectives.
 
-    Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``. How long they overlap
+    Parts of a step that the strategy itself slows down are stretched by ``graph.slowdowns``, and all of them by the
+    slowdowns of works off the main thread while these are done. How long they overlap
     depends on when operations run and the other way round, so both are found in a few rounds: a single one would give
     other answers, as what comes later changes what came before. Graphs with decisions are refused (ValueError).
     """
     played = play(dataflow)
     slowdowns = np.array([graph.slowdowns.get(span.part, slowdown) for span in graph.spans])
-    if not slowdowns.any():
+    if not slowdowns.any() and not any(work.slowdown for work in graph.works):
         return played
     operations = np.array([span.operation for span in graph.spans], dtype=np.int64)
     undisturbed_ns = dataflow.duration_ns[operations]
     for _ in range(ROUNDS):
-        overlaps = _overlaps(graph, played)
-        duration_ns = np.round(undisturbed_ns * (1 + slowdowns * overlaps)).astype(np.int64)
+        stretched = 1 + slowdowns * _overlaps(graph, played) + _slowed_by_works(graph, played)
+        duration_ns = np.round(undisturbed_ns * stretched).astype(np.int64)
         played = play(dataflow.with_durations(operations, duration_ns))
     return played
 
@@ -40,8 +42,28 @@ def _overlaps(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
         asked_by_all_ns = int(played.end_ns[each.begins].max())
         for rank, end_ns in zip(each.members, played.end_ns[each.ends].tolist(), strict=True):
             spans[rank].append((asked_by_all_ns, end_ns))
-    in_flight = [Intervals(each) for each in spans]
+    return _shares_under(spans, graph, played)
+
+
+def _slowed_by_works(graph: GraphBuilder[Any], played: PlayedTimes) -> np.ndarray:
+    """By how much works off the main thread stretch each computation of it."""
+    total = np.zeros(len(graph.spans))
+    starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
+    for slowdown in {work.slowdown for work in graph.works if work.slowdown}:
+        times: list[list[tuple[int, int]]] = [[] for _ in range(graph.ranks)]
+        for work in graph.works:
+            if work.slowdown == slowdown:
+                times[work.rank].append((starts[work.operation], ends[work.operation]))
+        total += slowdown * _shares_under(times, graph, played)
+    return total
+
+
+def _shares_under(
+    times: Sequence[Sequence[tuple[int, int]]], graph: GraphBuilder[Any], played: PlayedTimes
+) -> np.ndarray:
+    """What share of each computation lies within ``times`` of its rank."""
+    of_rank = [Intervals(each) for each in times]
     starts, ends = played.start_ns.tolist(), played.end_ns.tolist()
     return np.array(
-        [in_flight[span.rank].share_of(starts[span.operation], ends[span.operation]) for span in graph.spans]
+        [of_rank[span.rank].share_of(starts[span.operation], ends[span.operation]) for span in graph.spans]
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.errors import HeadwayError, UserError
 from headway.integrations import reports
-from headway.integrations.launch import PLAN_VARIABLE, RECORD_VARIABLE
+from headway.integrations.launch import PLAN_VARIABLE, RECORD_VARIABLE, TIME_VARIABLE
 
 STEPS_ALONE = 3  # of an optimizer without a process group, after which a process is said to train alone
 REFUSED_KEY = "headway/refused"  # in the job's store, for the launchers of other hosts
@@ -28,12 +28,13 @@ def on_torch_import(_torch: Any) -> None:
 
     if not dist.is_available():
         return
+    from headway import torch_private
     from headway.strategies.data_parallel import reads
 
     reads.install()  # before scripts import what it replaces by name
     reports.say()
     _end_cleanly_on_own_errors()
-    _let_gloo_finish_before_groups_go()
+    torch_private.let_gloo_finish_in_time()
     forget = _notice_training_alone()
     _call_when_a_rank(functools.partial(_put_in_place, set(), forget))
 
@@ -58,6 +59,10 @@ def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
             from headway.integrations.recorded import begin
 
             begin(record_options)
+        if time_options := os.environ.get(TIME_VARIABLE):
+            from headway.integrations.timed import time_this_rank
+
+            time_this_rank(time_options)
     except UserError as error:
         leave_refusal(error)
         raise error.with_traceback(None) from None
@@ -83,7 +88,7 @@ def _call_when_a_rank(became: Callable[[], None]) -> None:
 
 def _notice_training_alone() -> Callable[[], None]:
     """Tell the launcher when an optimizer steps several times without a process group; returns what ends that."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from headway.torch_private.step_hooks import after_every_step
 
     steps = 0
 
@@ -93,7 +98,7 @@ def _notice_training_alone() -> Callable[[], None]:
         if steps == STEPS_ALONE:
             reports.say(alone=True)
 
-    handle = register_optimizer_step_post_hook(stepped)  # torch permits no removal from within a hook
+    handle = after_every_step(stepped)
     return handle.remove
 
 
@@ -106,23 +111,6 @@ def leave_refusal(error: UserError) -> bool:
             torch_private.default_store().set(REFUSED_KEY, str(error))
     first = reports.said("refused") or str(error)  # what comes of it later is not the cause
     return reports.say(refused=first)
-
-
-def _let_gloo_finish_before_groups_go() -> None:
-    import torch.distributed as dist
-
-    from headway import torch_private
-
-    original = dist.destroy_process_group
-
-    @functools.wraps(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        if dist.is_initialized():
-            torch_private.let_gloo_finish()
-        return original(*args, **kwargs)
-
-    dist.destroy_process_group = destroy_process_group
-    dist.distributed_c10d.destroy_process_group = destroy_process_group
 
 
 def _end_cleanly_on_own_errors() -> None:

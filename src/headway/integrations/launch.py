@@ -12,17 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from headway.errors import LaunchError
 from headway.integrations.reports import REPORTS_VARIABLE, Report, first_refusal, heard_by, read_reports
 
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
+TIME_VARIABLE = "HEADWAY_TIME"
 POLL_S = 0.5
 SENT_TO_ALL_WITHIN_S = 2.0  # by when some process has heeded a signal that was sent to all of them
 INSIST_AFTER_S = 12.0
 LAST_WORDS_S = 20.0  # for ranks of a command that has ended to write their recordings
 END_AFTER_REFUSAL_S = 30.0  # for a command to end by itself where a rank refused
+LEFT_BEHIND_S = 60.0  # for ranks to leave where others have
 KILL_AFTER_S = 35.0  # torchrun takes 30 s to end workers that do not want to
 
 _INJECT = Path(__file__).parent / "inject"
@@ -44,9 +47,12 @@ class CommandOutcome:
 
 
 def injected_environment(
-    base: Mapping[str, str], *, record: str | None = None, plan: str | None = None
+    base: Mapping[str, str], *, record: str | None = None, plan: str | None = None, time: str | None = None
 ) -> dict[str, str]:
-    """The environment under which ranks activate Headway: ``record`` is RecordOptions as JSON, ``plan`` a path."""
+    """The environment under which ranks activate Headway.
+
+    ``record`` and ``time`` are RecordOptions and TimeOptions as JSON, ``plan`` is a path.
+    """
     environment = dict(base)
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(_INJECT) not in entries:
@@ -56,6 +62,8 @@ def injected_environment(
         environment[RECORD_VARIABLE] = record
     if plan is not None:
         environment[PLAN_VARIABLE] = plan
+    if time is not None:
+        environment[TIME_VARIABLE] = time
     return environment
 
 
@@ -64,15 +72,25 @@ def run_command(
     environment: Mapping[str, str],
     reports: Path,
     on_reports: Callable[[tuple[Report, ...]], None] = lambda _: None,
+    *,
+    output: IO[bytes] | None = None,
+    leaving: bool = False,
 ) -> CommandOutcome:
     """Run ``command``, hand on SIGINT and SIGTERM, and wait until its ranks on this host have said their last.
 
     ``reports`` is an empty folder for what processes say of themselves; ``on_reports`` gets it whenever that changes.
+    What the command prints goes to ``output``, if given. ``leaving`` says that ranks leave when they are done: where
+    some have and others do not, the command is ended.
     Raises LaunchError where the command cannot be started, and the first of Headway's own errors that a rank left.
     """
     try:
         told = {REPORTS_VARIABLE: heard_by(environment, reports)}
-        process = subprocess.Popen(command, env={**environment, **told})
+        process = subprocess.Popen(
+            command,
+            env={**environment, **told},
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+        )
     except OSError as failure:
         raise LaunchError(
             f"cannot start {command[0]}",
@@ -80,7 +98,7 @@ def run_command(
             expected="a command on PATH",
             fix="Check its spelling.",
         ) from None
-    running = _Running(process, reports, on_reports)
+    running = _Running(process, reports, on_reports, leaving=leaving)
     # What a shell has ignored, for a command in the background, stays ignored.
     heeded = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, running.forward) for number in heeded}
@@ -103,8 +121,11 @@ class _Running:
         process: subprocess.Popen[bytes],
         folder: Path,
         on_reports: Callable[[tuple[Report, ...]], None],
+        *,
+        leaving: bool,
     ) -> None:
         self._process = process
+        self._leaving = leaving
         self._folder = folder
         self._on_reports = on_reports
         self._seen_ns = 0
@@ -161,6 +182,17 @@ class _Running:
             self._on_reports(self._reports)
             if first_refusal(self._reports):
                 self._end_at_s = min(self._end_at_s, time.monotonic() + END_AFTER_REFUSAL_S)
+            elif self._leaving:
+                self._wait_for_those_left()
+
+    def _wait_for_those_left(self) -> None:
+        """Others may wait for ever for a rank that has left; once all have, the command ends when it likes."""
+        ranks = [report for report in self._reports if report.rank >= 0]
+        done = sum(report.done for report in ranks)
+        if done and done >= max(report.world_size for report in ranks):
+            self._end_at_s = float("inf")
+        elif done:
+            self._end_at_s = min(self._end_at_s, time.monotonic() + LEFT_BEHIND_S)
 
     def _wait_for_last_words(self) -> None:
         """Ranks may outlive their launcher for a while: torchrun's do when it is told to end twice."""

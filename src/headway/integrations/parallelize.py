@@ -36,7 +36,8 @@ def parallelize(
     it on every rank, after ``torch.distributed.init_process_group``.
 
     Without a plan the all-reduce is decoupled, and its schedule is tuned during the first steps: that needs no
-    recording, but some tens of steps are not optimal. A plan from ``headway.optimize`` is in force
+    recording, but some tens of steps are not optimal. Stock DDP is measured too, and does the steps from then on unless
+    a schedule is faster. A plan from ``headway.optimize`` is in force
     from the first step, and keeps stock DDP if nothing else is predicted to be faster.
 
     Under a pipeline, the model is cut into a stage a rank, and the result's ``train_step(batch, target)`` takes the
@@ -54,6 +55,8 @@ def parallelize(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    from headway import torch_private
+
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "there is no process group", expected="torch.distributed to be initialised",
@@ -63,6 +66,7 @@ def parallelize(
         raise UnsupportedError(
             "the model is already wrapped", got=type(model).__name__, fix="Pass its .module."
         )
+    torch_private.let_gloo_finish_in_time()
     strategy = WITHOUT_A_PLAN
     planned = plan if isinstance(plan, Strategy) else plan and plan.strategy
     if isinstance(planned, PipelineStrategy | MeshStrategy):

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.integrations.followable import injection_of
@@ -27,6 +25,7 @@ from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
 from headway.torch_private import sharded_by_fully_shard
+from headway.torch_private.step_hooks import StepHook, before_every_step
 from headway.units import format_bytes
 
 _stock_init: Callable[..., None] = DistributedDataParallel.__init__
@@ -43,7 +42,7 @@ class _Installed:
     wrapper: type[DistributedDataParallel] | None
     wrapper_init: Callable[..., None] | None
     on_refusal: Callable[[UserError], object] | None
-    step_hook: RemovableHandle
+    step_hook: StepHook
     followed: bool = False  # whether a model has been wrapped as the plan says
     in_place: set[int] = field(
         default_factory=set
@@ -69,7 +68,7 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
     assert isinstance(injection, Injection)
     wrapper = injection.wrapper_under(plan.strategy)
     init = None if wrapper is None else wrapper.__init__
-    hook = register_optimizer_step_pre_hook(_refuse_fully_sharded)
+    hook = before_every_step(_refuse_fully_sharded)
     _installed = _Installed(plan, injection, wrapper, init, on_refusal, hook)
     torch.compile = _compile
     DistributedDataParallel.__new__ = _planned_new  # type: ignore[method-assign]

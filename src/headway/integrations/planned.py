@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.errors import LaunchError, UserError
 from headway.integrations import pipeline_injection, plan_injection, reports
@@ -18,6 +17,7 @@ from headway.integrations.activate import leave_refusal
 from headway.integrations.followable import injection_of
 from headway.plan import Plan
 from headway.strategies.injection import ScheduleInjection
+from headway.torch_private.step_hooks import before_every_step
 
 
 def follow(plan_path: str) -> None:
@@ -88,4 +88,4 @@ def _refuse_to_step_without(what: str, expected: str, fix: str) -> None:
         leave_refusal(error)
         raise error
 
-    register_optimizer_step_pre_hook(before_step)
+    before_every_step(before_step)

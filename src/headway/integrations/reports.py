@@ -31,7 +31,8 @@ class Report:
     """What one process said of itself; ``rank`` is -1 until its default process group was initialised.
 
     ``refused`` is an error of Headway's own, ``blind`` says why this Python cannot import Headway, ``alone`` that it
-    trains without a process group, ``records`` that it began to record and ``done`` that its recording is written.
+    trains without a process group, ``records`` that it began to record and ``done`` that its recording is written;
+    ``left`` that it was to leave then, and ``went_on`` that it trains further all the same.
     """
 
     host: str = ""
@@ -42,6 +43,8 @@ class Report:
     alone: bool = False
     records: bool = False
     done: bool = False
+    left: bool = False
+    went_on: bool = False
     refused: str = ""
     blind: str = ""
 

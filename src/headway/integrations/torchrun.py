@@ -8,6 +8,7 @@ from pathlib import Path
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _RANK_BY_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 """Set where a command is started once for each rank."""
+_SPREADING = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "flux", "ssh", "pdsh", "dsh")
 _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
 
 
@@ -19,6 +20,11 @@ def stated_world_size(command: Sequence[str], environment: Mapping[str, str]) ->
     per_node = _stated(options, _PER_NODE, environment.get("PET_NPROC_PER_NODE", ""))
     nodes = _stated(options, _NODES, environment.get("PET_NNODES", "1"))
     return int(per_node) * int(nodes) if per_node.isdecimal() and nodes.isdecimal() else None
+
+
+def spreads(command: Sequence[str]) -> bool:
+    """Whether ``command`` starts processes on other hosts, which do not see this host's temporary folder."""
+    return Path(command[0]).name in _SPREADING
 
 
 def starts_all_here(command: Sequence[str], environment: Mapping[str, str]) -> bool:

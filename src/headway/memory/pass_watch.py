@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from headway import torch_private
 from headway.memory.changes import Added, Change, Gone, Inner, Made
 from headway.memory.operators import inner_bytes
-from headway.model import PassMemory
+from headway.model import ModuleMemory, PassMemory
 
 _ADD = torch.ops.aten.add_.Tensor
+MOST_CALLS = 2**14
+"""So many calls of modules are watched in a forward at most."""
 
 
 class Allocations(torch_private.DispatchMode):
@@ -110,6 +113,29 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return torch_private.storage_key(tensor.untyped_storage())
 
 
+def _strided(value: Any) -> list[torch.Tensor]:
+    return [each for each in torch_private.tensors_in(value) if each.layout == torch.strided]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A module's call; ``given`` is the memory of what it was given, ``end_bytes`` None while it runs."""
+
+    name: str
+    begin_bytes: int
+    peak_bytes: int
+    given: frozenset[int]
+    end_bytes: int | None = None
+    output_bytes: int = 0
+
+    def seen(self) -> ModuleMemory:
+        assert self.end_bytes is not None
+        return ModuleMemory(
+            module=self.name, begin_bytes=self.begin_bytes, peak_bytes=self.peak_bytes,
+            end_bytes=self.end_bytes, output_bytes=self.output_bytes,
+        )  # fmt: skip
+
+
 class PassMemoryWatch:
     """Follows one forward, its backward and the update behind it; told of each by whoever runs them.
 
@@ -121,6 +147,9 @@ class PassMemoryWatch:
         self._apart, self._kept = apart, kept
         self._gradient_bytes = 0
         self._forward_bytes: int | None = None
+        self._forward_so_far_bytes = 0
+        self._calls: list[_Call] = []  # of modules, in the order in which they began
+        self._open: list[_Call] = []
         self._backward: list[tuple[str, int]] = []
         self._after_bytes = self._held_bytes = 0
         self._understood = True
@@ -133,7 +162,37 @@ class PassMemoryWatch:
     def forward_done(self) -> None:
         """The model's forward is done; what becomes of it comes later."""
         if self._forward_bytes is None:
-            self._forward_bytes = self._allocations.peak_bytes()
+            self._look_up()
+            self._forward_bytes = self._forward_so_far_bytes
+
+    def module_begins(self, name: str, given: Any) -> None:
+        """A module's forward begins, on ``given``."""
+        if self._forward_bytes is None and len(self._calls) < MOST_CALLS:
+            self._look_up()
+            held_bytes = self._allocations.held_bytes
+            keys = frozenset(map(_memory_of, _strided(given)))
+            call = _Call(name, held_bytes, held_bytes, keys)
+            self._calls.append(call)
+            self._open.append(call)
+
+    def module_ends(self, name: str, output: Any) -> None:
+        """The forward of the module that began last, and has not ended, is done."""
+        while self._forward_bytes is None and self._open:
+            self._look_up()
+            call = self._open.pop()
+            if call.name == name:
+                call.end_bytes = self._allocations.held_bytes
+                own = {_memory_of(each): each for each in _strided(output)}
+                call.output_bytes = sum(
+                    self._allocations.holds(each) for key, each in own.items() if key not in call.given
+                )
+                return
+
+    def _look_up(self) -> None:
+        peak_bytes = self._allocations.peak_bytes()
+        self._forward_so_far_bytes = max(self._forward_so_far_bytes, peak_bytes)
+        for each in self._open:
+            each.peak_bytes = max(each.peak_bytes, peak_bytes)
 
     def gradient_done(self, name: str, parameter: torch.Tensor) -> None:
         """The gradient of a parameter is complete."""
@@ -163,6 +222,7 @@ class PassMemoryWatch:
             update_bytes=update_bytes,
             gradients_apart=self._apart,
             gradients_kept=self._kept,
+            modules=tuple(each.seen() for each in self._calls if each.end_bytes is not None),
         )
 
     def _peak_bytes(self) -> int:

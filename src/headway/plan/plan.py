@@ -189,6 +189,14 @@ class Plan(BaseModel):
     def _passes_by_name(cls, value: Any) -> Any:
         return [_pass(one) for one in value] if isinstance(value, list | tuple) else value
 
+    @field_validator("passes")
+    @classmethod
+    def _in_order(cls, passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+        for each in passes[1:]:
+            if each.stands_first:
+                raise ValueError(f"{each.name} has to be the first pass, and there once")
+        return passes
+
     @model_validator(mode="after")
     def _fits_the_mesh(self) -> Self:
         if self.mesh.keys() != self.parallel.keys():
@@ -202,6 +210,10 @@ class Plan(BaseModel):
                 )
         if self.world_size > MAX_WORLD_SIZE:
             raise ValueError(f"a mesh of {self.world_size} ranks, expected at most {MAX_WORLD_SIZE}")
+        if self.passes and PIPELINE in self.parallel:  # neither predicted nor applied: not to be overlooked
+            raise ValueError(
+                f"passes are not applied to the stages of a pipeline, has {', '.join(one.name for one in self.passes)}"
+            )
         return self
 
     @field_serializer("parallel", mode="wrap")

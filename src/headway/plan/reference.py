@@ -15,10 +15,23 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from headway.cluster import AlgorithmCost, Cluster, Host, MessageCost, PassSlowdown, SlowPath, Traffic
+from headway.cluster import (
+    AlgorithmCost,
+    Cluster,
+    CodecCost,
+    Host,
+    MessageCost,
+    PassSlowdown,
+    SlowPath,
+    Traffic,
+)
+from headway.collectives.selection import SizeClass
+from headway.compression.cast import Cast
+from headway.compression.codec import Codec
+from headway.compression.registry import SHIPPED as CODECS
 from headway.passes.base import Pass
+from headway.passes.registry import SHIPPED as SHIPPED_PASSES
 from headway.plan.plan import Plan, PlannedModel, Prediction
-from headway.scheduling.buckets import Wire
 from headway.strategies.base import Strategy
 from headway.strategies.registry import SHIPPED, plugins
 
@@ -49,9 +62,16 @@ STRATEGIES = """## Strategies
 Below the name of a dimension is the name of one strategy, and below that are its options.
 """
 
+CODECS_HEAD = """### Codecs
+
+What buckets are sent as, each an entry of `wire`, named by `codec`. [Compressed gradients](compression.md) says what
+each does. Other packages may add some under the entry point group `headway.codecs`.
+"""
+
 PASSES = """## Passes
 
-Headway ships none yet. Other packages may add them under the entry point group `headway.passes`.
+The name of one pass, with its options below it. [Passes](passes.md) says what they do. Other packages may add some
+under the entry point group `headway.passes`.
 """
 
 # What each type is called in the column of values, and the section that describes it.
@@ -60,16 +80,19 @@ SECTIONS: dict[type, tuple[str, str]] = {
     Pass: ("pass", "passes"),
     PlannedModel: ("model", "model"),
     Prediction: ("prediction", "prediction"),
-    Wire: ("wire", "wire"),
+    Codec: ("codec", "codecs"),
+    Cast: ("cast", "cast"),
+    SizeClass: ("size class", "size-class"),
     Cluster: ("cluster", "cluster"),
     Host: ("host", "host"),
     AlgorithmCost: ("algorithm cost", "algorithm-cost"),
     MessageCost: ("message cost", "message-cost"),
+    CodecCost: ("codec cost", "codec-cost"),
     PassSlowdown: ("pass slowdown", "pass-slowdown"),
     Traffic: ("traffic", "traffic"),
     SlowPath: ("path", "path"),
 }
-OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, PassSlowdown, Traffic, SlowPath)
+OF_CLUSTERS = (Host, AlgorithmCost, MessageCost, CodecCost, PassSlowdown, Traffic, SlowPath)
 LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "min_length": "length at least"}
 LIMITS |= {"max_length": "length at most"}
 
@@ -81,7 +104,14 @@ def page() -> str:
     for name in list(plugins())[: len(SHIPPED)]:
         policy = plugins()[name].policy
         parts += _section(f"`{name}`, along `{policy.dimension}`", policy, level=3)
-    parts += [*_section("Wire", Wire, level=3), PASSES, *_section("`cluster`", Cluster)]
+    parts += _section("Size class", SizeClass, level=3)
+    parts.append(CODECS_HEAD)
+    for codec in CODECS:
+        parts += _section(f"`{codec.name}`", codec, level=4)
+    parts.append(PASSES)
+    for name, kind in SHIPPED_PASSES.items():
+        parts += _section(f"`{name}`", kind, level=3)
+    parts += _section("`cluster`", Cluster)
     for each in OF_CLUSTERS:
         parts += _section(SECTIONS[each][0].capitalize(), each, level=3)
     return "\n".join(parts)

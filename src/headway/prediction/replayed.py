@@ -49,10 +49,11 @@ class Prediction:
     operations: int
     notes: tuple[str, ...] = ()
     changes_training: str = ""
+    permission: str = ""
 
     def recommended(self, allow: Collection[str]) -> bool:
         """Whether its strategy may be chosen with what the user has permitted."""
-        return permitted(self.changes_training, allow)
+        return permitted(self.permission, allow)
 
     def to_document(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -118,6 +119,7 @@ def predict(
         operations=played.operations,
         notes=notes,
         changes_training=strategy.changes_training,
+        permission=strategy.permission,
     )
 
 
@@ -161,4 +163,5 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         operations=outcome.operations,
         notes=(outcome.describe(),),
         changes_training=strategy.changes_training,
+        permission=strategy.permission,
     )

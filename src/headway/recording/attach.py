@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,16 +65,31 @@ def record_this_rank(options: RecordOptions) -> Recorder:
 def _attach(recorder: Recorder) -> None:
     observer.set_observer(_RuntimeObserver(recorder))
     recorder.when_finished(lambda: observer.set_observer(None))
-    _watch_constructions(DistributedDataParallel, recorder)
-    for wrapper in (wrapper for plugin in plugins().values() for wrapper in plugin.wrappers()):
-        _watch_constructions(wrapper, recorder)
+    watch_constructions(recorder)
     _watch_compiling(recorder)
     _finish_before_the_group_goes(recorder)
     recorder.attach()
 
 
-def _patch(recorder: Recorder, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper`` in the place of a function, until the recording is over."""
+class Watching(Protocol):
+    """What is told of models that a script wraps, until it has finished."""
+
+    def watch(self, model: nn.Module, root: nn.Module) -> None:
+        """``model`` wraps the parameters of ``root``."""
+
+    def when_finished(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called when nothing has to be told any more."""
+
+
+def watch_constructions(watching: Watching) -> None:
+    """Tell ``watching`` of every model that is wrapped for data parallelism from now on, by whatever strategy."""
+    _watch_constructions(DistributedDataParallel, watching)
+    for wrapper in (wrapper for plugin in plugins().values() for wrapper in plugin.wrappers()):
+        _watch_constructions(wrapper, watching)
+
+
+def _patch(watching: Watching, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` in the place of a function, until ``watching`` has finished."""
     original = getattr(owners[0], name)
     patched = functools.wraps(original)(wrapper)
     for owner in owners:
@@ -85,7 +100,7 @@ def _patch(recorder: Recorder, owners: Sequence[Any], name: str, wrapper: Callab
             if getattr(owner, name) is patched:
                 setattr(owner, name, original)
 
-    recorder.when_finished(undo)
+    watching.when_finished(undo)
 
 
 def _finish_before_the_group_goes(recorder: Recorder) -> None:
@@ -100,15 +115,15 @@ def _finish_before_the_group_goes(recorder: Recorder) -> None:
     _patch(recorder, (dist, dist.distributed_c10d), "destroy_process_group", destroy_process_group)
 
 
-def _watch_constructions(wrapper: type, recorder: Recorder) -> None:
+def _watch_constructions(wrapper: type, watching: Watching) -> None:
     original: Callable[..., None] = wrapper.__init__  # type: ignore[misc]
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if getattr(self, "is_called", True):  # and is not part of another wrapper
-            recorder.watch(self, self.module)
+            watching.watch(self, self.module)
 
-    _patch(recorder, (wrapper,), "__init__", construct)
+    _patch(watching, (wrapper,), "__init__", construct)
 
 
 def _watch_compiling(recorder: Recorder) -> None:

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, SERVERS
+from headway.collectives.algorithms import ALL_REDUCE, COMPRESSED, GLOO_THREADS, SERVERS
 from headway.collectives.transfers import Transfer
 from headway.recording.collectives import ObservedCollective
 from headway.recording.connections import Endpoint, Use
 from headway.trace.events import Event, Kind, Stream
 
-WAITED_FOR_AT_THE_END = ("gloo", SERVERS)  # of a backward, by DDP
+WAITED_FOR_AT_THE_END = ("gloo", SERVERS, COMPRESSED)  # of a backward, by DDP
 
 
 @dataclass(slots=True)

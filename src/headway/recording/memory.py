@@ -36,6 +36,10 @@ class MemoryWatch:
         self._trained = [(name, p) for name, p in root.named_parameters() if p.requires_grad]
         self._hook(model.register_forward_pre_hook, self._begin, prepend=True)
         self._hook(model.register_forward_hook, self._forward_done)
+        for name, module in root.named_modules():
+            if name:
+                self._hook(module.register_forward_pre_hook, partial(self._module_begins, name), prepend=True)
+                self._hook(module.register_forward_hook, partial(self._module_ends, name))
         for name, parameter in self._trained:
             self._hook(parameter.register_post_accumulate_grad_hook, partial(self._gradient_done, name))
 
@@ -77,6 +81,14 @@ class MemoryWatch:
     def _forward_done(self, _model: nn.Module, _inputs: Any, _output: Any) -> None:
         if self._watch is not None:
             self._watch.forward_done()
+
+    def _module_begins(self, name: str, _module: nn.Module, inputs: Any) -> None:
+        if self._watch is not None:
+            self._watch.module_begins(name, inputs)
+
+    def _module_ends(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._watch is not None:
+            self._watch.module_ends(name, output)
 
     def _gradient_done(self, name: str, parameter: torch.Tensor) -> None:
         if self._watch is not None:

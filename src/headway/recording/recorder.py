@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headway import files, torch_private
 from headway.clocks import aligned
@@ -59,6 +58,7 @@ from headway.recording.updates import UpdateWatch
 from headway.rpc import interface
 from headway.strategies.data_parallel.decoupled.granularity import name_of
 from headway.strategies.registry import plugin_named
+from headway.torch_private.step_hooks import after_every_step, before_every_step
 from headway.trace.events import Event, Events, Kind, Stream
 from headway.trace.folder import write_rank
 from headway.trace.format import ClockFit, RankInfo
@@ -158,8 +158,8 @@ class Recorder:
 
     def resume(self) -> None:
         """Lay every hook, for the first time or again after ``detach``."""
-        self._handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
-        self._last_handle = register_optimizer_step_post_hook(self._optimizer_ends)
+        self._handles.append(before_every_step(self._optimizer_starts))
+        self._last_handle = after_every_step(self._optimizer_ends)
         self._tap.attach()
         self._pauses.attach()
         self._rounds.attach()
@@ -269,9 +269,9 @@ class Recorder:
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._reads.looking_ends()
         if self._rounds.averages and self._last_handle is not None:
-            # Behind the averaging, which is part of the step. A hook that is removed while it runs must be the last.
+            # Behind the averaging, which is part of the step.
             self._last_handle.remove()
-            self._last_handle = register_optimizer_step_post_hook(self._optimizer_ends)
+            self._last_handle = after_every_step(self._optimizer_ends)
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
     def _update_begins(self) -> None:

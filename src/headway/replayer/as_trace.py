@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from headway.graph.build import ComputeSpan
+from headway.graph.build import UPDATE, ComputeSpan
 from headway.graph.placed import PlacedTransfer
 from headway.graph.timeline import Part
 from headway.replayer.replayer import Replayer
@@ -34,7 +34,7 @@ def replayed_trace(replayer: Replayer, result: Simulation) -> Trace:
         by_rank[span.rank].append(span)
     for rank, own in by_rank.items():
         rows[rank] = _main_thread(own, result) + _steps(rank, result)
-    for work in result.graph.works:
+    for work in (each for each in result.graph.works if each.kind == UPDATE):
         start_ns, end_ns = (
             int(times[work.operation]) for times in (result.played.start_ns, result.played.end_ns)
         )

@@ -13,6 +13,7 @@ from headway.graph.computation import Computation
 from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Timeline
 from headway.job import Job, OptimizerUse
+from headway.replayer.measured_effects import measured_effects
 from headway.replayer.recorded_mesh import recorded_mesh
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
@@ -42,6 +43,7 @@ def recorded_job(trace: Trace, cluster: Cluster, *, has_parameters: bool = True)
         optimizers=_optimizers(trace),
         refusals={name: why for own in refusals for name, why in own.items()},
         has_parameters=has_parameters,
+        measured=measured_effects(trace),
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from headway.collectives.algorithms import ALL_REDUCE, REDUCE_SCATTER
 from headway.collectives.selection import RINGS, Algorithms
+from headway.compression.cast import Cast
+from headway.compression.codec import FLOATS, Codec, Exchange
+from headway.errors import PlanError
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
 
 GatherMode = Literal["parameters", "gradients"]
@@ -29,35 +33,35 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """What gradients are sent as."""
-
-    dtype: Literal["float16", "bfloat16", "float32", "float64"]
-    """The type of the elements that are sent."""
-
-    codec: Literal["cast"] = "cast"
-    """How gradients become elements of this type: ``cast`` rounds each of them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
     """Parts of parameters whose gradients share one collective. All have one dtype.
 
-    They are sent as ``wire`` says, or as they are where it is None.
+    They are sent as ``wire`` says, in the collectives ``exchanges``; or as they are where it is None.
     """
 
     index: int
     parts: tuple[Part, ...]
     dtype: str
     size_bytes: int
-    wire: Wire | None = None
+    wire: Codec | None = None
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def wire_bytes(self) -> int:
-        """The size of the tensor that is sent."""
-        if self.wire is None:
+        """The size of the tensors that are sent, over all ranks (``compression.codec.Exchange``)."""
+        return sum(each.size_bytes for each in self.exchanges) if self.exchanges else self.size_bytes
+
+    @property
+    def all_reduced_bytes(self) -> float:
+        """The size of a tensor whose all-reduce moves as many bytes: twice what a gather or an exchange of it would."""
+        if not self.exchanges:
             return self.size_bytes
-        return self.size_bytes // DTYPE_BYTES[self.dtype] * DTYPE_BYTES[self.wire.dtype]
+        return sum(e.size_bytes * (1 if e.kind == ALL_REDUCE else 0.5) for e in self.exchanges)
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives it takes."""
+        return len(self.exchanges) or 1
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -74,7 +78,7 @@ class BucketSchedule:
     right behind the reduce-scatters, or parameters, after the step of an optimizer whose state is sharded.
     ``channels`` collectives may be in flight at a time. With gradients, gather number ``i`` may stand right behind
     reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one. ``algorithms`` carry out
-    the halves.
+    the halves. With ``halves`` gradients are cast for them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -83,6 +87,18 @@ class BucketSchedule:
     channels: int = 1
     gathers_after: tuple[int, ...] = ()
     algorithms: Algorithms = RINGS
+    halves: Cast | None = None
+
+    def cast_in(self, kind: str) -> Cast | None:
+        """What the elements of a half ``kind`` are cast to: parameters never are."""
+        return self.halves if kind == REDUCE_SCATTER or self.gather == "gradients" else None
+
+    def half_bytes(self, kind: str, bucket: Bucket) -> int:
+        """The size of the tensor of a half ``kind`` of ``bucket``."""
+        cast = self.cast_in(kind)
+        if cast is None:
+            return bucket.size_bytes
+        return bucket.size_bytes // DTYPE_BYTES[bucket.dtype] * DTYPE_BYTES[cast.dtype]
 
     @property
     def parts(self) -> str:
@@ -92,7 +108,7 @@ class BucketSchedule:
     @property
     def collectives(self) -> int:
         """How many collectives a step has, halves of one counted once: fewer are less risk."""
-        return len(self.buckets)
+        return sum(bucket.collectives for bucket in self.buckets)
 
     @property
     def buckets_of(self) -> dict[str, tuple[int, ...]]:
@@ -162,6 +178,23 @@ def make_buckets(groups: Iterable[Sequence[Part]], model: ModelSpec) -> tuple[Bu
     return tuple(buckets)
 
 
+def sent_as(bucket: Bucket, codec: Codec | None, model: ModelSpec, world_size: int) -> Bucket:
+    """``bucket`` with its gradients sent as ``codec`` says between so many ranks. Raises PlanError for other types."""
+    if codec is None:
+        return bucket
+    if bucket.dtype not in FLOATS:
+        raise PlanError(
+            "only gradients of real numbers can be sent as something else",
+            got=f"{bucket.dtype}: {bucket.parts[0].parameter}",
+            expected=" or ".join(FLOATS),
+        )
+    shapes = [
+        model.by_name[part.parameter].shape if part == whole(model.by_name[part.parameter]) else (part.numel,)
+        for part in bucket.parts
+    ]
+    return replace(bucket, wire=codec, exchanges=codec.exchanges(shapes, bucket.dtype, world_size))
+
+
 def group_by_size(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[ParameterSpec]]:
     """Cut ``parameters``, in their order, into runs of one dtype and of about ``cap_bytes``.
 
@@ -209,4 +242,5 @@ def restricted(schedule: BucketSchedule, model: ModelSpec) -> BucketSchedule:
         gather=schedule.gather,
         channels=schedule.channels,
         algorithms=schedule.algorithms,
+        halves=schedule.halves,
     )

@@ -6,7 +6,8 @@ group, and lists groups in the order in which they can be reduced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 from headway.errors import PlanError
 from headway.model import ModelSpec
@@ -44,6 +45,39 @@ def mg_wfbp(model: ModelSpec, ready_ns: Mapping[str, int], alpha_ns: float, ns_p
             groups.append([whole(parameter)])
             dtype, filled = parameter.dtype, parameter.size_bytes
         begin_ns = max(free_ns, begin_ns if len(groups[-1]) > 1 else 0.0, ready)
+    return groups
+
+
+def earliest(model: ModelSpec, ready_ns: Mapping[str, int], time_ns: Callable[[int], float]) -> Groups:
+    """The groups whose last collective is done first, if one collective after the other is carried out.
+
+    One of ``n`` bytes takes ``time_ns(n)``, which grows with ``n``, and begins when its last gradient is ready and the
+    one before it is done. Exact, by dynamic programming: whatever comes behind a gradient is done the earlier, the
+    earlier those before it are. ``ready_ns`` of a parameter it does not name is the latest of all.
+    """
+    parameters = model.ready_parameters()
+    latest = max(ready_ns.values(), default=0)
+    done_ns, begins = [0.0], [0]
+    ready = 0
+    for end, last in enumerate(parameters, start=1):
+        ready = max(ready, ready_ns.get(last.name, latest))
+        best_ns, best, filled = math.inf, end - 1, 0
+        for begin in range(end - 1, -1, -1):
+            if parameters[begin].dtype != last.dtype:
+                break
+            filled += parameters[begin].size_bytes
+            taken_ns = time_ns(filled)
+            if ready + taken_ns >= best_ns:
+                break
+            if (own_ns := max(done_ns[begin], ready) + taken_ns) < best_ns:
+                best_ns, best = own_ns, begin
+        done_ns.append(best_ns)
+        begins.append(best)
+    groups: Groups = []
+    end = len(parameters)
+    while end:
+        groups.insert(0, [whole(parameter) for parameter in parameters[begins[end] : end]])
+        end = begins[end]
     return groups
 
 

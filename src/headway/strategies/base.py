@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
+from headway.permission import ASYNCHRONOUS
 from headway.scheduling.schedule import Schedule
 
 DATA, PIPELINE = "data", "pipeline"
@@ -46,6 +47,16 @@ class Strategy(BaseModel):
         Nothing that changes the training is chosen unless the user has permitted it (``headway.permission``).
         """
         return ""
+
+    @property
+    def decides_while_training(self) -> bool:
+        """Whether something is decided while the job trains, which ``headway run --decisions`` writes down."""
+        return False
+
+    @property
+    def permission(self) -> str:
+        """The permission without which it is never chosen (``headway.permission``); "" for none."""
+        return ASYNCHRONOUS if self.changes_training else ""
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""

@@ -148,6 +148,10 @@ class StrategyPlugin(ABC, Generic[S]):
         del strategy, fitting
         return None
 
+    def adapting(self, strategy: S) -> S | None:
+        """``strategy`` as one that changes while the job trains when its world has; None where none does, as here."""
+        return strategy if strategy.decides_while_training else None
+
     def left_out(self, job: Job) -> str:
         """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""
         del job

@@ -56,5 +56,5 @@ def _say_why_not(failure: Exception) -> None:
 
 
 _run_the_next_sitecustomize()
-if "HEADWAY_RECORD" in os.environ or "HEADWAY_PLAN" in os.environ:
+if any(name in os.environ for name in ("HEADWAY_RECORD", "HEADWAY_PLAN", "HEADWAY_TIME")):
     sys.meta_path.insert(0, _WhenTorchIsImported)  # type: ignore[arg-type]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
+from headway.compression.cast import Cast
 from headway.errors import PlanError
 from headway.interop.settings.tuner_table import TunerRule
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.plan import Plan
-from headway.scheduling.buckets import BucketSchedule, Wire
+from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -104,17 +105,20 @@ def bucketed(asked: Asked, tool: str, kinds: tuple[type[Strategy], ...]) -> Buck
     return asked.data
 
 
-def one_wire(strategy: DistributedDataParallelStrategy) -> Wire | None:
-    """What every bucket is sent as, where all are sent as the same; None where they are not, or as they are."""
+def one_wire(strategy: DistributedDataParallelStrategy) -> Cast | None:
+    """What type every bucket is cast to, where all are to the same; None where they are not, or otherwise sent."""
     kinds = set(strategy.wire)
-    return next(iter(kinds)) if len(kinds) == 1 else None
+    only = next(iter(kinds)) if len(kinds) == 1 else None
+    return only if isinstance(only, Cast) and not only.error_feedback else None
 
 
 def unexpressed(asked: Asked) -> list[str]:
     """What no stock tool does of a plan."""
     said = [f"the pass {one.name}" for one in asked.plan.passes]
-    if isinstance(asked.data, DecoupledStrategy) and asked.data.tune:
+    if isinstance(asked.data, DecoupledStrategy) and (asked.data.tune or asked.data.adapt):
         said.append("the search for better options while training: these are what it begins with")
+    if isinstance(asked.data, DecoupledStrategy) and asked.data.wire is not None:
+        said.append(f"gradients sent as {asked.data.wire.describe()}: they are sent as they are")
     if asked.pipeline is not None and asked.pipeline.follows_network:
         said.append("the order that follows the network: it stays at the one that it begins with")
     return said

@@ -18,7 +18,7 @@ DDP = "DDP"
 FILE = "ddp_settings.py"
 HOOKS_OF = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 HOOKS = {"float16": "fp16_compress_hook", "bfloat16": "bf16_compress_hook"}
-"""Torch's hooks that do what a wire type says, to the bit: they cast, divide by the world size and add up."""
+"""Torch's hooks that do what a wire type says, within its rounding: they cast before they divide by the world size."""
 
 _WRAP = """
 from torch.nn.parallel import DistributedDataParallel

@@ -111,7 +111,7 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
     choices: dict[str, str | None]
     if isinstance(data, DecoupledStrategy):
         halves = {"reducescatter": data.reduce_scatter, "allgather": data.all_gather}
-        choices = {function: RING if name == RING else None for function, name in halves.items()}
+        choices = {f: RING if name == RING and not data.by_size else None for f, name in halves.items()}
     elif isinstance(data, DistributedDataParallelStrategy | LocalSGDStrategy):
         choices = {"allreduce": None}
     else:

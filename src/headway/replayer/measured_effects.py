@@ -1,0 +1,80 @@
+"""Effects of passes that were measured for a trace, in a file of its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway import files
+from headway.errors import TraceError
+from headway.job import MeasuredEffect
+from headway.model import PassMemory
+from headway.trace.format import Trace
+
+FILE = "measured.json"
+_FROZEN = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Effect(BaseModel):
+    model_config = _FROZEN
+
+    factor: float = Field(gt=0, le=1e6, allow_inf_nan=False)
+    held_bytes: int = Field(default=0, ge=0)
+    memory: PassMemory | None = None
+
+
+class _Effects(BaseModel):
+    model_config = _FROZEN
+
+    format: Literal[1] = 1
+    fingerprint: str
+    device: str
+    effects: dict[str, _Effect] = Field(max_length=4096)
+
+
+def measured_effects(trace: Trace) -> Mapping[str, MeasuredEffect]:
+    """What was measured for ``trace``, by name; nothing where there is no such file.
+
+    Raises TraceError for a file that is damaged, or is of another model.
+    """
+    path = trace.path / FILE
+    if not path.is_file():
+        return MappingProxyType({})
+    what = f"{path}"
+    try:
+        data = json.loads(files.read_text(path, TraceError, "what was measured"))
+    except ValueError as failure:
+        raise TraceError(f"{what} is not JSON: {failure}", fix="Measure again.") from None
+    found = files.validate(data, _Effects, TraceError, what)
+    if found.fingerprint != trace.model.fingerprint:
+        raise TraceError(
+            f"{FILE} is of another model", got=found.fingerprint, expected=trace.model.fingerprint,
+            fix="Measure again.",
+        )  # fmt: skip
+    return MappingProxyType(
+        {
+            name: MeasuredEffect(each.factor, each.held_bytes, each.memory)
+            for name, each in found.effects.items()
+        }
+    )
+
+
+def save_effects(trace: Trace, effects: Mapping[str, MeasuredEffect], device: str) -> Path:
+    """Write ``effects``, measured on ``device``, into the folder of ``trace``, with those that are there already."""
+    all_effects = {**measured_effects(trace), **effects}
+    document = _Effects(
+        fingerprint=trace.model.fingerprint,
+        device=device,
+        effects={
+            name: _Effect(factor=each.factor, held_bytes=each.held_bytes, memory=each.memory)
+            for name, each in all_effects.items()
+        },
+    )
+    path = trace.path / FILE
+    files.write_text(path, document.model_dump_json(indent=1) + "\n", TraceError)
+    return path

@@ -1,0 +1,91 @@
+"""The file of what is decided while a job trains: a line of JSON for each decision, with its reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway import files
+from headway.errors import UserError
+
+DECISIONS_VARIABLE = "HEADWAY_DECISIONS"
+MAX_BYTES = 256 * 2**20
+_Milliseconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+_log = logging.getLogger("headway")
+
+
+class Entry(BaseModel):
+    """What was decided after ``step``: under which order or schedule steps go on, and which was in force before."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int = Field(ge=0)
+    before: str
+    order: str
+    reason: str
+    measured_ms: _Milliseconds
+    """What the step took, or the steps since the last decision typically."""
+    predicted_ms: dict[str, _Milliseconds] = Field(default_factory=dict)
+    """What a step of each order was expected to take."""
+    links_gbps: dict[str, float] = Field(default_factory=dict)
+    """What links carried, from rank to rank as ``0>1``."""
+
+    @property
+    def switches(self) -> bool:
+        """Whether another order was taken."""
+        return self.order != self.before
+
+
+class Journal:
+    """Writes decisions into ``path``; what stood there goes. Training goes on where that fails, with a warning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._write("", "w")
+
+    @classmethod
+    def wanted(cls) -> Journal | None:
+        """The one that ``headway run --decisions`` has asked for; None without it."""
+        path = os.environ.get(DECISIONS_VARIABLE)
+        return cls(Path(path)) if path else None
+
+    def add(self, entry: Entry) -> None:
+        """Write one decision."""
+        self._write(entry.model_dump_json() + "\n", "a")
+
+    def _write(self, text: str, mode: str) -> None:
+        try:
+            with self._path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as failure:
+            _log.warning("decisions cannot be written to %s: %s", self._path, failure.strerror)
+
+
+def read_journal(path: Path) -> list[Entry]:
+    """The decisions of a run, in order; a last line that is being written is passed over.
+
+    Raises UserError where the file is missing, too large, or holds something else.
+    """
+    lines = files.read_text(path, UserError, "decisions", MAX_BYTES).split("\n")
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UserError(
+                f"line {number} of {path} is no decision", got=line[:80],
+                expected="a file that headway run --decisions wrote",
+            ) from None  # fmt: skip
+        found.append(files.validate(document, Entry, UserError, f"line {number} of {path}"))
+    if not found:
+        raise UserError(
+            f"{path} holds no decision",
+            expected="a run of several steps whose plan changes while it trains",
+            fix="Run with --adapt, or plan a pipeline with headway optimize --follow-network.",
+        )
+    return found
