@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from decentralised_training.cases import FACTORS, Situation
@@ -40,7 +40,10 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a rank computes in an iteration (seconds), and of what model."""
+    """What a rank computes in an iteration (seconds), and of what model.
+
+    ``chance`` has for each rank how many times as long as the typical one its iterations took, without communication.
+    """
 
     spec: ModelSpec
     forward_s: float
@@ -48,18 +51,27 @@ class Profile:
     optimizer_s: float
     ready_s: Mapping[str, float]
     needed_s: Mapping[str, float]
+    chance: Sequence[Sequence[float]]
 
     @classmethod
-    def of(cls, learned: Mapping[str, Any]) -> Profile:
-        """What rank 0 wrote down."""
-        forward_s, backward_s = learned["passes_s"]
+    def of(cls, learned: Mapping[str, Any], alone_s: Sequence[Sequence[tuple[float, float]]]) -> Profile:
+        """What rank 0 wrote down, and the passes of each rank's iterations alone."""
+        forward_s, backward_s = (median(each) for each in zip(*alone_s[0], strict=True))
+        lengths_s = [[sum(passes_s) for passes_s in own_s] for own_s in alone_s]
         return cls(
             ModelSpec.model_validate(learned["spec"]), forward_s, backward_s, learned["optimizer_s"],
             learned["ready_s"], learned["needed_s"],
+            [[each_s / median(own_s) for each_s in own_s] for own_s in lengths_s],
         )  # fmt: skip
 
-    def timeline(self, rank: int, step: int, factor: float = 1.0) -> Timeline:
-        """An iteration whose passes take ``factor`` times as long."""
+    @property
+    def steps(self) -> int:
+        """How many iterations of a rank are known."""
+        return len(self.chance[0])
+
+    def timeline(self, rank: int, step: int, factor: float) -> Timeline:
+        """An iteration whose passes take ``factor`` times as long, and what chance made of them besides."""
+        factor *= self.chance[rank][step % self.steps]
         profile = StepProfile(
             forward_ns=round(self.forward_s * 1e9),
             backward_ns=round(self.backward_s * 1e9),
@@ -79,20 +91,14 @@ class Profile:
 
 def job_of(profile: Profile, situation: Situation, cluster: Cluster, slow_rank: int) -> Job:
     """The job in its situation."""
-    world_size = cluster.world_size
-    if situation.by_chance:
-        timelines = {
-            rank: tuple(profile.timeline(rank, step, situation.factor(rank, step)) for step in range(FACTORS))
-            for rank in range(world_size)
-        }
-    elif situation.slow_times != 1:
-        timelines = {
-            rank: (profile.timeline(rank, 0, situation.factor(rank, 0, slow_rank)),)
-            for rank in range(world_size)
-        }
-    else:
-        timelines = {0: (profile.timeline(0, 0),)}
-    return Job((profile.spec,), world_size, cluster, Computation(timelines, warm_up_steps=3))
+    steps = FACTORS if situation.by_chance else profile.steps
+    timelines = {
+        rank: tuple(
+            profile.timeline(rank, step, situation.factor(rank, step, slow_rank)) for step in range(steps)
+        )
+        for rank in range(cluster.world_size)
+    }
+    return Job((profile.spec,), cluster.world_size, cluster, Computation(timelines, warm_up_steps=3))
 
 
 def predicted(job: Job, strategy: Strategy, block: Found) -> Predicted:

@@ -38,7 +38,9 @@ def measure(case: ThroughputCase, worker: Sequence[str], *, quick: bool) -> list
         ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(case.world_size)]
         learned = json.loads((folder / "learned.json").read_text())
         cluster = Cluster.load(folder / "cluster.yaml")
-    return rows_of(case, ranks, Profile.of(learned), cluster, quick=quick)
+    return rows_of(
+        case, ranks, Profile.of(learned, [rank["alone_s"] for rank in ranks]), cluster, quick=quick
+    )
 
 
 def strategy_of(written: Mapping[str, Any]) -> Strategy:

@@ -20,7 +20,14 @@ from paced_training.measuring import busiest_share, busy_share, cores_ticks
 from torch import nn
 from torch.optim import Optimizer
 
-from decentralised_training.cases import FACTORS, GTX_1080_TI, THROUGHPUT, PacedPlan, ThroughputCase
+from decentralised_training.cases import (
+    FACTORS,
+    GTX_1080_TI,
+    SITUATIONS,
+    THROUGHPUT,
+    PacedPlan,
+    ThroughputCase,
+)
 from decentralised_training.live import Coordinators, Trainer
 from decentralised_training.methods import METHODS, Method, is_partial
 from headway.measuring.probe import probe_cluster
@@ -37,6 +44,7 @@ PROBE = Effort(
     repeats=3, most_repeats=5, longest_s=0.5, interference_rounds=1,
 )  # fmt: skip
 LINKS = replace(PROBE, candidates=())
+ALONE = 8  # iterations that show what passes take, and how they differ by chance
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def work(case_name: str, folder: Path, *, quick: bool) -> None:
         (folder / "learned.json").write_text(
             json.dumps(
                 {"spec": learned.spec.model_dump(mode="json"), "ready_s": learned.ready_s, "needed_s": learned.needed_s,
-                 "optimizer_s": optimizer_s, "passes_s": found["passes_s"]}
+                 "optimizer_s": optimizer_s}
             )
         )  # fmt: skip
     dist.barrier()
@@ -177,7 +185,7 @@ def _measured(
     trainers: dict[str, Trainer] = {}
     tried: dict[str, dict[str, float]] = {}
     errors: dict[str, str] = {}
-    alone = _alone(case, plan)
+    alone_s = _alone(case, plan)
     for method in METHODS:
         if effort.only and method.name not in effort.only:
             continue
@@ -203,22 +211,22 @@ def _measured(
     strategies = {name: _written(trainer.strategy) for name, trainer in trainers.items()}
     for trainer in trainers.values():
         trainer.close()
-    return {"blocks": blocks, "tried": tried, "errors": errors, "strategies": strategies, "passes_s": alone}
+    return {"blocks": blocks, "tried": tried, "errors": errors, "strategies": strategies, "alone_s": alone_s}
 
 
 def _written(strategy: Strategy) -> dict[str, Any]:
     return {"name": strategy.name, **strategy.model_dump(mode="json")}
 
 
-def _alone(case: ThroughputCase, plan: PacedPlan) -> list[float]:
-    """The median forward and backward of rank 0 (not slowed) without communication."""
+def _alone(case: ThroughputCase, plan: PacedPlan) -> list[tuple[float, float]]:
+    """Forward and backward of some iterations without communication, of which none is slowed."""
     model, device = paced_model(case, plan, dist.get_rank())
-    steps = Steps(case, model, device, -1 if not case.situation.by_chance else dist.get_rank())
+    steps = Steps(replace(case, situation=SITUATIONS["homogeneous"]), model, device, dist.get_rank())
     optimizer = optimizer_of(model.parameters())
     device.restart()
-    for iteration in range(5):
+    for iteration in range(1 + ALONE):
         steps(model, optimizer, iteration)
-    return [statistics.median(each) for each in zip(*steps.passes_s[1:], strict=True)]
+    return steps.passes_s[1:]
 
 
 def _trainer(

@@ -30,7 +30,9 @@ def test_it_trains_as_a_single_process_under_autocast_does() -> None:
 def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
     stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
     # Of links that take no time, for no codec to gain by them.
-    cluster.write_text("format: 1\nhosts: [{name: a, workers: 2, up_gbps: 10, down_gbps: 10}]\nlocal_gbps: 1000\nlocal_latency_us: 1\n")
+    cluster.write_text(
+        "format: 1\nhosts: [{name: a, workers: 2, up_gbps: 10, down_gbps: 10}]\nlocal_gbps: 1000\nlocal_latency_us: 1\n"
+    )
     losses = [tmp_path / "stock.json", tmp_path / "lower.json"]
     script = ("train_small.py", "--width", 400)
     recording = headway(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.strategies.decentralised.test_host_steps import cluster, job
 
-from headway.strategies.decentralised.horizon import Window, over_a_horizon
+from headway.strategies.decentralised.horizon import JITTER, Window, jitter_of, over_a_horizon
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.horizon import Outcome
 
@@ -31,3 +31,19 @@ def test_it_is_what_is_simulated(strategy: PartialAllReduceStrategy) -> None:
     for own, longer_own in zip(found.finished_ns, longer.finished_ns, strict=True):
         assert list(own) == list(longer_own)[: len(own)]
     assert found.finished_ns != seen(20_000_000, 100_000_000, seed=1).finished_ns
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "expected"),
+    [
+        ([[100.0]], JITTER),
+        ([[100.0, 100.4, 99.6]], JITTER),
+        ([[100.0, 100.2, 99.8, 100.4, 99.6]], 0.004),
+        ([[100.0, 100.2, 99.8, 100.4, 99.6], [50.0]], 0.004),
+        ([[100.0, 130.0, 70.0, 160.0]], JITTER),
+        ([[100.0, 100.0, 100.0, 400.0]], 0.0),
+    ],
+)
+def test_chance_is_as_steps_show_it(steps_ms: list[list[float]], expected: float) -> None:
+    steps = [[(("forward", round(each * 1e6)),) for each in own] for own in steps_ms]
+    assert jitter_of(steps) == pytest.approx(expected)

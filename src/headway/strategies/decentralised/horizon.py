@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TypeVar
 
 from headway.cluster import Cluster
@@ -22,8 +23,9 @@ WARM_UP, COUNTED = 10, 40  # iterations of a rank that takes the mean time
 MOST_LONGER = 10  # times as long for ranks that wait for most of the time
 MOST_RANK_ITERATIONS = 200_000
 JITTER = 0.02
-"""By what share iterations differ by chance. Ranks of which one step is known would come at the same time for ever, in
-the order of their numbers, and so in groups of their own host."""
+"""By what share iterations differ by chance, where it is not known, and at most. Without it, ranks with equal steps
+would come at the same time for ever, in the order of their numbers, and so in groups of their own host."""
+FEWEST_STEPS = 4  # of a rank that show by what share they differ
 
 T = TypeVar("T")
 Parts = Sequence[tuple[str, int]]
@@ -145,13 +147,13 @@ def _played(
             expected=f"at most {MOST_RANK_ITERATIONS}", fix="Replay fewer workers.",
         )  # fmt: skip
     size_bytes = averaged_bytes(job.model, strategy)
-    schedule = strategy.decide(job)
+    schedule, jitter = strategy.decide(job), jitter_of(steps)
 
     def play(until_ns: int) -> Outcome:
         scenario = Scenario(
             until_ns, from_ns=until_ns // 5 if window is None else window.from_ns,
             deaths=incidents.deaths, joins=incidents.joins, slow_share=incidents.slow_share,
-            slow_factor=incidents.slow_factor, jitter=JITTER, seed=0 if window is None else window.seed,
+            slow_factor=incidents.slow_factor, jitter=jitter, seed=0 if window is None else window.seed,
         )  # fmt: skip
         iterations = Iterations(steps, scenario, factors)
         return CoSimulation(
@@ -163,6 +165,22 @@ def _played(
     if window is not None or incidents.ranks or done >= COUNTED / 2:
         return outcome
     return play(round(until_ns * min(MOST_LONGER, COUNTED / max(1, done))))
+
+
+def jitter_of(steps: Sequence[Sequence[Parts]]) -> float:
+    """By what share iterations of a typical worker differ by chance, as its steps show.
+
+    Ranks over a slow link that are released together come back together, and are in a group again, unless chance parts
+    them: with more of it than there is, such groups look slower or faster than they are.
+    """
+    shares = []
+    for own in steps:
+        if len(own) >= FEWEST_STEPS:
+            times_ns = [sum(time_ns for _, time_ns in parts) for parts in own]
+            typical_ns = median(times_ns)
+            # Of what lies evenly within a share of the typical time, half is within half of it.
+            shares.append(2 * median(abs(time_ns - typical_ns) for time_ns in times_ns) / max(1, typical_ns))
+    return min(JITTER, median(shares)) if shares else JITTER
 
 
 def _check_somebody_stays(incidents: Incidents, world_size: int) -> None:
