@@ -16,7 +16,7 @@ from headway.models.table import FLOAT_BYTES, LayerTable
 GTX_1080_TI = modelled("GTX 1080 Ti", 11.34e12, 484e9)
 TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets
 MOST_BYTES = 2e6  # of a scaled model: sixteen workers share two cores
-COMPUTE_S, QUICK_COMPUTE_S = 0.4, 0.3
+COMPUTE_S, QUICK_COMPUTE_S = 0.8, 0.3
 SLOW_RANK, SLOW_HOST = 5, 1
 SLOW_LINK = 0.2  # of the rate that the other hosts' links have
 FACTORS = 24  # iterations after which random slowdowns repeat
