@@ -23,7 +23,7 @@ from headway.errors import HeadwayError
 from headway.strategies.base import Strategy
 from headway.strategies.registry import plugin_named
 
-TIMEOUT_S = 1200.0
+TIMEOUT_S = 2400.0
 
 
 def measure(case: ThroughputCase, worker: Sequence[str], *, quick: bool) -> list[dict[str, Any]]:
