@@ -46,7 +46,8 @@ def repeated_modules(model: ModelSpec) -> tuple[str, ...]:
             "the model has no numbered modules, and it was not said which are to be compiled",
             got=", ".join(paths[:8]), expected="TRACE MODULE ... -- COMMAND",
         )  # fmt: skip
-    return tuple(max(several, key=size_bytes))
+    largest = max(several, key=size_bytes)
+    return tuple(largest)
 
 
 if __name__ == "__main__":

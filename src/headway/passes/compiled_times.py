@@ -20,12 +20,12 @@ def as_single_graphs(timeline: Timeline, regions: Sequence[str]) -> Timeline:
 
 def _ready_at_once(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
     owners = {
-        index: region
+        index: owner
         for index, item in enumerate(items)
-        if item.kind == Point.READY and (region := region_of(item.name.rpartition(".")[0], regions))
+        if item.kind == Point.READY and (owner := region_of(item.name.rpartition(".")[0], regions))
     }
-    last = {region: index for index, region in owners.items()}
-    held: dict[str, list[Item]] = {region: [] for region in last}
+    last = {owner: index for index, owner in owners.items()}
+    held: dict[str, list[Item]] = {owner: [] for owner in last}
     found: list[Item] = []
     for index, item in enumerate(items):
         region = owners.get(index)

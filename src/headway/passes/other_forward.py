@@ -72,7 +72,8 @@ def with_forward(
             return around(partial(original.forward, self), self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            reduced: Any = super().__reduce_ex__(protocol)
+            # Later protocols have pickle compare the class that is made with this one.
+            reduced: Any = super().__reduce_ex__(min(1, protocol))
             made, arguments, *state = reduced
             return made, tuple(original if each is type(self) else each for each in arguments), *state
 
