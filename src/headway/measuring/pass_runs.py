@@ -20,13 +20,14 @@ from headway.errors import LaunchError, TraceError, UserError
 from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Part
 from headway.job import MeasuredEffect
-from headway.passes.measured import PARTS, MeasuredPass
+from headway.passes.measured import MeasuredPass
 from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace
 
 ROUNDS = 2
+LEAST_NS = 1_000  # of a part: what takes less does not change by a factor
 Run = Callable[[Sequence[str]], int]
 """Runs a command to its end, and returns its exit status."""
 
@@ -58,7 +59,7 @@ def effects_between(
     stock: Sequence[Trace], other: Sequence[Trace], changed: MeasuredPass
 ) -> dict[str, MeasuredEffect]:
     """What ``changed``, under which ``other`` were recorded, does to the job that was recorded as ``stock``."""
-    factors = {part: _median_ns(other, part) / _median_ns(stock, part) for part in PARTS}
+    factors = {part: _factor(stock, other, part) for part in changed.parts}
     memory = other[-1].model.pass_memory
     return {
         changed.effect_name(part): MeasuredEffect(factor, memory=memory if part == Part.FORWARD else None)
@@ -67,9 +68,10 @@ def effects_between(
 
 
 def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]], MeasuredPass]) -> int:
-    """Measure for a trace as its ``arguments`` say, TRACE [MODULE ...] -- COMMAND, and write it into its folder.
+    """Measure for a trace as its ``arguments`` say, TRACE [WORD ...] -- COMMAND, and write it into its folder.
 
-    ``pass_for`` makes the pass of the trace and the modules that were named. Returns the exit status.
+    ``pass_for`` makes the pass of the trace and the words, and raises UserError for such as it does not know. Returns
+    the exit status.
     """
     from headway.replayer.measured_effects import save_effects
 
@@ -78,7 +80,7 @@ def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]
         if not own or not command:
             raise UserError(
                 "a trace, and the command that was recorded, are measured for",
-                got=" ".join(arguments) or "nothing", expected="TRACE [MODULE ...] -- COMMAND",
+                got=" ".join(arguments) or "nothing", expected="TRACE ... -- COMMAND",
             )  # fmt: skip
         trace = load_trace(own[0])
         effects = measured_effects(trace, pass_for(trace, tuple(own[1:])), command, _run)
@@ -112,6 +114,11 @@ def _recorded(trace: Trace, out: Path, record: Sequence[str], command: Sequence[
     return found
 
 
+def _factor(stock: Iterable[Trace], other: Iterable[Trace], part: str) -> float:
+    before_ns = _median_ns(stock, part)
+    return max(1.0, _median_ns(other, part)) / before_ns if before_ns >= LEAST_NS else 1.0
+
+
 def _median_ns(traces: Iterable[Trace], part: str) -> float:
     times_ns = [
         sum(item.duration_ns for item in timeline.items if item.kind == part)
@@ -119,7 +126,7 @@ def _median_ns(traces: Iterable[Trace], part: str) -> float:
         for steps in timelines_of(trace).values()
         for timeline in steps
     ]
-    return max(1.0, statistics.median(times_ns))
+    return statistics.median(times_ns)
 
 
 def _run(command: Sequence[str]) -> int:

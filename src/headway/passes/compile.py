@@ -8,14 +8,14 @@ from pydantic import Field
 
 from headway.graph.timeline import Timeline
 from headway.passes.compiled_times import as_single_graphs
-from headway.passes.measured import MeasuredPass
+from headway.passes.measured import MeasuredModules
 from headway.passes.regions import in_few_words
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Compile(MeasuredPass):
+class Compile(MeasuredModules):
     """The forward of each of ``modules`` is compiled while gradients are recorded, and so is its backward.
 
     Results change in their last bits, and dropout draws other random numbers.
@@ -23,7 +23,7 @@ class Compile(MeasuredPass):
 
     name: ClassVar[str] = "compile"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "compiling"
+    measured_by: ClassVar[str] = "compiling TRACE [MODULE ...]"
 
     modules: tuple[str, ...] = Field(min_length=1, max_length=4096)
     """Paths of modules within the wrapped model, as ``named_modules`` has them. None lies within another.

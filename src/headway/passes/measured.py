@@ -16,23 +16,15 @@ from headway.passes.base import Pass
 from headway.passes.computation import whole_model, with_timelines
 from headway.passes.regions import check_apart, lies_in
 
-PARTS = (Part.FORWARD, Part.BACKWARD)
-"""The parts of a step whose time such a pass changes."""
-
 
 class MeasuredPass(Pass):
-    """Forward and backward take so many times as long, and hold as much, as was measured of this very pass."""
+    """Parts of a step take so many times as long, and hold as much, as was measured of this very pass."""
 
     measured_by: ClassVar[str]
-    """The module of ``headway.measuring`` that measures it."""
+    """The module of ``headway.measuring`` that measures it, and what that is given besides, in words."""
 
-    modules: tuple[str, ...] = Field(max_length=4096)
-    """Paths of modules within the wrapped model, as ``named_modules`` has them."""
-
-    @field_validator("modules")
-    @classmethod
-    def _apart(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
-        return check_apart(modules)
+    parts: ClassVar[tuple[str, ...]] = (Part.FORWARD, Part.BACKWARD)
+    """The parts of a step whose time it changes."""
 
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
@@ -52,18 +44,11 @@ class MeasuredPass(Pass):
         return f"{self.name} {self.model_dump_json()} {part}"
 
     def rewrite(self, job: Job) -> Job:
-        """Forward and backward take as many times as long, and hold as much, as was measured.
+        """Parts of a step take as many times as long, and hold as much, as was measured.
 
-        Raises UnsupportedError where that was not measured, for modules that do not train, and for models that the
-        pass is not for.
+        Raises UnsupportedError where that was not measured, and for models that the pass is not for.
         """
         model = whole_model(job, f"the pass {self.name}")
-        for region in self.modules:
-            if not any(lies_in(each.module, region) for each in model.parameters):
-                raise UnsupportedError(
-                    "there is no module of that name that trains parameters", got=repr(region),
-                    expected="the path of a module in the wrapped model",
-                )  # fmt: skip
         self.check_model(model)
         effects = self._effects(job)
         known, watched = model.pass_memory, effects[Part.FORWARD].memory
@@ -80,12 +65,12 @@ class MeasuredPass(Pass):
         return timeline
 
     def _effects(self, job: Job) -> Mapping[str, MeasuredEffect]:
-        found = {part: job.measured.get(self.effect_name(part)) for part in PARTS}
+        found = {part: job.measured.get(self.effect_name(part)) for part in self.parts}
         known = {part: effect for part, effect in found.items() if effect is not None}
-        if len(known) < len(PARTS):
+        if len(known) < len(self.parts):
             raise UnsupportedError(
                 f"it was not measured what {self.describe()} does to this job",
-                fix=f"Run python -m headway.measuring.{self.measured_by} TRACE [MODULE ...] -- COMMAND.",
+                fix=f"Run python -m headway.measuring.{self.measured_by} -- COMMAND.",
             )
         return known
 
@@ -100,3 +85,24 @@ class MeasuredPass(Pass):
             return self.rearranged(replace(timeline, items=items))
 
         return change
+
+
+class MeasuredModules(MeasuredPass):
+    """One that changes some modules."""
+
+    modules: tuple[str, ...] = Field(max_length=4096)
+    """Paths of modules within the wrapped model, as ``named_modules`` has them."""
+
+    @field_validator("modules")
+    @classmethod
+    def _apart(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
+        return check_apart(modules)
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Raise UnsupportedError for modules that do not train."""
+        for region in self.modules:
+            if not any(lies_in(each.module, region) for each in model.parameters):
+                raise UnsupportedError(
+                    "there is no module of that name that trains parameters", got=repr(region),
+                    expected="the path of a module in the wrapped model",
+                )  # fmt: skip

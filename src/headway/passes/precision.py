@@ -11,13 +11,13 @@ from pydantic import Field, field_validator
 
 from headway.errors import UnsupportedError
 from headway.model import ModelSpec
-from headway.passes.measured import MeasuredPass
+from headway.passes.measured import MeasuredModules
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Precision(MeasuredPass):
+class Precision(MeasuredModules):
     """The forward of each of ``modules``, or of the model, runs under ``torch.autocast``, and so does its backward.
 
     Parameters and gradients stay float32, and so does what a module puts out, whatever it computes with.
@@ -25,7 +25,7 @@ class Precision(MeasuredPass):
 
     name: ClassVar[str] = "precision"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "precision"
+    measured_by: ClassVar[str] = "precision TRACE [MODULE ...]"
 
     dtype: Literal["bfloat16"]
     """What is computed with. float16 is refused: its gradients vanish unless the script scales its losses."""
@@ -48,7 +48,8 @@ class Precision(MeasuredPass):
         return f"{self._part()} computes in {self.dtype}"
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise UnsupportedError for parameters that are not float32."""
+        """Raise UnsupportedError for modules that do not train, and parameters that are not float32."""
+        super().check_model(model)
         others = sorted({each.dtype for each in model.parameters} - {"float32"})
         if others:
             raise UnsupportedError(
