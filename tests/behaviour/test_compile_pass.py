@@ -1,10 +1,9 @@
-"""Compiled modules go round the loop: measured, proposed, applied in code and to an unmodified script."""
+"""Compiled modules: proposed where measurements say so, applied in code and to an unmodified script."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,12 @@ import yaml
 from tests import workers
 from tests.behaviour.compile_pass_cases import EXPECTED_GRAPHS
 from tests.behaviour.pass_cases import STRATEGIES
-from tests.commands import headway, run, torchrun
+from tests.commands import headway, torchrun
 
-from headway.replayer.measured_effects import FILE
+from headway.job import MeasuredEffect
+from headway.passes.compile import Compile
+from headway.replayer.measured_effects import save_effects
+from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -39,18 +41,10 @@ def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
         "record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, "--losses", losses[0])
     )
     assert recording.returncode == 0, recording.stderr
-    measured = run(
-        [sys.executable, "-m", "headway.measuring.compiling", str(stock), "0", "3", "--", *torchrun(*script)],
-        300,
-    )
-    assert measured.returncode == 0, measured.stderr
-    written = json.loads((stock / FILE).read_text())
-    assert len(written["effects"]) == 2
-
-    for factor, taken in ((2.0, False), (0.3, True)):  # in the place of what this machine happens to do
-        for each in written["effects"].values():
-            each["factor"] = factor
-        (stock / FILE).write_text(json.dumps(written))
+    trace, changed = load_trace(stock), Compile(modules=("0", "3"))
+    for factor, taken in ((2.0, False), (0.3, True)):  # as the tests of measuring have it
+        effects = {changed.effect_name(part): MeasuredEffect(factor) for part in changed.parts}
+        save_effects(trace, effects, "cpu")
         planned = headway("optimize", stock, "-o", path, "--cluster", cluster, "--strategy", "ddp")
         assert planned.returncode == 0, planned.stderr
         passes = yaml.safe_load(path.read_text())["passes"]

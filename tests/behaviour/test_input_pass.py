@@ -1,16 +1,19 @@
-"""Workers of data loaders go round the loop: measured, proposed, and given to an unmodified script."""
+"""Workers of data loaders: proposed where measurements say so, and given to an unmodified script."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.commands import headway, run, torchrun
+from tests.commands import headway, torchrun
 
-from headway.replayer.measured_effects import FILE
+from headway.graph.timeline import Part
+from headway.job import MeasuredEffect
+from headway.passes.input_workers import InputWorkers
+from headway.replayer.measured_effects import save_effects
+from headway.trace.folder import load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -20,17 +23,13 @@ def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
     found = [tmp_path / "stock.json", tmp_path / "loaded.json"]
     recording = headway("record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, "--out", found[0]))
     assert recording.returncode == 0, recording.stderr
-    measuring = [sys.executable, "-m", "headway.measuring.loading", str(stock), "1", "--", *torchrun(*script)]
-    measured = run(measuring, 300)
-    assert measured.returncode == 0, measured.stderr
-    written = json.loads((stock / FILE).read_text())
-    parts = {name.rpartition(" ")[2]: name for name in written["effects"]}
-    assert set(parts) == {"input", "forward", "backward"}
-
-    for factor, taken in ((2.0, False), (0.1, True)):  # in the place of what this machine happens to do
-        for part, name in parts.items():
-            written["effects"][name]["factor"] = factor if part == "input" else 1.0
-        (stock / FILE).write_text(json.dumps(written))
+    trace, changed = load_trace(stock), InputWorkers(workers=1)
+    for factor, taken in ((2.0, False), (0.1, True)):  # as the tests of measuring have it
+        effects = {
+            changed.effect_name(part): MeasuredEffect(factor if part == Part.INPUT else 1.0)
+            for part in changed.parts
+        }
+        save_effects(trace, effects, "cpu")
         planned = headway("optimize", stock, "-o", path, "--strategy", "ddp")
         assert planned.returncode == 0, planned.stderr
         passes = yaml.safe_load(path.read_text())["passes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from headway.cluster import Cluster
 from headway.network import collective_costs
@@ -34,7 +35,7 @@ def turns_where_cores_are_busy(_rank: int, _world_size: int, cluster: dict[str, 
         action()
         return Timing(10.0, 0.0)
 
-    collective_costs.timed = slow
     effort = replace(BRIEF, shares_bytes={1_000: 16})
-    found = timings_of(Cluster.model_validate(cluster), busy_cores=False, effort=effort)
+    with mock.patch.object(collective_costs, "timed", slow):
+        found = timings_of(Cluster.model_validate(cluster), busy_cores=False, effort=effort)
     return [each.turns for measured in found.values() for each in measured]
