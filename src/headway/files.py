@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -219,10 +219,9 @@ def _first_complaint(failure: ValidationError, error: type[UserError], what: str
     if complaint["type"] == "missing":
         return error(f"{what}: {where} is missing", fix="Add it.")
     said = complaint["msg"].removeprefix("Value error, ")
-    if (
-        complaint["type"] == "value_error" and not complaint["loc"]
-    ):  # what is wrong with the whole says so itself
-        return error(f"{what}: {said}")
+    # What is wrong with a whole mapping says so itself.
+    if complaint["type"] == "value_error" and isinstance(complaint["input"], Mapping):
+        return error(f"{what}: {where}: {said}" if complaint["loc"] else f"{what}: {said}")
     return error(f"{what}: {where}: {said}", got=repr(complaint["input"]))
 
 

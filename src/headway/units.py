@@ -1,4 +1,4 @@
-"""Rates, durations and factors as people write them, and back; sizes as text.
+"""Rates, durations and factors as people write them, and back; sizes and counts as text.
 
 Rates are bits a second with decimal prefixes, as network people write them (``400mbit``, ``10 Gbit/s``).
 Sizes are bytes, written with decimal prefixes.
@@ -77,3 +77,8 @@ def format_bytes(size_bytes: float) -> str:
         if size_bytes >= scale:
             return f"{size_bytes / scale:.1f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number and what it counts: ``1 rank``, ``12,000 steps``."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

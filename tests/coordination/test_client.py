@@ -217,10 +217,14 @@ def test_another_process_takes_a_place_for_good(job: Job, caplog: pytest.LogCapt
     assert "another process has taken the worker's place" in caplog.text
 
 
-def test_nobody_there_is_a_communication_error() -> None:
+def test_nobody_there_is_a_communication_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.coordination.client.NOTICE_S", 0.2)
     client = CoordinatorClient("127.0.0.1:1")
     with pytest.raises(CommunicationError, match=r"worker 0 cannot join .* at its coordinator 127.0.0.1:1"):
-        client.join(Member(0, 0, "0:1", "host"), 0.3)
+        client.join(Member(0, 0, "0:1", "host"), 0.4)
+    assert "worker 0 does not reach its coordinator 127.0.0.1:1 (" in caplog.text
     client.leave()
 
 

@@ -11,7 +11,9 @@ from tests.synthetic import synthetic_trace
 from headway.errors import LaunchError
 from headway.graph.timeline import Part
 from headway.job import MeasuredEffect
-from headway.measuring.precision import effects_between, main, measured_precision
+from headway.measuring.pass_runs import effects_between
+from headway.measuring.pass_runs import measured_effects as measured_of_runs
+from headway.measuring.precision import main
 from headway.model import PassMemory
 from headway.passes.precision import Precision
 from headway.plan import Plan
@@ -42,7 +44,7 @@ def test_the_command_runs_as_it_is_and_under_the_pass() -> None:
         return 3
 
     with pytest.raises(LaunchError, match="failed; got exit status 3"):
-        measured_precision(trace, WHOLE, ("torchrun", "it.py"), run)
+        measured_of_runs(trace, WHOLE, ("torchrun", "it.py"), run)
     (first,) = commands
     assert first[-3:] == ("--", "torchrun", "it.py")
     assert f"{trace.steps[0]}:{trace.steps[-1] + 1}" in first

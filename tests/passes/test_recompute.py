@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,8 @@ def test_gradients_buffers_and_random_numbers_stay_the_same() -> None:
 def test_a_copy_is_of_the_original_class_and_of_its_own_parameters() -> None:
     model = stack()
     Recompute(modules=ALL).apply(model, None)
+    pickled = pickle.loads(pickle.dumps(model))
+    assert all(type(each) is Block for each in pickled.blocks)
     copied = copy.deepcopy(model)
     assert all(type(each) is Block for each in copied.blocks)
     with torch.no_grad():

@@ -79,7 +79,11 @@ SMALL = "{size_bytes: 9, reduce_scatter: direct, all_gather: ring}"
         ),
         ("  data:\n", "  Data:\n", "Data"),
         ("passes: []", "passes: [{levitation: {}}]", "unknown pass 'levitation'"),
-        ("bucket_cap_bytes: 5000", "bucket_cap_bytes: -1", "bucket_cap_bytes"),
+        (
+            "bucket_cap_bytes: 5000",
+            "bucket_cap_bytes: -1",
+            "parallel.data.decoupled.bucket_cap_bytes: .*; got -1",
+        ),
         ("gather_order: [", "gather_order: [7, ", "gather_order must name every bucket once"),
         ("by_size: []", f"by_size: [{SMALL}, {SMALL}]", "by_size is not in ascending order of size_bytes"),
         (

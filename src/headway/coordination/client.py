@@ -23,6 +23,8 @@ from headway.errors import CommunicationError, one_line
 MAX_REMEMBERED = 1024
 """How many groups, and decisions about them, a worker remembers."""
 LEAVE_S = 2.0
+NOTICE_S = 5.0
+"""After so long a worker says that it still waits for its coordinator."""
 _METRIC_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}", re.ASCII)
 _Value = TypeVar("_Value")
 _log = logging.getLogger("headway")
@@ -47,6 +49,11 @@ class _State:
     keys: OrderedDict[int, str] = field(default_factory=OrderedDict)
     decisions: OrderedDict[int, bool] = field(default_factory=OrderedDict)
     unknown: set[int] = field(default_factory=set)  # numbers of which the coordinator has just said so
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known if the worker can join."""
+        return self.connected or self.ended is not None
 
 
 class _Running:
@@ -120,7 +127,13 @@ class CoordinatorClient:
         self._running = _Running(link)
         atexit.register(self._stop)
         with self._condition:
-            self._wait(lambda: state.connected or state.ended is not None, timeout_s)
+            self._wait(lambda: state.is_settled, min(NOTICE_S, timeout_s))
+            if not state.is_settled and timeout_s > NOTICE_S:
+                _log.warning(
+                    "worker %d does not reach its coordinator %s (%s): it goes on trying for %.0f s",
+                    member.worker, self._address, one_line(state.last_failure), timeout_s - NOTICE_S,
+                )  # fmt: skip
+                self._wait(lambda: state.is_settled, timeout_s - NOTICE_S)
             if state.connected:
                 return state.others
             reason = state.ended or state.last_failure

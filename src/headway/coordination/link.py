@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -106,7 +107,8 @@ class Link:
             for task in done:
                 task.result()
         except grpc.aio.AioRpcError as failure:
-            return _reason(failure), failure.code().name in FINAL
+            hopeless = not self._incarnation and _shows_another_secret(failure)
+            return _reason(failure), hopeless or failure.code().name in FINAL
         except grpc.aio.UsageError as failure:  # written to after it has ended
             return str(failure), False
         except TimeoutError:
@@ -179,8 +181,16 @@ class Link:
             await asyncio.sleep(lease_s / BEATS_A_LEASE)
 
 
+def _shows_another_secret(failure: grpc.aio.AioRpcError) -> bool:
+    return "SSL_ERROR_SSL" in (failure.details() or "")
+
+
 def _reason(failure: grpc.aio.AioRpcError) -> str:
-    words = str(failure.details() or failure.code().name)
+    """Why a connection ended, without what gRPC says of itself."""
+    if _shows_another_secret(failure):
+        return "it has another secret than this worker, or none"
+    words = failure.details() or failure.code().name
+    brief = re.sub(r"^failed to connect .*?ipv[46]:\S+ (Failed to connect to remote host: )?", "", words)
     if "handshake" in words.lower() or "Socket closed" in words:
-        return f"{words}; does it have the same secret?"
-    return words
+        return f"{brief}; does it have the same secret?"
+    return brief

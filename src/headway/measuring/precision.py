@@ -1,132 +1,17 @@
-"""What bfloat16 does to a job, measured: ``python -m headway.measuring.precision TRACE [MODULE ...] -- COMMAND``.
-
-The user's own command runs in turn as it is and under stock DDP with the pass, and is recorded each time. What counts
-is the ratio of medians, over ranks and steps, of what forward and backward take without waits; the memory of a pass is
-that of the last run. ``COMMAND`` is the one that was recorded, and ends soon behind the steps that were.
-"""
+"""What bfloat16 does to a job, measured: ``python -m headway.measuring.precision TRACE [MODULE ...] -- COMMAND``."""
 
 from __future__ import annotations
 
-import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import torch
-
-from headway.errors import LaunchError, TraceError, UserError
-from headway.graph.recorded import timelines_of
-from headway.graph.timeline import Part
-from headway.job import MeasuredEffect
-from headway.passes.precision import PARTS, Precision
-from headway.plan import Plan
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.trace.folder import load_trace
-from headway.trace.format import Trace
-
-ROUNDS = 2
-Run = Callable[[Sequence[str]], int]
-"""Runs a command to its end, and returns its exit status."""
+from headway.measuring.pass_runs import measure
+from headway.passes.precision import Precision
 
 
-def measured_precision(
-    trace: Trace, changed: Precision, command: Sequence[str], run: Run, rounds: int = ROUNDS
-) -> dict[str, MeasuredEffect]:
-    """The effects of ``changed`` on the job of ``trace``, which ``command`` starts, by their names.
-
-    Raises LaunchError where a run fails, TraceError where it trains another model on other ranks.
-    """
-    plan = Plan.data_parallel(DistributedDataParallelStrategy(), trace.world_size, trace.model)
-    plan = plan.model_copy(update={"passes": (changed,), "changes_training": changed.changes_training})
-    ours = (sys.executable, "-m", "headway")
-    with tempfile.TemporaryDirectory(prefix="headway-precision-") as folder:
-        path = Path(folder) / "plan.yaml"
-        plan.save(path)
-        under = (*ours, "run", "--plan", str(path), "--", *command)
-        stock: list[Trace] = []
-        other: list[Trace] = []
-        for number in range(rounds):
-            for found, what in ((stock, tuple(command)), (other, under)):
-                out = Path(folder) / f"{number}-{len(stock)}-{len(other)}"
-                found.append(_recorded(trace, out, (*ours, "record", "--no-measuring"), what, run))
-        return effects_between(stock, other, changed)
-
-
-def effects_between(
-    stock: Sequence[Trace], other: Sequence[Trace], changed: Precision
-) -> dict[str, MeasuredEffect]:
-    """What ``changed``, under which ``other`` were recorded, does to the job that was recorded as ``stock``."""
-    factors = {part: _median_ns(other, part) / _median_ns(stock, part) for part in PARTS}
-    memory = other[-1].model.pass_memory
-    return {
-        changed.effect_name(part): MeasuredEffect(factor, memory=memory if part == Part.FORWARD else None)
-        for part, factor in factors.items()
-    }
-
-
-def _recorded(trace: Trace, out: Path, record: Sequence[str], command: Sequence[str], run: Run) -> Trace:
-    steps = f"{trace.steps[0]}:{trace.steps[-1] + 1}"
-    status = run((*record, "-o", str(out), "--steps", steps, "--", *command))
-    if status != 0:
-        raise LaunchError(
-            "a run that was to be measured failed", got=f"exit status {status}", expected="0",
-            fix="See what it printed.",
-        )  # fmt: skip
-    found = load_trace(out)
-    for what, got, expected in (
-        ("model", found.model.fingerprint, trace.model.fingerprint),
-        ("number of ranks", found.world_size, trace.world_size),
-    ):
-        if got != expected:
-            raise TraceError(
-                f"the command trains another {what} than was recorded", got=str(got), expected=str(expected),
-                fix="Give the command that was recorded.",
-            )  # fmt: skip
-    return found
-
-
-def _median_ns(traces: Iterable[Trace], part: str) -> float:
-    times_ns = [
-        sum(item.duration_ns for item in timeline.items if item.kind == part)
-        for trace in traces
-        for steps in timelines_of(trace).values()
-        for timeline in steps
-    ]
-    return max(1.0, statistics.median(times_ns))
-
-
-def _run(command: Sequence[str]) -> int:
-    return subprocess.run(command, check=False, stdout=sys.stderr).returncode
-
-
-def main(arguments: list[str]) -> int:
-    """Measure for the trace that is named, and write it into its folder. Returns the exit status."""
-    from headway.replayer.measured_effects import save_effects
-
-    try:
-        own, command = _split(arguments)
-        if not own or not command:
-            raise UserError(
-                "a trace, and the command that was recorded, are measured for",
-                got=" ".join(arguments) or "nothing", expected="TRACE [MODULE ...] -- COMMAND",
-            )  # fmt: skip
-        trace = load_trace(own[0])
-        changed = Precision(dtype="bfloat16", modules=tuple(own[1:]))
-        effects = measured_precision(trace, changed, command, _run)
-        save_effects(trace, effects, str(torch.accelerator.current_accelerator() or "cpu"))
-    except UserError as failure:
-        print(failure, file=sys.stderr)
-        return 2
-    for name, each in effects.items():
-        print(f"{name}: {each.factor:.3g} times the time")
-    return 0
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:at], arguments[at + 1 :]
+def main(arguments: Sequence[str]) -> int:
+    """Measure autocast in the modules that are named, or in the whole model. Returns the exit status."""
+    return measure(arguments, lambda _trace, modules: Precision(dtype="bfloat16", modules=modules))
 
 
 if __name__ == "__main__":

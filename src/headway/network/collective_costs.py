@@ -94,8 +94,8 @@ class Effort:
     ``shares_bytes``: bytes of a rank's share of one collective, and how many of these follow each other without a pause
     in one measurement. The first is of next to nothing: what it takes is what its messages cost. None is a power of
     two: Gloo takes up to twice as long over messages of exactly 64 KiB as over any others, and training has others.
-    Sizes that would take longer than ``longest_s`` are left out. Each is timed ``repeats`` times, or up to
-    ``most_repeats`` where times vary by more than STEADY.
+    Sizes that would take longer than ``longest_s`` are left out, and fewer follow each other where together they do.
+    Each is timed ``repeats`` times, or up to ``most_repeats`` where times vary by more than STEADY.
     """
 
     candidates: tuple[Candidate, ...]
@@ -178,7 +178,9 @@ def timings_of(
                 continue
             turns = max(1, min(count // len(candidate.kinds), int(effort.longest_s / ideal)))
             action = candidate.prepared(size_bytes, hosts, second)
-            repeat(action, turns)  # connections find their windows
+            first = timed(partial(repeat, action, turns), work)  # connections find their windows
+            if first.seconds > effort.longest_s:  # messages wait for cores, which links do not show
+                turns = max(1, int(turns * effort.longest_s / first.seconds))
             runs.append((candidate, turns, action))
         took: dict[str, list[Timing]] = {candidate.name: [] for candidate, _, _ in runs}
         for _ in range(effort.most_repeats):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headway.errors import UnsupportedError
-from headway.passes.other_forward import give_forward
+from headway.passes.other_forward import give_forward, module_at
 
 _LEAVE_OUT = "Leave the pass precision out of the plan."
 
@@ -37,15 +37,8 @@ def compute_under_autocast(root: nn.Module, paths: Sequence[str], dtype: str) ->
         )  # fmt: skip
     (device,) = devices
     for path in paths or ("",):
-        try:
-            module = root.get_submodule(path)
-        except AttributeError:
-            raise UnsupportedError(
-                "the model has no module that is to compute under autocast", got=repr(path),
-                expected=f"a module of {type(root).__name__}, as named_modules has them",
-            ) from None  # fmt: skip
         give_forward(
-            module,
+            module_at(root, path, "compute under autocast"),
             repr(path) if path else type(root).__name__,
             _UnderAutocast(device, dtype),
             may_be_wrapped=True,

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from headway.errors import UnsupportedError
-from headway.passes.other_forward import give_forward
+from headway.passes.other_forward import give_forward, module_at
 
 
 def checkpoint(root: nn.Module, path: str) -> None:
@@ -20,14 +19,7 @@ def checkpoint(root: nn.Module, path: str) -> None:
 
     Raises UnsupportedError where there is none, or where another pass has changed it.
     """
-    try:
-        module = root.get_submodule(path)
-    except AttributeError:
-        raise UnsupportedError(
-            "the model has no module that is to recompute", got=repr(path),
-            expected=f"a module of {type(root).__name__}, as named_modules has them",
-        ) from None  # fmt: skip
-    give_forward(module, repr(path), recomputed)
+    give_forward(module_at(root, path, "recompute"), repr(path), recomputed)
 
 
 def recomputed(forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

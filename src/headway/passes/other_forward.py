@@ -22,11 +22,30 @@ class Changed:
     """Whether another forward around this one still trains alike."""
 
 
+def module_at(root: nn.Module, path: str, wanted: str) -> nn.Module:
+    """The module at ``path`` in ``root`` that is to do what ``wanted`` says. Raises UnsupportedError: there is none."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        raise UnsupportedError(
+            f"the model has no module that is to {wanted}", got=repr(path),
+            expected=f"a module of {type(root).__name__}, as named_modules has them",
+        ) from None  # fmt: skip
+
+
 def give_forward(module: nn.Module, path: str, forward: Forward, *, may_be_wrapped: bool = False) -> None:
     """Have ``module``, which an error names as ``path``, compute ``forward`` around its own.
 
-    Copies and pickles of it are of the class that it had. Raises UnsupportedError where its forward, or that of a
-    module in it, is not the one of its class, unless it was changed so that it ``may_be_wrapped``.
+    Copies and pickles of it are of the class that it had. Raises as ``give_class`` does.
+    """
+    give_class(module, path, with_forward(type(module), forward, may_be_wrapped=may_be_wrapped))
+
+
+def give_class(module: nn.Module, path: str, changed: type[nn.Module]) -> None:
+    """Have ``module`` be of the class ``changed``, which ``with_forward`` has made of its own.
+
+    Raises UnsupportedError where its forward, or that of a module in it, is not the one of its class, unless it was
+    changed so that it ``may_be_wrapped``.
     """
     if any(isinstance(each, Changed) and not each.may_be_wrapped for each in module.modules()):
         raise UnsupportedError(
@@ -37,18 +56,24 @@ def give_forward(module: nn.Module, path: str, forward: Forward, *, may_be_wrapp
             "this module's forward is not that of its class, so that it cannot be changed", got=path,
             fix="Leave the module, or the pass, out of the plan.",
         )  # fmt: skip
-    module.__class__ = _changed(type(module), forward, may_be_wrapped)
+    module.__class__ = changed
 
 
-def _changed(original: type[nn.Module], around: Forward, wrapped_later: bool) -> type[nn.Module]:
-    class OtherForward(original, Changed):  # type: ignore[misc, valid-type]
+def with_forward(
+    original: type[nn.Module], around: Forward, *, may_be_wrapped: bool = False, besides: type = Changed
+) -> type[nn.Module]:
+    """A class like ``original`` with another forward, which is one of ``besides``, a kind of ``Changed``, too."""
+    wrapped_later = may_be_wrapped
+
+    class OtherForward(original, besides):  # type: ignore[misc, valid-type]
         may_be_wrapped = wrapped_later
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return around(partial(original.forward, self), self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            reduced: Any = super().__reduce_ex__(protocol)
+            # Later protocols have pickle compare the class that is made with this one.
+            reduced: Any = super().__reduce_ex__(min(1, protocol))
             made, arguments, *state = reduced
             return made, tuple(original if each is type(self) else each for each in arguments), *state
 

@@ -5,28 +5,19 @@ After Micikevicius et al., "Mixed precision training" (arXiv 1710.03740), with p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from headway.errors import UnsupportedError
-from headway.graph.timeline import Part, Timeline
-from headway.job import Job, MeasuredEffect
-from headway.passes.base import Pass
-from headway.passes.computation import whole_model, with_timelines
-from headway.passes.regions import check_apart, lies_in
+from headway.model import ModelSpec
+from headway.passes.measured import MeasuredModules
 
 if TYPE_CHECKING:
     from torch import nn
 
-PARTS = (Part.FORWARD, Part.BACKWARD)
-"""The parts of a step whose time it changes: parameters, gradients and the optimizer stay as they are."""
-HOW_TO_MEASURE = "Run python -m headway.measuring.precision TRACE [MODULE ...] -- COMMAND."
 
-
-class Precision(Pass):
+class Precision(MeasuredModules):
     """The forward of each of ``modules``, or of the model, runs under ``torch.autocast``, and so does its backward.
 
     Parameters and gradients stay float32, and so does what a module puts out, whatever it computes with.
@@ -34,6 +25,7 @@ class Precision(Pass):
 
     name: ClassVar[str] = "precision"
     stands_first: ClassVar[bool] = True
+    measured_by: ClassVar[str] = "precision TRACE [MODULE ...]"
 
     dtype: Literal["bfloat16"]
     """What is computed with. float16 is refused: its gradients vanish unless the script scales its losses."""
@@ -50,67 +42,20 @@ class Precision(Pass):
             )
         return dtype
 
-    @field_validator("modules")
-    @classmethod
-    def _apart(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
-        return check_apart(modules)
-
-    @classmethod
-    def proposed(cls, job: Job) -> tuple[Self, ...]:
-        """Whatever was measured: a replay tells whether it gains."""
-        found = []
-        prefix, suffix = f"{cls.name} ", f" {Part.FORWARD}"
-        for effect in job.measured:
-            if effect.startswith(prefix) and effect.endswith(suffix):
-                try:
-                    found.append(cls.model_validate_json(effect[len(prefix) : -len(suffix)]))
-                except ValidationError:  # of another version
-                    continue
-        return tuple(found)
-
     @property
     def changes_training(self) -> str:
         """That it is computed with fewer digits."""
-        return f"{self._where()} computes in {self.dtype}"
+        return f"{self._part()} computes in {self.dtype}"
 
-    def effect_name(self, part: str) -> str:
-        """The name under which it is known what this pass does to that part of a step."""
-        return f"{self.name} {self.model_dump_json()} {part}"
-
-    def rewrite(self, job: Job) -> Job:
-        """Forward and backward take as many times as long, and hold as much, as was measured.
-
-        Raises UnsupportedError where that was not measured, for modules that do not train, and for parameters that are
-        not float32.
-        """
-        model = whole_model(job, "another precision")
-        for region in self.modules:
-            if not any(lies_in(each.module, region) for each in model.parameters):
-                raise UnsupportedError(
-                    "there is no module of that name that trains parameters", got=repr(region),
-                    expected="the path of a module in the wrapped model",
-                )  # fmt: skip
+    def check_model(self, model: ModelSpec) -> None:
+        """Raise UnsupportedError for modules that do not train, and parameters that are not float32."""
+        super().check_model(model)
         others = sorted({each.dtype for each in model.parameters} - {"float32"})
         if others:
             raise UnsupportedError(
                 "this model has parameters that autocast is not for", got=", ".join(others),
                 expected="float32", fix="Leave the pass out of the plan.",
             )  # fmt: skip
-        effects = self._effects(job)
-        known, watched = model.pass_memory, effects[Part.FORWARD].memory
-        if known is not None and watched is not None:  # the update stays as it is
-            watched = watched.model_copy(update={"update_bytes": known.update_bytes})
-        changed = model.model_copy(update={"pass_memory": watched})
-        return replace(with_timelines(job, _scaling(effects)), stages=(changed,))
-
-    def _effects(self, job: Job) -> Mapping[str, MeasuredEffect]:
-        found = {part: job.measured.get(self.effect_name(part)) for part in PARTS}
-        known = {part: effect for part, effect in found.items() if effect is not None}
-        if len(known) < len(PARTS):
-            raise UnsupportedError(
-                f"it was not measured what {self.describe()} does to this job", fix=HOW_TO_MEASURE
-            )
-        return known
 
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
         """``module`` itself, which computes under autocast.
@@ -126,23 +71,10 @@ class Precision(Pass):
 
     def describe(self) -> str:
         """Say in what is computed, and where."""
-        where = f" in {self._where()}" if self.modules else ""
+        where = f" in {self._part()}" if self.modules else ""
         return f"{self.dtype} autocast{where}"
 
-    def _where(self) -> str:
+    def _part(self) -> str:
         if not self.modules:
             return "the model"
         return self.modules[0] if len(self.modules) == 1 else f"a part of {len(self.modules)} modules"
-
-
-def _scaling(effects: Mapping[str, MeasuredEffect]) -> Callable[[Timeline], Timeline]:
-    def change(timeline: Timeline) -> Timeline:
-        items = tuple(
-            each._replace(duration_ns=round(each.duration_ns * effects[each.kind].factor))
-            if each.kind in effects
-            else each
-            for each in timeline.items
-        )
-        return replace(timeline, items=items)
-
-    return change

@@ -18,7 +18,7 @@ from headway.passes.base import Pass
 from headway.passes.computation import whole_model, with_timelines
 from headway.passes.recomputed_memory import recomputed, savings_bytes
 from headway.passes.recomputed_times import forward_times_ns, recomputing
-from headway.passes.regions import check_apart, lies_in
+from headway.passes.regions import check_apart, in_few_words, lies_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,8 +92,7 @@ class Recompute(Pass):
 
     def describe(self) -> str:
         """Say how many modules recompute, or which one."""
-        few = self.modules[0] if len(self.modules) == 1 else f"{len(self.modules)} modules"
-        return f"recompute {few}"
+        return f"recompute {in_few_words(self.modules)}"
 
 
 def _repeated(model: ModelSpec, memory: PassMemory) -> list[str]:

@@ -21,3 +21,8 @@ def check_apart(regions: tuple[str, ...]) -> tuple[str, ...]:
 def region_of(module: str, regions: Iterable[str]) -> str:
     """The region that ``module`` lies in; "" for none."""
     return next((region for region in regions if lies_in(module, region)), "")
+
+
+def in_few_words(regions: tuple[str, ...]) -> str:
+    """The only one of ``regions``, or how many they are."""
+    return regions[0] if len(regions) == 1 else f"{len(regions)} modules"

@@ -6,6 +6,8 @@ from functools import cache
 
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
+from headway.passes.compile import Compile
+from headway.passes.input_workers import InputWorkers
 from headway.passes.optimizer import OptimizerImplementation
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
@@ -13,7 +15,8 @@ from headway.plugins import brought
 
 GROUP = "headway.passes"
 SHIPPED: dict[str, type[Pass]] = {
-    each.name: each for each in (Recompute, Accumulate, OptimizerImplementation, Precision)
+    each.name: each
+    for each in (Recompute, Accumulate, OptimizerImplementation, Precision, Compile, InputWorkers)
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -13,10 +14,12 @@ from pydantic import (
     Field,
     SerializeAsAny,
     StringConstraints,
+    ValidationError,
     field_serializer,
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 from headway import files
 from headway.cluster import Cluster
@@ -182,12 +185,14 @@ class Plan(BaseModel):
     def _strategies_by_name(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError("a strategy for each dimension of the mesh")
-        return {dimension: _strategy(one) for dimension, one in value.items()}
+        return {dimension: _strategy(one, dimension) for dimension, one in value.items()}
 
     @field_validator("passes", mode="before")
     @classmethod
     def _passes_by_name(cls, value: Any) -> Any:
-        return [_pass(one) for one in value] if isinstance(value, list | tuple) else value
+        if not isinstance(value, list | tuple):
+            return value
+        return [_pass(one, position) for position, one in enumerate(value)]
 
     @field_validator("passes")
     @classmethod
@@ -307,18 +312,35 @@ class Plan(BaseModel):
             )
 
 
-def _strategy(value: Any) -> Strategy:
+def _strategy(value: Any, dimension: Any) -> Strategy:
     if isinstance(value, Strategy):
         return value
     name, options = _named(value, "strategy", registry.names())
-    return registry.policy_named(name).model_validate(options)
+    with _located(dimension, name):
+        return registry.policy_named(name).model_validate(options)
 
 
-def _pass(value: Any) -> Pass:
+def _pass(value: Any, position: int) -> Pass:
     if isinstance(value, Pass):
         return value
     name, options = _named(value, "pass", tuple(passes()))
-    return passes()[name].model_validate(options)
+    with _located(position, name):
+        return passes()[name].model_validate(options)
+
+
+@contextmanager
+def _located(*where: int | str) -> Iterator[None]:
+    """Have complaints about what is validated within say where it stands in the plan file."""
+    try:
+        yield
+    except ValidationError as failure:
+        complaints = [
+            InitErrorDetails(
+                type=each["type"], loc=(*where, *each["loc"]), input=each["input"], ctx=each.get("ctx", {})
+            )
+            for each in failure.errors(include_url=False)
+        ]
+        raise ValidationError.from_exception_data(failure.title, complaints) from None
 
 
 def _named(value: Any, what: str, names: tuple[str, ...]) -> tuple[str, Any]:

@@ -51,8 +51,9 @@ for another model or another number of workers.
     model: {parameters: 62, size_bytes: 51200000, fingerprint: 0123456789abcdef}
 
 The strategy of a dimension acts on the groups of ranks that differ in that dimension alone: with
-`{pipeline: 2, data: 2}`, the strategy of `data` acts on ranks 0 and 1, and on ranks 2 and 3. Plans of several
-dimensions can be read, but nothing can carry them out or predict them yet, and whatever is asked to refuses them.
+`{pipeline: 2, data: 2}`, the strategy of `data` acts on ranks 0 and 1, and on ranks 2 and 3. Of several dimensions,
+pipelines whose stages are trained with `ddp` or `decoupled` are predicted and carried out; whatever is asked to do so
+with another combination refuses it.
 
 Plans of format 1 (`strategy` and `world_size` instead of `mesh` and `parallel`) are read as plans of one dimension.
 """

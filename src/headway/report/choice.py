@@ -13,6 +13,7 @@ from headway.diagnosis import Diagnosis
 from headway.report import words
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
+from headway.units import counted
 
 MAX_RANKS = 256
 DEFAULT_STEPS = 3
@@ -93,7 +94,7 @@ def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
     steps, ranks = choice.steps, choice.ranks
     if len(ranks) < len(trace.events):
         parts.append(
-            f"Of {words.count(len(trace.events), 'rank')}, {len(ranks)} are drawn: those that are blamed or on the "
+            f"Of {counted(len(trace.events), 'rank')}, {len(ranks)} are drawn: those that are blamed or on the "
             "critical path, and an even selection of the others."
         )
     if len(steps) < len(diagnosis.steps):
@@ -106,7 +107,7 @@ def described(choice: Choice, trace: Trace, diagnosis: Diagnosis) -> str:
         where = f"only in step {diagnosis.typical_step} on rank{'s' * (only.isdigit() is False)} {only}"
         parts.append(f"Operators are drawn {where if choice.operator_ranks else 'nowhere'}.")
     if choice.left_out.get("messages"):
-        number = words.count(choice.left_out["messages"], "send or receive", "sends and receives")
+        number = counted(choice.left_out["messages"], "send or receive", "sends and receives")
         parts.append(f"Collectives are drawn without their messages: {number} left out.")
     if choice.coarse:
         parts.append("Each pass is drawn as one box, not module by module.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.report import palette, words
 from headway.report.timeline import require_bokeh
+from headway.units import counted
 
 if TYPE_CHECKING:
     from bokeh.models.renderers import DataRenderer
@@ -76,7 +77,7 @@ def summary(entries: Sequence[Entry]) -> str:
     """In one line: how often the order was changed, and which is in force."""
     switches = sum(each.switches for each in entries)
     return (
-        f"{words.count(switches, 'switch', 'switches')} after {words.count(len(entries), 'decision')}; "
+        f"{counted(switches, 'switch', 'switches')} after {counted(len(entries), 'decision')}; "
         f"in force: {words.plain(entries[-1].order)}"
     )
 

@@ -9,7 +9,6 @@ import numpy as np
 from headway.diagnosis import Diagnosis
 from headway.diagnosis.communication import Communications, match
 from headway.report import choice as choosing
-from headway.report import words
 from headway.report.boxes import (
     COMMUNICATION,
     Box,
@@ -23,6 +22,7 @@ from headway.report.boxes import (
 from headway.report.choice import DEFAULT_STEPS, MESSAGES, Choice
 from headway.trace.events import Kind
 from headway.trace.format import Trace
+from headway.units import counted
 
 MAX_BOXES = 20_000
 
@@ -62,7 +62,7 @@ def draw(
     if whole > max_boxes:
         boxes = sorted(boxes, key=lambda box: (box.kind in _DETAIL_KINDS, -box.length_ms))[:max_boxes]
         boxes.sort(key=lambda box: (box.rank, box.row, box.start_ms, -box.end_ms))
-        cut += f" Of {words.count(whole, 'event')} in them, the {max_boxes} longest are drawn."
+        cut += f" Of {counted(whole, 'event')} in them, the {max_boxes} longest are drawn."
     at = choice.steps.index(diagnosis.typical_step)
     first = max(min(at - 1, len(choice.steps) - DEFAULT_STEPS), 0)
     shown = choice.steps[first : first + DEFAULT_STEPS]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from headway.diagnosis.averaging import Averaging, Group
 from headway.report import palette, words
+from headway.units import counted
 
 MAX_RANKS, MAX_BOXES, MAX_POINTS = 32, 1500, 400
 MOST_A_RANK = 14  # groups that are drawn of one
@@ -64,12 +65,12 @@ def groups_picture(found: Averaging | None) -> GroupsPicture | None:
     blocks = [block for each in shown for block in _blocks(each, tops, begin_ns, scale)]
     points, distance_marks, largest = _distances(found.distances)
     left_out = [
-        words.count(len(found.standing_ms) - len(ranks), "more rank") if len(ranks) < len(found.standing_ms) else "",
-        words.count(len(found.groups) - len(shown), "more group") if len(shown) < len(found.groups) else "",
+        counted(len(found.standing_ms) - len(ranks), "more rank") if len(ranks) < len(found.standing_ms) else "",
+        counted(len(found.groups) - len(shown), "more group") if len(shown) < len(found.groups) else "",
     ]  # fmt: skip
     said = " and ".join(filter(None, left_out))
     return GroupsPicture(
-        title=f"{words.count(len(shown), 'group')} of {words.count(len(ranks), 'rank')} in "
+        title=f"{counted(len(shown), 'group')} of {counted(len(ranks), 'rank')} in "
         f"{words.duration(length_ns / 1e6)}",
         height=len(ranks) * (LANE + GAP) + AXIS,
         lanes=tuple((f"rank {rank}", tops[rank]) for rank in ranks),

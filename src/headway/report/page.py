@@ -22,7 +22,7 @@ from headway.report.ranks import RankView, rank_views, split_by_interest
 from headway.report.templates import own_file, template
 from headway.report.timeline import require_bokeh, timeline
 from headway.trace.format import Trace
-from headway.units import format_rate
+from headway.units import counted, format_rate
 from headway.version import __version__
 
 MAX_PATH_ROWS = 200
@@ -121,7 +121,7 @@ def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
         "max_rows": MAX_ROWS,
         "help": HELP,
         "duration": words.duration,
-        "count": words.count,
+        "count": counted,
         "cut_text": words.plain,
         "rate": format_rate,
         "part_label": palette.part_label,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from headway.report import palette, words
 from headway.trace.events import Event, Kind
 from headway.trace.format import Trace
+from headway.units import counted
 
 MAX_RANKS, MAX_CELLS = 64, 4000
 WIDTH, MARGIN, LANE, GAP, AXIS = 1000.0, 64.0, 26.0, 6.0, 22.0
@@ -116,8 +117,8 @@ def _laid_out(
     numbers = {cell.number for cell in cells if cell.number}
     bottom = len(ranks) * (LANE + GAP)
     return PipelinePicture(
-        title=f"Step {step} of the pipeline: {words.count(len(numbers), 'micro-batch', 'micro-batches')} on "
-        f"{words.count(len(ranks), 'rank')} in {words.duration(length_ns / 1e6)}",
+        title=f"Step {step} of the pipeline: {counted(len(numbers), 'micro-batch', 'micro-batches')} on "
+        f"{counted(len(ranks), 'rank')} in {words.duration(length_ns / 1e6)}",
         height=bottom + AXIS,
         lanes=tuple((f"rank {rank}", tops[rank]) for rank in ranks),
         boxes=tuple(_box(cell, MARGIN + (cell.start_ns - begin_ns) * scale, tops[cell.rank], scale) for cell in cells),
@@ -126,7 +127,7 @@ def _laid_out(
             for part in range(TICKS + 1)
         ),
         legend=tuple(each for each in palette.PASS_COLOURS.items() if each[0] in used | {palette.WAITING}),
-        left_out=f"{words.count(ranks_left_out, 'more rank')} not drawn." if ranks_left_out > 0 else "",
+        left_out=f"{counted(ranks_left_out, 'more rank')} not drawn." if ranks_left_out > 0 else "",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from headway.optimization.explanation.path import COMMUNICATION, COMPUTATION, RE
 from headway.optimization.result import SearchResult
 from headway.report import palette, words
 from headway.report.templates import own_file, template
-from headway.units import format_bytes
+from headway.units import counted, format_bytes
 from headway.version import __version__
 
 MAX_PLANS = 40
@@ -84,7 +84,7 @@ def plan_page(trace_name: str, best: Candidate, found: SearchResult, explained: 
         longest_plan_ms=max(each.predicted_ms + each.uncertainty_ms for each in shown),
         found=found,
         duration=words.duration,
-        count=words.count,
+        count=counted,
         memory=lambda each: "" if each.peak_bytes is None else format_bytes(each.peak_bytes),
         css=Markup(own_file("page.css")),
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from headway.diagnosis.breakdown import Breakdown
 from headway.report import words
+from headway.units import counted
 
 ALL_SHOWN = 12  # a table of so many ranks shows them all
 SHOWN_FIRST = 8  # of more, so many before the others
@@ -39,7 +40,7 @@ def rank_views(
     is left out.
     """
     every = "All" if len(drawn) == of_ranks else "All drawn:"
-    whole = RankView(f"{every} {words.count(len(drawn), 'rank')}", drawn)
+    whole = RankView(f"{every} {counted(len(drawn), 'rank')}", drawn)
     views = [whole]
 
     def offer(label: str, ranks: tuple[int, ...]) -> None:

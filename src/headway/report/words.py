@@ -71,11 +71,6 @@ def runs(numbers: Iterable[int], most: int = 4) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
-def count(number: int, one: str, many: str = "") -> str:
-    """A number and what it counts: ``1 rank``, ``12,000 steps``."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 def _three_digits(value: float) -> str:
     size = abs(value)
     return f"{value:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"

@@ -13,6 +13,7 @@ from headway.compression.cast import Cast
 from headway.compression.codec import FLOATS, Codec, Exchange
 from headway.errors import PlanError
 from headway.model import DTYPE_BYTES, ModelSpec, ParameterSpec
+from headway.units import counted
 
 GatherMode = Literal["parameters", "gradients"]
 GATHER_MODES: tuple[GatherMode, ...] = ("parameters", "gradients")
@@ -103,7 +104,7 @@ class BucketSchedule:
     @property
     def parts(self) -> str:
         """What it cuts a step's communication into, in words."""
-        return f"{len(self.buckets)} buckets"
+        return counted(len(self.buckets), "bucket")
 
     @property
     def collectives(self) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, zip_longest
 
+from headway.units import counted
+
 Group = tuple[int, ...]
 
 
@@ -35,7 +37,7 @@ class GroupSchedule:
     @property
     def parts(self) -> str:
         """What it cuts training into, in words."""
-        return f"groups that repeat after {len(self.rounds)} rounds"
+        return f"groups that repeat after {counted(len(self.rounds), 'round')}"
 
     @property
     def collectives(self) -> int:

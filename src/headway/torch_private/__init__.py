@@ -11,13 +11,14 @@ from headway.torch_private.autograd import (
     version_of,
 )
 from headway.torch_private.compiled import (
+    CompiledForward,
     compile_in_parts_of,
     compiled_from,
     compiled_in_parts,
     eager_modules,
     has_compiled,
+    has_compiled_forward,
     is_compiled,
-    is_compiled_copy,
 )
 from headway.torch_private.ddp import (
     buckets_rebuilt,
@@ -95,6 +96,7 @@ from headway.torch_private.works import source_of, wait_for_work, when_work_comp
 
 __all__ = [
     "COMPUTE_LOSS",
+    "CompiledForward",
     "DispatchMode",
     "KernelOverlay",
     "StandsInForParameter",
@@ -128,10 +130,10 @@ __all__ = [
     "group_name",
     "group_timeout",
     "has_compiled",
+    "has_compiled_forward",
     "inside_backward",
     "inside_transform",
     "is_compiled",
-    "is_compiled_copy",
     "is_fake",
     "join_config_disabled",
     "kept_in_a_file",

@@ -13,11 +13,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
+class CompiledForward:
+    """What a class of modules is besides its own if their forward runs compiled, but their own hooks outside of it."""
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of ``module`` itself run through torch.compile."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or is_compiled_copy(module)
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or has_compiled_forward(
+        module
+    )
 
 
 @contextmanager
@@ -46,21 +52,25 @@ def _least_part_bytes(cap_bytes: int) -> int:
     return max(cap_bytes, least_bytes)
 
 
-def is_compiled_copy(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is what torch.compile has made of another one: its own hooks run outside of compiled code."""
+def has_compiled_forward(module: torch.nn.Module) -> bool:
+    """Whether ``module`` runs compiled inside, but its own hooks outside, as what torch.compile makes of another."""
+    return isinstance(module, CompiledForward) or _is_compiled_copy(module)
+
+
+def _is_compiled_copy(module: Any) -> bool:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def compiled_from(module: Any) -> Any:
     """The module that torch.compile has made ``module`` of; ``module`` itself where it has not."""
-    return module._orig_mod if is_compiled_copy(module) else module
+    return module._orig_mod if _is_compiled_copy(module) else module
 
 
 def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of ``root`` whose own hooks run outside of compiled code."""
     if is_compiled(root):
-        return [root] if is_compiled_copy(root) else []
+        return [root] if has_compiled_forward(root) else []
     found = {id(root): root}
     for child in root.children():
         found |= {id(module): module for module in eager_modules(child)}

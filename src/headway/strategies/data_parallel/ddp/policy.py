@@ -12,6 +12,7 @@ from headway.job import Job
 from headway.permission import PRECISION
 from headway.scheduling.buckets import BucketSchedule, make_buckets, sent_as, whole
 from headway.strategies.base import Strategy
+from headway.units import counted
 
 DEFAULT_CAP_MB = 25
 DEFAULT_FIRST_BUCKET_BYTES = 2**20
@@ -116,5 +117,5 @@ class DistributedDataParallelStrategy(Strategy):
             else f"DDP, bucket_cap_mb={self.bucket_cap_mb:g}"
         )
         if self.bucket_caps_mb:
-            said = f"DDP, caps for {len(self.bucket_caps_mb)} buckets"
+            said = f"DDP, caps for {counted(len(self.bucket_caps_mb), 'bucket')}"
         return f"{said}, sent as {self.sent_as()}" if self._codecs() else said

@@ -28,7 +28,7 @@ def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
         where = name or type(child).__name__
         if isinstance(child, DistributedDataParallel):
             raise UnsupportedError("the model is already wrapped", got=where, fix="Wrap the bare module.")
-        if torch_private.is_compiled(child) and not torch_private.is_compiled_copy(child):
+        if torch_private.is_compiled(child) and not torch_private.has_compiled_forward(child):
             raise UnsupportedError(
                 "modules that are compiled in place are not supported", got=where,
                 fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",

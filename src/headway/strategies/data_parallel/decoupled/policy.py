@@ -25,6 +25,7 @@ from headway.scheduling.buckets import (
     whole,
 )
 from headway.strategies.base import Strategy
+from headway.units import counted
 
 DEFAULT_CAP_BYTES = 4 * 2**20
 _PART = re.compile(r"(?P<name>.+?)(?:\[(?P<start>\d+):(?P<end>\d+)\])?")
@@ -161,7 +162,7 @@ class DecoupledStrategy(Strategy):
     def describe(self) -> str:
         """Say the strategy in a few words."""
         cap = f"buckets of {self.bucket_cap_bytes / 2**20:g} MiB"
-        said = ["decoupled", f"{len(self.buckets)} buckets" if self.buckets else cap]
+        said = ["decoupled", counted(len(self.buckets), "bucket") if self.buckets else cap]
         said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")
         if self.channels > 1:
             said.append(f"{self.channels} channels")

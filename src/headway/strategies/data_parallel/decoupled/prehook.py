@@ -35,7 +35,7 @@ class MaterialiseHook:
         settlement.join_settling()
         if settlement.idle:
             return
-        if torch_private.is_compiled_copy(module):
+        if torch_private.has_compiled_forward(module):
             if settlement.condition.filling:
                 raise UnsupportedError(
                     "a compiled module runs inside backward", got=type(module).__name__,

@@ -1,0 +1,108 @@
+"""Passes whose effect on what is computed is known from runs of the job's own command alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import ClassVar, Self
+
+from pydantic import Field, ValidationError, field_validator
+
+from headway.errors import UnsupportedError
+from headway.graph.timeline import Part, Timeline
+from headway.job import Job, MeasuredEffect
+from headway.model import ModelSpec
+from headway.passes.base import Pass
+from headway.passes.computation import whole_model, with_timelines
+from headway.passes.regions import check_apart, lies_in
+
+
+class MeasuredPass(Pass):
+    """Parts of a step take so many times as long, and hold as much, as was measured of this very pass."""
+
+    measured_by: ClassVar[str]
+    """The module of ``headway.measuring`` that measures it, and what that is given besides, in words."""
+
+    parts: ClassVar[tuple[str, ...]] = (Part.FORWARD, Part.BACKWARD)
+    """The parts of a step whose time it changes."""
+
+    @classmethod
+    def proposed(cls, job: Job) -> tuple[Self, ...]:
+        """Whatever was measured: a replay tells whether it gains."""
+        found = []
+        prefix, suffix = f"{cls.name} ", f" {Part.FORWARD}"
+        for effect in job.measured:
+            if effect.startswith(prefix) and effect.endswith(suffix):
+                try:
+                    found.append(cls.model_validate_json(effect[len(prefix) : -len(suffix)]))
+                except ValidationError:  # of another version
+                    continue
+        return tuple(found)
+
+    def effect_name(self, part: str) -> str:
+        """The name under which it is known what this pass does to that part of a step."""
+        return f"{self.name} {self.model_dump_json()} {part}"
+
+    def rewrite(self, job: Job) -> Job:
+        """Parts of a step take as many times as long, and hold as much, as was measured.
+
+        Raises UnsupportedError where that was not measured, and for models that the pass is not for.
+        """
+        model = whole_model(job, f"the pass {self.name}")
+        self.check_model(model)
+        effects = self._effects(job)
+        known, watched = model.pass_memory, effects[Part.FORWARD].memory
+        if known is not None and watched is not None:  # the update stays as it is
+            watched = watched.model_copy(update={"update_bytes": known.update_bytes})
+        changed = model.model_copy(update={"pass_memory": watched})
+        return replace(with_timelines(job, self._changed(effects)), stages=(changed,))
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Raise UnsupportedError for a model that the pass is not for."""
+
+    def rearranged(self, timeline: Timeline) -> Timeline:
+        """``timeline`` with gradients and uses of parameters where they are under this pass."""
+        return timeline
+
+    def _effects(self, job: Job) -> Mapping[str, MeasuredEffect]:
+        found = {part: job.measured.get(self.effect_name(part)) for part in self.parts}
+        known = {part: effect for part, effect in found.items() if effect is not None}
+        if len(known) < len(self.parts):
+            raise UnsupportedError(
+                f"it was not measured what {self.describe()} does to this job",
+                fix=f"Run python -m headway.measuring.{self.measured_by} -- COMMAND.",
+            )
+        return known
+
+    def _changed(self, effects: Mapping[str, MeasuredEffect]) -> Callable[[Timeline], Timeline]:
+        def change(timeline: Timeline) -> Timeline:
+            items = tuple(
+                each._replace(duration_ns=round(each.duration_ns * effects[each.kind].factor))
+                if each.kind in effects
+                else each
+                for each in timeline.items
+            )
+            return self.rearranged(replace(timeline, items=items))
+
+        return change
+
+
+class MeasuredModules(MeasuredPass):
+    """One that changes some modules."""
+
+    modules: tuple[str, ...] = Field(max_length=4096)
+    """Paths of modules within the wrapped model, as ``named_modules`` has them."""
+
+    @field_validator("modules")
+    @classmethod
+    def _apart(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
+        return check_apart(modules)
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Raise UnsupportedError for modules that do not train."""
+        for region in self.modules:
+            if not any(lies_in(each.module, region) for each in model.parameters):
+                raise UnsupportedError(
+                    "there is no module of that name that trains parameters", got=repr(region),
+                    expected="the path of a module in the wrapped model",
+                )  # fmt: skip
