@@ -13,7 +13,10 @@ PRECISION = "precision"
 """Permits plans that send less than every bit of a gradient (rounded, its largest elements, or of a low rank), or
 compute with fewer digits."""
 
-PERMISSIONS = (ASYNCHRONOUS, PRECISION)
+RANDOMNESS = "randomness"
+"""Permits plans under which samples are made elsewhere: random augmentations differ, and data sets keep no state."""
+
+PERMISSIONS = (ASYNCHRONOUS, PRECISION, RANDOMNESS)
 
 
 def check_allowed(allowed: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from headway.passes import compiled_modules
 from headway.passes.compile import Compile
 from headway.plan import Plan
 from headway.plan.plan import PlannedModel
+from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.module_spec import model_spec
 
 STEPS = 4
@@ -26,6 +27,19 @@ def _batches(rank: int) -> list[torch.Tensor]:
 
 def _parameters(of: nn.Module) -> list[float]:
     return torch.cat([each.detach().flatten() for each in of.parameters()]).tolist()
+
+
+class CallsByName(nn.Module):
+    """Calls forwards and no modules, so that no hook of a module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model(plain=True)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for each in self.body:
+            given = each.forward(given)
+        return given
 
 
 def _alone(world_size: int) -> list[float]:
@@ -61,4 +75,20 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
                 wrapped(batch)
         found[name] = _parameters(inner)
         found[f"{name}: graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found[f"{name}: by name"] = _by_name(rank, world_size, strategy)
     return found
+
+
+def _by_name(rank: int, world_size: int, strategy: Strategy) -> list[float]:
+    inner = CallsByName()
+    plan = Plan(
+        mesh={"data": world_size}, parallel={"data": strategy}, passes=(Compile(modules=("body.0", "body.2")),),
+        model=PlannedModel.of(model_spec(inner)),
+    )  # fmt: skip
+    optimizer = momentum(inner.parameters())
+    wrapped = parallelize(inner, optimizer, plan)
+    for batch in _batches(rank):
+        optimizer.zero_grad()
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+    return _parameters(inner)

@@ -26,6 +26,8 @@ def test_it_trains_as_a_single_process_does() -> None:
     for found in results:
         for strategy in STRATEGIES:
             assert found[strategy] == pytest.approx(found["alone"], rel=1e-9, abs=1e-12), strategy
+            by_name = found[f"{strategy}: by name"]
+            assert by_name == pytest.approx(found["alone"], rel=1e-9, abs=1e-12), strategy
             assert found[f"{strategy}: graphs"] == EXPECTED_GRAPHS, strategy
 
 

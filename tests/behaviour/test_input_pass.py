@@ -30,7 +30,7 @@ def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
             for part in changed.parts
         }
         save_effects(trace, effects, "cpu")
-        planned = headway("optimize", stock, "-o", path, "--strategy", "ddp")
+        planned = headway("optimize", stock, "-o", path, "--strategy", "ddp", "--allow", "randomness")
         assert planned.returncode == 0, planned.stderr
         passes = yaml.safe_load(path.read_text())["passes"]
         assert passes == ([{"input": {"workers": 1, "prefetch": 2}}] if taken else [])

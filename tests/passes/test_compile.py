@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from tests.passes.jobs import DDP, WIDTH, job
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from headway.errors import UnsupportedError, UserError
 from headway.graph.timeline import Item, Part, Point, Timeline
@@ -83,20 +84,25 @@ def test_gradients_that_come_together_cannot_be_hidden() -> None:
 
 def test_a_region_is_one_graph_in_forward_and_one_in_backward() -> None:
     def items(*words: str) -> tuple[Item, ...]:
-        kinds = {"u": Point.USE, "r": Point.READY, "F": Part.FORWARD, "B": Part.BACKWARD, "S": Point.STEP}
+        kinds = {
+            "u": Point.USE,
+            "r": Point.READY,
+            "F": Part.FORWARD,
+            "B": Part.BACKWARD,
+            "E": Point.BACKWARD_END,
+        }
         return tuple(Item(kinds[word[0]], word[1:], 5 if word[0] in "FB" else 0) for word in words)
 
     before = items(
         "uhead", "F", "ua.0", "F", "ua.1", "F", "uz", "F",
-        "B", "rz.w", "B", "ra.1.w", "B", "rb.w", "B", "ra.0.b", "ra.0.w", "B", "rhead.w", "S",
+        "B", "rz.w", "B", "ra.1.w", "B", "rb.w", "B", "ra.0.b", "ra.0.w", "B", "rhead.w", "E",
     )  # fmt: skip
     after = items(
         "uhead", "F", "ua.0", "ua.1", "uz", "F", "F", "F",
-        "B", "rz.w", "B", "B", "rb.w", "B", "ra.1.w", "ra.0.b", "ra.0.w", "B", "rhead.w", "S",
+        "B", "rz.w", "B", "B", "rb.w", "B", "ra.1.w", "ra.0.b", "ra.0.w", "B", "rhead.w", "E",
     )  # fmt: skip
     assert as_single_graphs(Timeline(0, 0, before), ["a"]).items == after
-    two = as_single_graphs(Timeline(0, 0, before + before), ["a"]).items
-    assert two[: len(after) - 8] == after[: len(after) - 8]
+    assert as_single_graphs(Timeline(0, 0, before + before), ["a"]).items == after + after, "each by itself"
     assert as_single_graphs(Timeline(0, 0, before), ["c"]).items == before
 
 
@@ -151,6 +157,25 @@ def test_modules_of_one_class_share_their_code_and_evaluation_is_not_compiled() 
     assert graphs() == 0
     gradients(model)
     assert graphs() == 2, "of the first, whose input needs no gradient, and of all others"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_it_is_not_computed_again_in_backward(reentrant: bool) -> None:
+    """Other random numbers would be drawn there, and gradients be those of another forward."""
+    model = ALL.apply(blocks(), None)
+    given = torch.randn(6, WIDTH, requires_grad=True)
+    loss = checkpoint(model, given, use_reentrant=reentrant).sum()
+    with pytest.raises(UnsupportedError, match=r"computed again in backward.*got Block"):
+        loss.backward()
+
+
+def test_classes_have_compiled_forms_of_their_own() -> None:
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    different = nn.Sequential(*(type(f"Kind{n}", (Block,), {})() for n in range(10)))
+    Compile(modules=tuple(map(str, range(10)))).apply(different, None)
+    gradients(different)
+    assert graphs() == 10, "more than torch keeps of one piece of code"
 
 
 def test_what_cannot_be_compiled_is_refused_live() -> None:

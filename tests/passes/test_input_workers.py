@@ -107,10 +107,20 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
 
 
 @pytest.mark.usefixtures("loaders")
-def test_what_each_worker_would_load_as_a_whole_is_refused() -> None:
+def test_other_loaders_stay_as_they_are() -> None:
     TWO.apply(nn.Linear(2, 2), None)
-    with pytest.raises(UnsupportedError, match="by each worker as a whole; got Stream"):
-        iter(DataLoader(Stream()))
+    stream, own = DataLoader(Stream(), batch_size=None), DataLoader(Numbers(), num_workers=1)
+    evaluated = DataLoader(Numbers())
+    assert list(stream) == [0, 1, 2]
+    assert len(list(own)) == 12
+    with torch.no_grad():
+        assert len(list(evaluated)) == 12
+    assert [each.num_workers for each in (stream, own, evaluated)] == [0, 1, 0]
+
+
+def test_it_needs_a_permission_and_says_what_it_changes() -> None:
+    assert TWO.permission == "randomness"
+    assert "other random numbers" in TWO.changes_training
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere", "--", "torchrun"]])

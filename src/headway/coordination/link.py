@@ -22,6 +22,9 @@ MAX_PAUSE_S = 5.0
 CONNECT_S = 5.0
 BEATS_A_LEASE = 4
 MAX_UNSENT = 1024
+MOST_REFUSED = (
+    5  # connections in a row, over some two seconds: an earlier job's coordinator may be about to end
+)
 FINAL = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """Statuses after which trying again is of no use."""
 
@@ -60,6 +63,7 @@ class Link:
         self._round_trip_s: float | None = None
         self._beats: tuple[int, float] = (0, 0.0)
         self._heard_at = 0.0
+        self._refused = 0  # times in a row
 
     def say(self, message: messages.AnyToCoordinator) -> None:
         """Send a message where there is a connection."""
@@ -107,7 +111,8 @@ class Link:
             for task in done:
                 task.result()
         except grpc.aio.AioRpcError as failure:
-            hopeless = not self._incarnation and _shows_another_secret(failure)
+            self._refused = self._refused + 1 if _shows_another_secret(failure) else 0
+            hopeless = not self._incarnation and self._refused >= MOST_REFUSED
             return _reason(failure), hopeless or failure.code().name in FINAL
         except grpc.aio.UsageError as failure:  # written to after it has ended
             return str(failure), False
@@ -188,7 +193,7 @@ def _shows_another_secret(failure: grpc.aio.AioRpcError) -> bool:
 def _reason(failure: grpc.aio.AioRpcError) -> str:
     """Why a connection ended, without what gRPC says of itself."""
     if _shows_another_secret(failure):
-        return "it has another secret than this worker, or none"
+        return "what answers there has another secret than this worker, or none"
     words = failure.details() or failure.code().name
     brief = re.sub(r"^failed to connect .*?ipv[46]:\S+ (Failed to connect to remote host: )?", "", words)
     if "handshake" in words.lower() or "Socket closed" in words:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from headway.errors import LaunchError, TraceError, UserError
 from headway.graph.recorded import timelines_of
@@ -83,7 +84,7 @@ def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]
                 got=" ".join(arguments) or "nothing", expected="TRACE ... -- COMMAND",
             )  # fmt: skip
         trace = load_trace(own[0])
-        effects = measured_effects(trace, pass_for(trace, tuple(own[1:])), command, _run)
+        effects = measured_effects(trace, _made(pass_for, trace, tuple(own[1:])), command, _run)
         save_effects(trace, effects, str(torch.accelerator.current_accelerator() or "cpu"))
     except UserError as failure:
         print(failure, file=sys.stderr)
@@ -91,6 +92,20 @@ def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]
     for name, each in effects.items():
         print(f"{name}: {each.factor:.3g} times the time")
     return 0
+
+
+def _made(
+    pass_for: Callable[[Trace, tuple[str, ...]], MeasuredPass], trace: Trace, words: tuple[str, ...]
+) -> MeasuredPass:
+    """The pass, once it is known that it can be for this model: runs take their time."""
+    try:
+        changed = pass_for(trace, words)
+    except ValidationError as failure:
+        raise UserError(
+            failure.errors(include_url=False)[0]["msg"].removeprefix("Value error, "), got=" ".join(words)
+        ) from None
+    changed.check_model(trace.model)
+    return changed
 
 
 def _recorded(trace: Trace, out: Path, record: Sequence[str], command: Sequence[str], run: Run) -> Trace:
@@ -115,18 +130,19 @@ def _recorded(trace: Trace, out: Path, record: Sequence[str], command: Sequence[
 
 
 def _factor(stock: Iterable[Trace], other: Iterable[Trace], part: str) -> float:
-    before_ns = _median_ns(stock, part)
-    return max(1.0, _median_ns(other, part)) / before_ns if before_ns >= LEAST_NS else 1.0
+    before_ns = _typical_ns(stock, part)
+    return max(1.0, _typical_ns(other, part)) / before_ns if before_ns >= LEAST_NS else 1.0
 
 
-def _median_ns(traces: Iterable[Trace], part: str) -> float:
+def _typical_ns(traces: Iterable[Trace], part: str) -> float:
     times_ns = [
         sum(item.duration_ns for item in timeline.items if item.kind == part)
         for trace in traces
         for steps in timelines_of(trace).values()
         for timeline in steps
     ]
-    return statistics.median(times_ns)
+    # Batches of several workers come in bursts: one long wait, and then none for a while.
+    return statistics.mean(times_ns) if part == Part.INPUT else statistics.median(times_ns)
 
 
 def _run(command: Sequence[str]) -> int:

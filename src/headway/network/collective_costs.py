@@ -178,6 +178,7 @@ def timings_of(
                 continue
             turns = max(1, min(count // len(candidate.kinds), int(effort.longest_s / ideal)))
             action = candidate.prepared(size_bytes, hosts, second)
+            repeat(action, 1)
             first = timed(partial(repeat, action, turns), work)  # connections find their windows
             if first.seconds > effort.longest_s:  # messages wait for cores, which links do not show
                 turns = max(1, int(turns * effort.longest_s / first.seconds))

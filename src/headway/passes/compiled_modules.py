@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from headway.errors import UnsupportedError
 from headway.passes.other_forward import Changed, give_class, module_at, with_forward
 
 BACKEND = "inductor"
+_numbers = itertools.count()
 
 
 class Compiled(Changed, torch_private.CompiledForward):
@@ -44,16 +46,34 @@ class _Compiled:
     """Around the forward of a class of modules."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
+        # A frame of its own, as torch compiles none of its own modules', and code of its own: torch keeps a few
+        # compiled forms of each piece of code, and runs what needs more of them as it is.
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return forward(
-                module, *args, **kwargs
-            )  # a frame of its own: torch compiles none of its own modules'
+            return forward(module, *args, **kwargs)
 
+        called.__code__ = called.__code__.replace(co_name=f"compiled_{next(_numbers)}")
         self._compiled = torch.compile(called, backend=BACKEND)
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not torch.is_grad_enabled()
-        ):  # evaluation comes in other shapes, and would be compiled again for each
+        # Evaluation comes in other shapes, and would be compiled again for each.
+        if not torch.is_grad_enabled() or _has_stand_ins(module):
             return forward(*args, **kwargs)
+        if torch_private.inside_backward():
+            raise UnsupportedError(
+                "a module that runs compiled is computed again in backward, where it would draw other random numbers",
+                got=type(module).__name__, expected="checkpoints inside of what is compiled",
+                fix="Leave the pass compile, or this module, out of the plan.",
+            )  # fmt: skip
         return self._compiled(module, *args, **kwargs)
+
+
+def _has_stand_ins(module: nn.Module) -> bool:
+    """Whether parameters are not up to date: ``forward`` was called by name, without the hooks that see to it.
+
+    Compiled code would read them without asking.
+    """
+    return any(
+        isinstance(parameter, torch_private.StandsInForParameter)
+        for each in module.modules()
+        for parameter in torch_private.own_parameters(each).values()
+    )

@@ -19,6 +19,18 @@ def as_single_graphs(timeline: Timeline, regions: Sequence[str]) -> Timeline:
 
 
 def _ready_at_once(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
+    """Within each backward alone: a step may have several, and each of them reduces."""
+    found: list[Item] = []
+    backward: list[Item] = []
+    for item in items:
+        backward.append(item)
+        if item.kind in (Point.BACKWARD_END, Point.STEP):
+            found += _together(backward, regions)
+            backward = []
+    return found + _together(backward, regions)
+
+
+def _together(items: Sequence[Item], regions: Sequence[str]) -> list[Item]:
     owners = {
         index: owner
         for index, item in enumerate(items)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from headway.graph.timeline import Part
 from headway.passes.measured import MeasuredPass
+from headway.permission import RANDOMNESS
 from headway.units import counted
 
 if TYPE_CHECKING:
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class InputWorkers(MeasuredPass):
-    """Each ``DataLoader`` of a data set that can be indexed has ``workers`` processes, whatever the script says.
+    """Loaders that load in the rank's own process, of data sets that can be indexed, have ``workers`` processes.
 
-    Samples come in the same order. What a sample draws by chance, as augmentations do, is drawn in another process, and
-    so it differs.
+    Samples come in the same order. What the data set draws by chance, as augmentations do, is drawn in other
+    processes, and so it differs; what it remembers is forgotten with each epoch.
     """
 
     name: ClassVar[str] = "input"
@@ -31,11 +32,18 @@ class InputWorkers(MeasuredPass):
     prefetch: int = Field(default=2, ge=1, le=256)
     """How many batches each of them loads ahead."""
 
-    def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
-        """``module`` itself. Loaders over which the process begins to iterate from now on have the workers.
+    @property
+    def changes_training(self) -> str:
+        """That samples are made elsewhere."""
+        return "workers load batches, in which data sets draw other random numbers and keep no state"
 
-        Raises UnsupportedError there for a data set that can only be iterated: each worker would load all of it.
-        """
+    @property
+    def permission(self) -> str:
+        """What it needs."""
+        return RANDOMNESS
+
+    def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
+        """``module`` itself. Loaders over which a training loop begins from now on have the workers."""
         del optimizer
         from headway.passes.loader_workers import give_workers
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-from headway.errors import UnsupportedError
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 
 @dataclass
@@ -18,12 +19,15 @@ class _InForce:
 
 
 _in_force: _InForce | None = None
+_given: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 
 def give_workers(workers: int, prefetch: int) -> None:
-    """Have every loader of this process load with ``workers``, each ``prefetch`` batches ahead, from its next epoch on.
+    """Have loaders of this process load with ``workers``, each ``prefetch`` batches ahead. The last call counts.
 
-    The last call counts. Loaders within workers are left alone, for these may have no processes of their own.
+    Left as the script made them are loaders that have workers already, those of data sets that can only be iterated,
+    which each worker would load as a whole, those over which a loop begins where no gradients are recorded, as in
+    evaluation, and all of processes that may have no processes of their own.
     """
     global _in_force  # noqa: PLW0603 - loaders are the script's, and not known yet
     if _in_force is None:
@@ -36,14 +40,19 @@ def _watch_loaders() -> None:
 
     @functools.wraps(original)
     def begin(self: DataLoader[Any]) -> Any:
-        if _in_force is not None and get_worker_info() is None:
-            if isinstance(self.dataset, IterableDataset):
-                raise UnsupportedError(
-                    "a data set that can only be iterated would be loaded by each worker as a whole",
-                    got=type(self.dataset).__name__, expected="a data set with __getitem__ and __len__",
-                    fix="Leave the pass input out of the plan.",
-                )  # fmt: skip
+        if _in_force is not None and _may_have_workers(self):
             self.num_workers, self.prefetch_factor = _in_force.workers, _in_force.prefetch
+            self.in_order = True  # as it was without
+            _given.add(self)
         return original(self)
 
     DataLoader.__iter__ = begin  # type: ignore[method-assign]
+
+
+def _may_have_workers(loader: DataLoader[Any]) -> bool:
+    return (
+        (loader.num_workers == 0 or loader in _given)
+        and not isinstance(loader.dataset, IterableDataset)
+        and torch.is_grad_enabled()
+        and not multiprocessing.current_process().daemon
+    )

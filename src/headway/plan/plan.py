@@ -340,7 +340,11 @@ def _located(*where: int | str) -> Iterator[None]:
             )
             for each in failure.errors(include_url=False)
         ]
-        raise ValidationError.from_exception_data(failure.title, complaints) from None
+        try:
+            placed = ValidationError.from_exception_data(failure.title, complaints)
+        except KeyError:  # a kind of error that only an outside strategy knows
+            raise failure from None
+        raise placed from None
 
 
 def _named(value: Any, what: str, names: tuple[str, ...]) -> tuple[str, Any]:
