@@ -22,11 +22,10 @@ MAX_PAUSE_S = 5.0
 CONNECT_S = 5.0
 BEATS_A_LEASE = 4
 MAX_UNSENT = 1024
-MOST_REFUSED = (
-    5  # connections in a row, over some two seconds: an earlier job's coordinator may be about to end
-)
 FINAL = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 """Statuses after which trying again is of no use."""
+MOST_REFUSED = 5
+"""Connections in a row, over some two seconds, that another secret ends: an earlier job's coordinator may yet go."""
 
 
 class LinkLostError(Exception):

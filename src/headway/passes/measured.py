@@ -14,7 +14,7 @@ from headway.job import Job, MeasuredEffect
 from headway.model import ModelSpec
 from headway.passes.base import Pass
 from headway.passes.computation import whole_model, with_timelines
-from headway.passes.regions import check_apart, lies_in
+from headway.passes.regions import check_apart, check_trained
 
 
 class MeasuredPass(Pass):
@@ -100,9 +100,4 @@ class MeasuredModules(MeasuredPass):
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise UnsupportedError for modules that do not train."""
-        for region in self.modules:
-            if not any(lies_in(each.module, region) for each in model.parameters):
-                raise UnsupportedError(
-                    "there is no module of that name that trains parameters", got=repr(region),
-                    expected="the path of a module in the wrapped model",
-                )  # fmt: skip
+        check_trained(self.modules, model)

@@ -18,7 +18,7 @@ from headway.passes.base import Pass
 from headway.passes.computation import whole_model, with_timelines
 from headway.passes.recomputed_memory import recomputed, savings_bytes
 from headway.passes.recomputed_times import forward_times_ns, recomputing
-from headway.passes.regions import check_apart, in_few_words, lies_in
+from headway.passes.regions import check_apart, check_trained, in_few_words, lies_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,12 +65,7 @@ class Recompute(Pass):
         """
         model = whole_model(job, "recomputation")
         memory = model.pass_memory
-        for region in self.modules:
-            if not any(lies_in(each.module, region) for each in model.parameters):
-                raise UnsupportedError(
-                    "there is no module of that name that trains parameters", got=repr(region),
-                    expected="the path of a module in the wrapped model",
-                )  # fmt: skip
+        check_trained(self.modules, model)
         if memory is None or not memory.modules:
             raise UnsupportedError(
                 "it is not known what modules keep for backward", got=self.describe(),

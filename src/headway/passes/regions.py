@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headway.errors import UnsupportedError
+from headway.model import ModelSpec
+
 
 def lies_in(module: str, region: str) -> bool:
     """Whether ``module`` is ``region`` or lies within it."""
@@ -16,6 +19,16 @@ def check_apart(regions: tuple[str, ...]) -> tuple[str, ...]:
         if not one or regions.count(one) > 1 or any(lies_in(one, other) for other in regions if other != one):
             raise ValueError(f"{one!r} is given twice, lies within another, or is the whole model")
     return regions
+
+
+def check_trained(regions: Iterable[str], model: ModelSpec) -> None:
+    """Raise UnsupportedError for one in which ``model`` trains no parameter."""
+    for region in regions:
+        if not any(lies_in(each.module, region) for each in model.parameters):
+            raise UnsupportedError(
+                "there is no module of that name that trains parameters", got=repr(region),
+                expected="the path of a module in the wrapped model",
+            )  # fmt: skip
 
 
 def region_of(module: str, regions: Iterable[str]) -> str:
