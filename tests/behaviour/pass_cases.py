@@ -19,6 +19,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 
+STEPS = 4
 STRATEGIES: dict[str, Strategy] = {
     "ddp": DistributedDataParallelStrategy(),
     "decoupled gradients": DecoupledStrategy(gather="gradients"),
@@ -38,24 +39,57 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def batches(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What a rank trains on, in order."""
+    data = torch.Generator().manual_seed(rank)
+    return [torch.randn(6, 8, generator=data, dtype=dtype) for _ in range(STEPS)]
+
+
+def parameters_of(of: nn.Module) -> list[float]:
+    return torch.cat([each.detach().flatten() for each in of.parameters()]).tolist()
+
+
+def train(
+    inner: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, rank: int, world_size: int,
+    *passes: Pass, evaluates: bool = False,
+) -> None:  # fmt: skip
+    """Some steps of ``inner`` under a plan, each followed by a forward without gradients where it ``evaluates``."""
+    plan = Plan(
+        mesh={"data": world_size}, parallel={"data": strategy}, passes=passes,
+        model=PlannedModel.of(model_spec(inner)),
+    )  # fmt: skip
+    wrapped = parallelize(inner, optimizer, plan)
+    torch.manual_seed(rank)
+    for batch in batches(rank, next(inner.parameters()).dtype):
+        optimizer.zero_grad()
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+        if evaluates:
+            with torch.no_grad():
+                wrapped(batch)
+
+
+def trained_alone(
+    one: nn.Module, world_size: int, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> list[float]:
+    """Parameters of ``one`` after a single process has trained it on the batches of all ranks."""
+    optimizer, dtype = momentum(one.parameters()), next(one.parameters()).dtype
+    for step in zip(*(batches(rank, dtype) for rank in range(world_size)), strict=True):
+        optimizer.zero_grad()
+        for batch in step:
+            ((forward or one)(batch).square().mean() / world_size).backward()
+        optimizer.step()
+    return parameters_of(one)
+
+
 def trained(
     strategy: Strategy, rank: int, world_size: int, passes: tuple[Pass, ...], *, plain: bool,
     optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = momentum,
 ) -> tuple[list[float], torch.optim.Optimizer]:  # fmt: skip
     """Sums of parameters after some steps of a plan, and the optimizer that made them."""
     inner = model(plain=plain)
-    plan = Plan(
-        mesh={"data": world_size}, parallel={"data": strategy}, passes=passes,
-        model=PlannedModel.of(model_spec(inner)),
-    )  # fmt: skip
     optimizer = optimizer_of(inner.parameters())
-    wrapped = parallelize(inner, optimizer, plan)
-    data = torch.Generator().manual_seed(rank)
-    torch.manual_seed(rank)
-    for _ in range(4):
-        optimizer.zero_grad()
-        wrapped(torch.randn(6, 8, generator=data, dtype=torch.float64)).square().mean().backward()
-        optimizer.step()
+    train(inner, optimizer, strategy, rank, world_size, *passes)
     return [each.sum().item() for each in inner.parameters()], optimizer
 
 

@@ -11,6 +11,7 @@ import yaml
 from tests import workers
 from tests.behaviour.compile_pass_cases import EXPECTED_GRAPHS
 from tests.behaviour.pass_cases import STRATEGIES
+from tests.behaviour.pass_loop import fast_cluster, recorded
 from tests.commands import headway, torchrun
 
 from headway.job import MeasuredEffect
@@ -33,16 +34,10 @@ def test_it_trains_as_a_single_process_does() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++ on processors")
 def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
-    stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
-    cluster.write_text(
-        "format: 1\nhosts: [{name: a, workers: 2, up_gbps: 10, down_gbps: 10}]\nlocal_gbps: 1000\nlocal_latency_us: 1\n"
-    )
+    stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", fast_cluster(tmp_path)
     losses = [tmp_path / "stock.json", tmp_path / "compiled.json"]
     script = ("train_small.py", "--width", 400)
-    recording = headway(
-        "record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, "--losses", losses[0])
-    )
-    assert recording.returncode == 0, recording.stderr
+    recorded(stock, *script, "--losses", losses[0])
     trace, changed = load_trace(stock), Compile(modules=("0", "3"))
     for factor, taken in ((2.0, False), (0.3, True)):  # as the tests of measuring have it
         effects = {changed.effect_name(part): MeasuredEffect(factor) for part in changed.parts}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.behaviour.pass_loop import recorded
 from tests.commands import headway, torchrun
 
 from headway.graph.timeline import Part
@@ -21,8 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
     stock, path, script = tmp_path / "stock", tmp_path / "plan.yaml", ("train_loading.py",)
     found = [tmp_path / "stock.json", tmp_path / "loaded.json"]
-    recording = headway("record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, "--out", found[0]))
-    assert recording.returncode == 0, recording.stderr
+    recorded(stock, *script, "--out", found[0])
     trace, changed = load_trace(stock), InputWorkers(workers=1)
     for factor, taken in ((2.0, False), (0.1, True)):  # as the tests of measuring have it
         effects = {

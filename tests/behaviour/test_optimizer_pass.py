@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests import workers
+from tests.behaviour.pass_loop import recorded
 from tests.commands import headway, run, torchrun
 
 from headway.replayer.measured_effects import FILE
@@ -29,10 +30,7 @@ def test_it_trains_the_same_under_every_strategy() -> None:
 def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
     stock, path = tmp_path / "stock", tmp_path / "plan.yaml"
     losses = [tmp_path / "stock.json", tmp_path / "fused.json"]
-    recording = headway(
-        "record", "-o", stock, "--steps", "3:8", "--", *torchrun("train_small.py", "--losses", losses[0])
-    )
-    assert recording.returncode == 0, recording.stderr
+    recorded(stock, "train_small.py", "--losses", losses[0])
     written = headway("optimize", stock, "-o", path, "--strategy", "ddp")
     assert written.returncode == 0, written.stderr
     # The pass as the page shows it.

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from tests import workers
 from tests.behaviour.pass_cases import STRATEGIES
+from tests.behaviour.pass_loop import fast_cluster, recorded
 from tests.commands import headway, run, torchrun
 
 from headway.replayer.measured_effects import FILE
@@ -28,17 +29,10 @@ def test_it_trains_as_a_single_process_under_autocast_does() -> None:
 
 
 def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
-    stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
-    # Of links that take no time, for no codec to gain by them.
-    cluster.write_text(
-        "format: 1\nhosts: [{name: a, workers: 2, up_gbps: 10, down_gbps: 10}]\nlocal_gbps: 1000\nlocal_latency_us: 1\n"
-    )
+    stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", fast_cluster(tmp_path)
     losses = [tmp_path / "stock.json", tmp_path / "lower.json"]
     script = ("train_small.py", "--width", 400)
-    recording = headway(
-        "record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, "--losses", losses[0])
-    )
-    assert recording.returncode == 0, recording.stderr
+    recorded(stock, *script, "--losses", losses[0])
     measuring = [sys.executable, "-m", "headway.measuring.precision", str(stock), "--", *torchrun(*script)]
     measured = run(measuring, 300)
     assert measured.returncode == 0, measured.stderr
