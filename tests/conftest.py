@@ -6,13 +6,17 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import pytest_timeout
+import torch
 from hypothesis import HealthCheck, settings
 from tests import limits
 from xdist.scheduler import LoadScopeScheduling
+
+from headway import torch_private
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +52,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first."""
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+
+
+@pytest.fixture(autouse=True)
+def as_if_nothing_had_been_compiled() -> Iterator[None]:
+    """A recording takes other ways in a process that has compiled: none of a test before shall be seen by the next."""
+    yield
+    if torch_private.has_compiled():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
 
 
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
