@@ -11,11 +11,12 @@ from headway.lab.spec import LabSpec, parse_spec
 from headway.models.catalogue import MODELS
 from headway.models.convolutional import ConvolutionalBuilder, Feature
 from headway.models.roofline import modelled, step_s
-from headway.models.table import FLOAT_BYTES, LayerTable
+from headway.models.table import FLOAT_BYTES, Layer, LayerTable, Parameter, Work
 
 GTX_1080_TI = modelled("GTX 1080 Ti", 11.34e12, 484e9)
 TCP_SHARE = 0.956  # of a shaped link's rate that Gloo's payload gets
 MOST_BYTES = 2e6  # of a scaled model: sixteen workers share two cores
+MOST_LAYERS = 20  # each costs a worker CPU time, which its sleeping device is not to wait for
 COMPUTE_S, QUICK_COMPUTE_S = 0.8, 0.3
 SLOW_RANK, SLOW_HOST = 5, 1
 SLOW_LINK = 0.2  # of the rate that the other hosts' links have
@@ -56,6 +57,32 @@ def vgg16_cifar(samples: int = 128) -> LayerTable:
     for name, inputs, outputs in (("0", x.numel, 512), ("3", 512, 512), ("6", 512, 10)):
         net.linear(f"classifier.{name}", inputs, outputs)
     return net.table("VGG-16", f"{samples} images of 32 x 32")
+
+
+def merged(table: LayerTable, most: int) -> LayerTable:
+    """The table with ``most`` layers of one parameter each, where it has more: neighbours are taken together.
+
+    Work and parameters stay what they are. Each layer has about as much of the whole, by half its work and half its
+    parameters.
+    """
+    if len(table.layers) <= most:
+        return table
+    passed, groups = 0.0, [list[Layer]() for _ in range(most)]
+    for layer in table.layers:
+        numel = sum(parameter.numel for parameter in layer.parameters)
+        share = (
+            GTX_1080_TI.forward_s(layer.work) / step_s(table, GTX_1080_TI)[0] + numel / table.parameter_count
+        ) / 2
+        groups[min(most - 1, int((passed + share / 2) * most))].append(layer)
+        passed += share
+    layers = tuple(_as_one(index, group) for index, group in enumerate(group for group in groups if group))
+    return LayerTable(table.name, table.batch, table.samples, layers)
+
+
+def _as_one(index: int, layers: list[Layer]) -> Layer:
+    numel = sum(parameter.numel for layer in layers for parameter in layer.parameters)
+    work = sum((layer.work for layer in layers), Work())
+    return Layer(f"layers.{index}", (Parameter("weight", (numel,)),), work)
 
 
 @dataclass(frozen=True)
@@ -128,7 +155,8 @@ class ThroughputCase:
 
     @cached_property
     def table(self) -> LayerTable:
-        return vgg16_cifar() if self.model == "vgg16" else MODELS[self.model]()
+        """The model's layers, of large models as many as ``MOST_LAYERS``."""
+        return merged(vgg16_cifar() if self.model == "vgg16" else MODELS[self.model](), MOST_LAYERS)
 
     def plan(self, *, quick: bool) -> PacedPlan:
         """Sizes and rates scaled together, so that the ratio of communication to computation holds."""

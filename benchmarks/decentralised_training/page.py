@@ -7,13 +7,14 @@ from statistics import median
 from typing import Any
 
 from decentralised_training import fault_rows
-from decentralised_training.cases import NETWORKS, SITUATIONS, THROUGHPUT
+from decentralised_training.cases import MOST_LAYERS, NETWORKS, SITUATIONS, THROUGHPUT
 from decentralised_training.losses import CASES as LOSSES
 
 Row = dict[str, Any]
 WORDS = (
     "All methods of a case run in the same processes, in turn. **Paced**: parameters, gradients and messages are real "
-    "and scaled in size, layers sleep for their modelled time (GTX 1080 Ti, headway.models.roofline), stretched; rates "
+    "and scaled in size, layers sleep for their modelled time (GTX 1080 Ti, headway.models.roofline), stretched; "
+    f"neighbouring layers are taken together until {MOST_LAYERS} are left, with the bytes and times of all; rates "
     "of links are such that `ratio`, one model over a host's link against a step's computation, is that of the network "
     f"named: {'; '.join(f'{each.name} is {each.words}' for each in NETWORKS.values())}. Workers of a host share its "
     "link and talk over memory. The published setting (Prague: 4 nodes of 4 such GPUs, InfiniBand, VGG-16 on CIFAR-10 "

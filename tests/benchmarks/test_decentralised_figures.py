@@ -7,12 +7,21 @@ from itertools import combinations
 import numpy as np
 import pytest
 from decentralised_training import contraction
-from decentralised_training.cases import COMPUTE_S, SITUATIONS, THROUGHPUT
+from decentralised_training.cases import (
+    COMPUTE_S,
+    GTX_1080_TI,
+    MOST_LAYERS,
+    SITUATIONS,
+    THROUGHPUT,
+    merged,
+)
 from decentralised_training.losses import loss_at, time_to
 from decentralised_training.predicting import Predicted, choice
 from decentralised_training.rates import throughput
 
 from headway.coordination.matrices import Consensus
+from headway.models.catalogue import MODELS
+from headway.models.roofline import step_s
 
 
 def test_throughput_counts_all_of_the_time_of_ranks_by_themselves_and_whole_steps_of_others() -> None:
@@ -50,6 +59,15 @@ def test_distances_are_those_of_the_mixing_matrices() -> None:
     for group, squared in zip(groups, contraction.distances(models, groups), strict=True):
         consensus.averaged(group)
         assert squared == pytest.approx(consensus.distance(range(6)) ** 2)
+
+
+def test_layers_taken_together_have_the_parameters_and_times_of_all() -> None:
+    whole = MODELS["resnet50"]()
+    few = merged(whole, MOST_LAYERS)
+    assert len(few.layers) == len(few.parameters) == MOST_LAYERS
+    assert few.parameter_count == whole.parameter_count
+    assert step_s(few, GTX_1080_TI) == pytest.approx(step_s(whole, GTX_1080_TI))
+    assert merged(few, MOST_LAYERS) is few
 
 
 @pytest.mark.parametrize(
