@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,16 @@ from torch.utils._pytree import tree_leaves
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, as torch takes them apart."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that ``state_dict()`` has, each once, without calling what hooks it."""
+    seen: set[int] = set()
+    for prefix, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def storage_uses(tensor: torch.Tensor) -> int:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from tests import limits
 from tests.behaviour.decentralised.cases import _as_json, _sgd, _step
-from tests.behaviour.decentralised.job import model, values
+from tests.behaviour.decentralised.job import FEATURES, model, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.coordination.service import child
+from headway.rpc import interface
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.decentralised.wrapper import PartialDataParallel
 
@@ -55,6 +56,34 @@ def trains(rank: int, world_size: int, options: dict[str, Any], steps: int) -> A
         "is_ddp": isinstance(wrapped, DistributedDataParallel), "generator": getattr(found, "generator", None),
         "names": sorted(wrapped.state_dict()),
     }  # fmt: skip
+
+
+def trains_on(rank: int, world_size: int, places: str, options: dict[str, Any], steps: int) -> Any:
+    """As ``trains``, with a host's name for each rank."""
+    interface.host_name = lambda: places[rank]
+    return trains(rank, world_size, options, steps)
+
+
+def freezes(rank: int, world_size: int, options: dict[str, Any], begins_frozen: bool) -> Any:
+    """A layer is frozen or thawed on the way, by rank 0 a step later; what only this rank counts is in buffers."""
+    module = model()
+    seen, levels = torch.zeros((), dtype=torch.int64), torch.tensor([0.0, -torch.inf])
+    module.register_buffer("seen", seen)
+    module.register_buffer("levels", levels)
+    first = module.get_submodule("0")
+    first.requires_grad_(not begins_frozen)
+    wrapped, optimizer, rounds = _planned(rank, world_size, module, options)
+    for iteration in range(8):
+        if iteration == 3 + (rank == 0):
+            first.requires_grad_(begins_frozen)
+        seen += rank + 1
+        levels[0] = rank
+        _step(wrapped, optimizer, rank, iteration)
+    wrapped.eval()
+    module.requires_grad_(False)
+    ranks = headway.finish(wrapped, timeout_s=limits.stretched(END_S))
+    state = {name: value.tolist() for name, value in module.state_dict().items()}
+    return {"state": state, "ranks": ranks, "endings": [each["ending"] for each in rounds]}
 
 
 def the_first_is_killed(rank: int, world_size: int) -> Any:
@@ -97,6 +126,13 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         ),
     }  # fmt: skip
     first = wrapped()()
+    static = PartialDataParallel(
+        model().float(),
+        strategy=headway.strategy("partial-all-reduce", groups="static"),  # type: ignore[arg-type]
+    )
+    found["GradScaler"] = _refusal(lambda: _scaled_step(static))
+    static._set_static_graph()
+    headway.finish(static, timeout_s=limits.stretched(END_S))
     found["one model"] = _refusal(wrapped())
     found["compiled as a whole"] = _refusal(first.compile)
     found["register_comm_hook"] = _refusal(lambda: first.register_comm_hook(None, None))
@@ -104,6 +140,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     second = wrapped()()  # after the first has finished
     headway.finish(second, timeout_s=limits.stretched(END_S))
     return {name: said for name, said in found.items() if name not in said}
+
+
+def _scaled_step(wrapped: nn.Module) -> None:
+    optimizer, scaler = _sgd(wrapped), torch.amp.GradScaler("cpu")
+    scaler.scale(wrapped(torch.ones(4, FEATURES)).square().mean()).backward()
+    scaler.step(optimizer)
 
 
 def other_groups(rank: int, world_size: int, address: str, secret: str) -> str:

@@ -86,6 +86,31 @@ def test_groups_of_all_are_the_averages_of_one_process() -> None:
         assert result["values"] == pytest.approx(job.values(alone[0].module), rel=1e-9, abs=1e-12)
 
 
+def test_static_groups_are_of_the_hosts_that_ranks_find_themselves_on() -> None:
+    options = {"groups": "static", "group_size": 2}
+    results = workers.run(4, f"{CASES}:trains_on", "abab", options, STEPS)
+    check_against_reference(results, options)
+    members = [tuple(each["members"]) for each in results[0]["rounds"]]
+    assert set(members) == {(0, 2), (0, 1)}, "within the host, and across hosts"
+
+
+@pytest.mark.parametrize(
+    "options", [{"groups": "all"}, {"groups": "static"}, {"groups": "all", "staleness": 1}], ids=str
+)
+@pytest.mark.parametrize("begins_frozen", [False, True], ids=["freezes", "thaws"])
+def test_frozen_parameters_and_buffers_are_the_same_on_all_ranks_at_the_end(
+    options: dict[str, Any], begins_frozen: bool
+) -> None:
+    results = workers.run(3, f"{CASES}:freezes", options, begins_frozen)
+    for result in results:
+        assert result["ranks"] == [0, 1, 2]
+        assert result["state"] == results[0]["state"]
+        assert result["state"]["levels"][1] == -torch.inf
+        # Where one thaws a layer a step after the others, one group takes no mean, and training goes on.
+        assert result["endings"].count("aborted") == (1 if begins_frozen else 0)
+        assert result["endings"].count("committed") == (7 if begins_frozen else 8)
+
+
 def test_the_others_go_on_when_the_rank_with_the_coordinator_is_killed() -> None:
     first, *others = workers.launch(3, f"{CASES}:the_first_is_killed")
     assert first.status != 0

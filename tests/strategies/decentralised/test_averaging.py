@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from headway.strategies.decentralised.averaged import Layout
+from headway.strategies.decentralised.averaged import training_layout
 from headway.strategies.decentralised.averaging import Averaging
 from headway.strategies.decentralised.rounds import Copies, Ending, Round
 
@@ -32,20 +33,44 @@ class Rounds:
         return Round(iteration, Ending.COMMITTED), None
 
 
+class InVain:
+    """None of its groups takes a mean."""
+
+    worker = 3
+
+    def run(self, iteration: int, copies: Copies) -> tuple[Round, None]:
+        return Round(iteration, Ending.ABORTED, members=(1, 3, 4), reason="it took too long"), None
+
+
 class Coordinator:
     is_reachable = True
 
     def report(self, metrics: Any) -> None: ...
 
 
-def test_an_all_reduce_that_was_given_up_writes_into_no_later_mean() -> None:
-    module = nn.Linear(3, 2)
-    rounds: Any = Rounds()
+def averaging_with(rounds: Any, module: nn.Module) -> Averaging:
     coordinator: Any = Coordinator()
-    averaging = Averaging(
-        rounds, coordinator, lambda: Layout(module, None, buffers="averaged", moments="local"), staleness=0,
+    return Averaging(
+        rounds, coordinator, lambda: training_layout(module, None, buffers="averaged", moments="local"), staleness=0,
         time_limit_s=1.0, observer=None, heard=lambda _: None, writing=nullcontext,
     )  # fmt: skip
+
+
+def test_groups_that_take_no_mean_one_after_the_other_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    averaging = averaging_with(InVain(), nn.Linear(3, 2))
+    with torch.no_grad():
+        for iteration in range(1, 30):
+            averaging.after_step(iteration)
+    (said,) = caplog.messages
+    assert said == (
+        "worker 3: 3 groups in a row took no mean, the last one with workers 1, 4: it took too long. A group may take "
+        "1 s (time_limit_s)"
+    )
+
+
+def test_an_all_reduce_that_was_given_up_writes_into_no_later_mean() -> None:
+    module = nn.Linear(3, 2)
+    averaging = averaging_with(Rounds(), module)
     with torch.no_grad():
         averaging.after_step(1)
         averaging.after_step(2)

@@ -70,7 +70,7 @@ def test_a_worker_takes_over_all_but_hyper_parameters() -> None:
 def good_header(module: nn.Module) -> dict[str, Any]:
     state = state_of(module, None, 0)
     tensors = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()]
-    return {"iteration": 0, "optimizer": "", "scalars": {}, "tensors": tensors}
+    return {"iteration": 0, "optimizer": "", "scalars": {}, "averaged": [], "tensors": tensors}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +15,9 @@ import torch
 from torch import nn
 
 from headway.coordination.membership import GroupStart, Member
-from headway.errors import UnsupportedError, UserError
+from headway.errors import HeadwayWarning, UnsupportedError, UserError
 from headway.strategies.decentralised.options import Progress
-from headway.strategies.decentralised.runtime import PartialAllReduce, wrap
+from headway.strategies.decentralised.runtime import UNSTEPPED, PartialAllReduce, wrap
 
 
 class Alone:
@@ -148,6 +151,52 @@ def test_finishing_alone_keeps_the_model_and_ends_training(opened: list[PartialA
     steps(found, optimizer, 1)  # as an ordinary module
     with pytest.raises(UnsupportedError, match="finished"):
         found.finish()
+
+
+def test_a_model_that_nobody_holds_any_more_is_let_go_of() -> None:
+    found, optimizer, coordinator = wrapped([], staleness=1)
+    steps(found, optimizer, 2)
+    found.flush()
+    gone, module = weakref.ref(found), found.module
+    parts = found._parts
+    del found
+    gc.collect()
+    assert gone() is None
+    steps(module, optimizer, 1)  # where it may wait, in case the collector found it
+    assert coordinator.left == 1
+    assert parts.rounds._stopped
+    assert len(coordinator.reports) == 2
+
+
+def test_training_without_a_step_that_is_seen_is_told_of(opened: list[PartialAllReduce]) -> None:
+    module = nn.Linear(4, 1)
+    found = wrap(module, Alone(), worker=0, host="127.0.0.1", secret=b"s")
+    opened.append(found)
+
+    def train() -> None:
+        for _ in range(UNSTEPPED):
+            found(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.01)
+
+    with pytest.warns(HeadwayWarning, match="no optimizer of torch.optim has stepped"):
+        train()
+    assert found.is_trained_unseen
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2 * UNSTEPPED):
+            found(torch.ones(2, 4))
+
+
+def test_a_model_that_cannot_be_sent_to_whoever_joins_is_refused(opened: list[PartialAllReduce]) -> None:
+    module = nn.Linear(4, 1)
+    module.register_buffer("table", torch.eye(3).to_sparse())
+    with pytest.raises(
+        UnsupportedError, match=r"cannot be given to workers that join; got table, float32, sparse_coo"
+    ):
+        wrap(module, Alone(), worker=0, host="127.0.0.1", secret=b"s")
 
 
 def test_refusals(opened: list[PartialAllReduce]) -> None:

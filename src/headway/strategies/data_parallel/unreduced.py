@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -21,9 +21,8 @@ from headway.strategies.data_parallel.decoupled.checks import check_device_ids
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.decentralised import averaged
-from headway.strategies.decentralised.stepping import Stepping
+from headway.strategies.decentralised.stepping import Stepping, weakly
 
-P = ParamSpec("P")
 WITHOUT_EFFECT = frozenset((
     "dim", "broadcast_buffers", "bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "check_reduction",
     "gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params", "batched_grad_copy",
@@ -106,20 +105,10 @@ class UnreducedDataParallel(DistributedDataParallel):
         after: Callable[[Self], None],
     ) -> None:
         """Act on this wrapper when its optimizer is known, and around each step of it, for as long as it is held."""
-        self._stepping = Stepping(self.module, self._weakly(bound), self._weakly(before), self._weakly(after))
+        self._stepping = Stepping(self.module, weakly(self, bound), weakly(self, before), weakly(self, after))
         weakref.finalize(self, self._stepping.close).atexit = False
         if optimizer is not None:
             self._stepping.bind(optimizer)
-
-    def _weakly(self, act: Callable[Concatenate[Self, P], None]) -> Callable[P, None]:
-        """``act`` on this wrapper for as long as somebody holds it: hooks of optimizers are for ever."""
-        found = weakref.ref(self)
-
-        def acted(*args: P.args, **kwargs: P.kwargs) -> None:
-            if (own := found()) is not None:
-                act(own, *args, **kwargs)
-
-        return acted
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Raises UnsupportedError: what is inside is compiled, before it is wrapped."""

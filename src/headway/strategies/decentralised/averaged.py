@@ -1,10 +1,13 @@
 """What is averaged of a worker, by policy, and copies of it in flat buffers.
 
-    parameters   those that require a gradient: always
+    parameters   those that require a gradient, or have been averaged before they were frozen: always
     buffers      running means and variances of normalisation layers: "averaged", or "local". All other buffers stay as
                  they are: counts of batches are of this worker's own batches, masks and tables are no statistics
     moments      the optimizer's state of a parameter that has the parameter's shape, such as momenta: "local" or
                  "averaged". Step counts stay this worker's own: they correct its own moments' bias
+
+The whole model, of which workers end with one, is all its parameters and statistics, averaged, and all other buffers as
+one worker has them.
 
 A mean is computed in float32, or in float64 where the tensor is.
 """
@@ -12,7 +15,7 @@ A mean is computed in float32, or in float64 where the tensor is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 
 Policy = Literal["local", "averaged"]
@@ -28,13 +32,17 @@ STATISTICS = ("running_mean", "running_var")
 NEVER_NEGATIVE = frozenset(
     ("running_var", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
 )
-"""What a later step may make less than the change that a late mean brings: it is not let below zero."""
+"""What a later step may make less than the change that a late mean brings: then it is left as it is."""
+AS_IT_IS = torch.uint8
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Averaged:
-    """One tensor that is averaged. ``tensor`` is None where this worker has none yet: it counts as zeros."""
+    """One tensor that is averaged. ``tensor`` is None where this worker has none yet: it counts as zeros.
+
+    One whose ``wire`` is bytes (``AS_IT_IS``) is not averaged: all take it as one worker has it.
+    """
 
     name: str
     tensor: torch.Tensor | None
@@ -74,14 +82,8 @@ class Layout:
     ``digest`` is the same on two workers where that order, all names and all sizes are.
     """
 
-    def __init__(
-        self, module: nn.Module, optimizer: Optimizer | None, *, buffers: Policy, moments: Policy
-    ) -> None:
-        self.tensors: Sequence[Averaged] = [
-            *_parameters(module),
-            *(_statistics(module) if buffers == "averaged" else ()),
-            *(_moments(module, optimizer) if moments == "averaged" and optimizer is not None else ()),
-        ]
+    def __init__(self, tensors: Sequence[Averaged]) -> None:
+        self.tensors = tensors
         self.digest = hashlib.sha256(
             "\n".join(f"{each.name} {each.numel} {each.wire}" for each in self.tensors).encode()
         ).hexdigest()
@@ -89,6 +91,11 @@ class Layout:
         self.sizes: dict[torch.dtype, int] = {}
         for each in self.tensors:
             self.sizes[each.wire] = self.sizes.get(each.wire, 0) + each.numel
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the parameters among them."""
+        return {each.name.removeprefix("parameter/") for each in self.tensors if each.is_parameter}
 
     def empty(self, device: torch.device | str = "cpu") -> Flat:
         """A flat buffer for all of them."""
@@ -106,6 +113,8 @@ class Layout:
             for each, part in self._parts(flat):
                 if each.tensor is None:
                     part.zero_()
+                elif each.wire is AS_IT_IS:
+                    part.copy_(each.tensor.reshape(-1).view(AS_IT_IS))
                 else:
                     part.view(each.tensor.shape).copy_(each.tensor)
 
@@ -113,18 +122,36 @@ class Layout:
         """Copy ``flat`` into the tensors."""
         with torch.no_grad():
             for each, part in self._parts(flat):
-                if each.tensor is not None:
-                    each.tensor.copy_(part.view(each.tensor.shape))
+                if each.tensor is None:
+                    continue
+                if each.wire is AS_IT_IS:  # a copy begins where its own type may begin
+                    part = part.clone().view(each.tensor.dtype)
+                each.tensor.copy_(part.view(each.tensor.shape))
 
     def add(self, change: Flat) -> None:
-        """Add ``change`` to the tensors; those that are never negative stay so."""
+        """Add ``change`` to the tensors, but to no element that would become negative and never is.
+
+        All moments of such an element are left as they are: a first moment without the second one that it came with
+        would make the next step huge.
+        """
         with torch.no_grad():
+            left = self._would_be_negative(change)
             for each, part in self._parts(change):
                 if each.tensor is None:
                     continue
-                each.tensor.add_(part.view(each.tensor.shape).to(each.tensor.device))
-                if each.never_negative:
-                    each.tensor.clamp_(min=0)
+                added = part.view(each.tensor.shape).to(each.tensor.device)
+                if (own := left.get(_owner(each))) is not None:
+                    added = torch.where(own, 0, added)
+                each.tensor.add_(added)
+
+    def _would_be_negative(self, change: Flat) -> Mapping[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for each, part in self._parts(change):
+            if each.tensor is not None and each.never_negative:
+                negative = each.tensor + part.view(each.tensor.shape).to(each.tensor.device) < 0
+                owner = _owner(each)
+                found[owner] = found[owner] | negative if owner in found else negative
+        return found
 
     def distance(self, own: Flat, mean: Flat) -> tuple[float, float]:
         """The Euclidean norms of what the parameters of ``own`` differ by from those of ``mean``, and of the latter."""
@@ -166,13 +193,53 @@ class Flat:
             mine.sub_(theirs)
 
 
+def training_layout(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    buffers: Policy,
+    moments: Policy,
+    earlier: Collection[str] = (),
+) -> Layout:
+    """What is averaged while ``module`` trains, with parameters that were averaged ``earlier`` and are frozen now."""
+    return Layout([
+        *_parameters(module, lambda name, parameter: parameter.requires_grad or name in earlier),
+        *(_statistics(module) if buffers == "averaged" else ()),
+        *(_moments(module, optimizer) if moments == "averaged" and optimizer is not None else ()),
+    ])  # fmt: skip
+
+
+def whole_layout(module: nn.Module, *, buffers: Policy) -> Layout:
+    """The whole model, of which all workers end with the same."""
+    statistics = list(_statistics(module)) if buffers == "averaged" else []
+    others = _others(module, {each.name.removeprefix("buffer/") for each in statistics})
+    return Layout(
+        [*_parameters(module, lambda _, parameter: can_be_averaged(parameter)), *statistics, *others]
+    )
+
+
 def _wire(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _parameters(module: nn.Module) -> Iterator[Averaged]:
+def _owner(each: Averaged) -> str:
+    """What an element's tensors have in common: moments their parameter."""
+    return each.name.rpartition("/")[0] if each.name.startswith("moment/") else each.name
+
+
+def can_be_averaged(parameter: nn.Parameter) -> bool:
+    """Whether it is dense and whole, of a floating-point dtype."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.dtype in DTYPES
+        and not parameter.is_meta
+    )
+
+
+def _parameters(module: nn.Module, which: Callable[[str, nn.Parameter], bool]) -> Iterator[Averaged]:
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if which(name, parameter):
             own = parameter.detach()
             yield Averaged(f"parameter/{name}", own, own.numel(), _wire(own.dtype), is_parameter=True)
 
@@ -184,6 +251,14 @@ def _statistics(module: nn.Module) -> Iterator[Averaged]:
             yield Averaged(
                 f"buffer/{name}", buffer, buffer.numel(), _wire(buffer.dtype), never_negative=kind in NEVER_NEGATIVE
             )  # fmt: skip
+
+
+def _others(module: nn.Module, averaged: Collection[str]) -> Iterator[Averaged]:
+    """Saved buffers that are not averaged: counts, codebooks, what a script keeps there."""
+    for name, buffer in torch_private.persistent_buffers(module):
+        if name not in averaged and buffer.numel() and buffer.layout is torch.strided and not buffer.is_meta:
+            size_bytes = buffer.numel() * buffer.element_size()
+            yield Averaged(f"{buffer.dtype}/{name}", buffer, size_bytes, AS_IT_IS)
 
 
 def _moments(module: nn.Module, optimizer: Optimizer) -> Iterator[Averaged]:

@@ -10,6 +10,7 @@ and then applied once or dropped; meanwhile the worker trains alone.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from headway.strategies.decentralised.rounds import OUTCOME_S, Copies, Ending, R
 
 Observer = Callable[[Round], None]
 """Told of each round at its end, on the thread that trains. What it raises is not caught."""
+
+WARN_AFTER = (3, 30, 300, 3000, 30000)
+"""After so many groups in a row that took no mean a warning is logged."""
+_log = logging.getLogger("headway")
 
 UNKNOWN_LIMITS = 4
 """After how many time limits with a reachable coordinator a decision that nobody knows counts as an abort."""
@@ -91,6 +96,7 @@ class Averaging:
         self.undecided: Undecided | None = None
         self.last: Round | None = None  # the last one with a group's mean
         self.committed = self.aborted = self.unresolved = 0
+        self._in_vain = 0  # groups in a row that took no mean
 
     def after_step(self, iteration: int) -> None:
         """The optimizer has made step ``iteration``, counted from 1: average, or begin to and take an earlier mean."""
@@ -189,9 +195,24 @@ class Averaging:
     def _told(self, ended: Round) -> None:
         self.committed += ended.ending is Ending.COMMITTED
         self.aborted += ended.ending is Ending.ABORTED
+        self._warn_of(ended)
         if ended.ending is Ending.COMMITTED:
             self.last = ended
         self._coordinator.report(ended.metrics())
         observing.tell(self._rounds.worker, ended)
         if self._observer is not None:
             self._observer(ended)
+
+    def _warn_of(self, ended: Round) -> None:
+        """Say that groups take no mean, one after the other: this worker trains alone then."""
+        if ended.ending is not Ending.ABORTED:
+            self._in_vain *= ended.ending is not Ending.COMMITTED
+            return
+        self._in_vain += 1
+        if self._in_vain in WARN_AFTER:
+            _log.warning(
+                "worker %d: %d groups in a row took no mean, the last one with workers %s: %s. A group may take %g s "
+                "(time_limit_s)", self._rounds.worker, self._in_vain,
+                ", ".join(str(each) for each in ended.members if each != self._rounds.worker), ended.reason,
+                self._time_limit_s,
+            )  # fmt: skip

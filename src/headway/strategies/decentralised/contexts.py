@@ -130,12 +130,7 @@ class Contexts:
             offer = {"held": held.made_for if held else None, "layout": layout, "iteration": iteration}
             room.put(f"offer/{index}", json.dumps(offer).encode())
             offers = _read(room.get([f"offer/{each}" for each in range(len(start.members))]))
-            if any(each.get("layout") != layout for each in offers):
-                raise LayoutError(
-                    "members of a group do not average the same tensors",
-                    got=f"workers {', '.join(str(member.worker) for member in start.members)}",
-                    expected="the same model, the same parameters that require gradients, and the same policies",
-                )
+            self._check_same(start, [each.get("layout") == layout for each in offers])
             if held is None or any(each.get("held") != held.made_for for each in offers):
                 self._retire(held)
                 held = None
@@ -144,6 +139,19 @@ class Contexts:
             self._retire(held)
             raise
         return Met(held, [int(each["iteration"]) for each in offers])
+
+    def _check_same(self, start: GroupStart, same: Sequence[bool]) -> None:
+        if all(same):
+            return
+        members = [member.worker for member in start.members]
+        others = [worker for worker, as_here in zip(members, same, strict=True) if not as_here]
+        like = [worker for worker in members if worker not in others]
+        raise LayoutError(
+            "members of a group do not average the same tensors",
+            got=f"{', '.join(map(str, others))} other ones than {', '.join(map(str, like))}",
+            expected="the same model, the same parameters that require gradients, and the same policies",
+            fix="Start all workers with the same script, and have them freeze and unfreeze the same parameters.",
+        )
 
     def keep(self, start: GroupStart, context: Context) -> None:
         """All members have averaged on ``context``: keep it for the next group of the same members."""

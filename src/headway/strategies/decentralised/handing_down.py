@@ -34,11 +34,14 @@ class Word(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the first rank said: how many steps it has made, whether all hosts have one model now, and ``workers``."""
+    """What the first rank said: how many steps it has made, and whether all hosts have one model now.
+
+    ``numbers`` go with the word: of JOINED which parameters have been averaged, of FINISHED which workers' models.
+    """
 
     iteration: int
     is_common: bool
-    workers: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class HandingDown:
@@ -62,15 +65,15 @@ class HandingDown:
 
     def tell(
         self, word: Word, iteration: int, layout: Layout | None = None, *, is_common: bool = False,
-        workers: Sequence[int] = (),
+        numbers: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Say to the others of the host what was done, and give them the values of ``layout`` if it has changed."""
         if len(self._ranks) == 1:
             return
         digest = 0 if layout is None else _short(layout)
-        self._say([word, iteration, is_common, digest, len(workers)])
-        if workers:
-            self._say(workers)
+        self._say([word, iteration, is_common, digest, len(numbers)])
+        if numbers:
+            self._say(numbers)
         if layout is not None:
             flat = self._flat_of(layout)
             layout.read(flat)
@@ -94,7 +97,7 @@ class HandingDown:
                 f"rank {dist.get_rank()} {word.name.lower()} after {iteration}",
                 expected="the same steps on all ranks of a host, as under DistributedDataParallel",
             )  # fmt: skip
-        workers = tuple(self._heard(count)) if count else ()
+        numbers = tuple(self._heard(count)) if count else ()
         if digest:
             own = layout()
             if _short(own) != digest:
@@ -105,7 +108,7 @@ class HandingDown:
             flat = self._flat_of(own)
             self._broadcast(flat)
             own.write(flat)
-        return Told(made, bool(is_common), workers)
+        return Told(made, bool(is_common), numbers)
 
     @contextmanager
     def failure_told(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -12,12 +13,12 @@ from headway.coordination.generator import Worker
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.data_parallel.checksum import checksum
 from headway.strategies.decentralised import checkpoint, observing
-from headway.strategies.decentralised.averaged import Layout, Policy
+from headway.strategies.decentralised.averaged import Layout, Policy, training_layout, whole_layout
 from headway.strategies.decentralised.finishing import Finished
 from headway.strategies.decentralised.handing_down import HandingDown, Told, Word
 from headway.strategies.decentralised.options import JOIN_LIMIT_S
 from headway.strategies.decentralised.runtime import PartialAllReduce
-from headway.strategies.decentralised.stepping import Stepping
+from headway.strategies.decentralised.stepping import Stepping, weakly
 
 BUFFERS: Policy = "averaged"
 
@@ -58,10 +59,14 @@ class FirstOfHost(PartialAllReduce):
         """As ``PartialAllReduce.finish``, on all ranks of the host."""
         with self._down.failure_told():
             finished = super().finish(source, timeout_s)
-            layout = Layout(self.module, None, buffers=BUFFERS, moments="local")
+            layout = whole_layout(self.module, buffers=BUFFERS)
             workers = (*finished.workers, finished.given_by)
-            self._down.tell(Word.FINISHED, self.iteration, layout, is_common=True, workers=workers)
+            self._down.tell(Word.FINISHED, self.iteration, layout, is_common=True, numbers=workers)
         return finished
+
+    def tell_joined(self) -> None:
+        """Let the other ranks of the host go on: this one has joined the job."""
+        self._down.tell(Word.JOINED, self.iteration, numbers=numbers_of(self.module, self._earlier))
 
     def _after_step(self) -> None:
         with self._down.failure_told():
@@ -83,9 +88,16 @@ class OtherOfHost:
         self.module = module
         self._down, self._moments = down, moments
         self.iteration = 0
+        self._earlier: set[str] = set()  # parameters that have been averaged
         self.is_common = True
         self.is_closed = False
-        self._stepping = Stepping(module, lambda _: None, self._refuse_closed, self._after_step)
+        self._stepping = Stepping(
+            module,
+            lambda _: None,
+            weakly(self, OtherOfHost._refuse_closed),
+            weakly(self, OtherOfHost._after_step),
+        )
+        weakref.finalize(self, self._stepping.close).atexit = False
         observing.follows(self)
         if optimizer is not None:
             self._stepping.bind(optimizer)
@@ -97,7 +109,9 @@ class OtherOfHost:
 
     def joined(self) -> None:
         """Wait until the first rank has joined the job."""
-        self.iteration = self._down.hear(Word.JOINED, self._layout).iteration
+        told = self._down.hear(Word.JOINED, self._layout)
+        self.iteration = told.iteration
+        self._earlier = set(named(self.module, told.numbers))
 
     def changes(self) -> None:
         """Nobody takes this rank's state."""
@@ -116,12 +130,12 @@ class OtherOfHost:
         self._refuse_closed()
         self.flush()
         try:
-            final = Layout(self.module, None, buffers=BUFFERS, moments="local")
+            final = whole_layout(self.module, buffers=BUFFERS)
             told = self._down.hear(Word.FINISHED, lambda: final, self.iteration)
         finally:
             self.close()
         self._heard(told)
-        *workers, given_by = told.workers
+        *workers, given_by = told.numbers
         return Finished(tuple(workers), given_by)
 
     def checkpoint(self) -> dict[str, Any]:
@@ -147,13 +161,27 @@ class OtherOfHost:
         self.is_common = told.is_common
 
     def _layout(self) -> Layout:
-        return Layout(self.module, self.optimizer, buffers=BUFFERS, moments=self._moments)
+        layout = training_layout(
+            self.module, self.optimizer, buffers=BUFFERS, moments=self._moments, earlier=self._earlier
+        )
+        self._earlier |= layout.parameters
+        return layout
 
     def _refuse_closed(self) -> None:
         if self.is_closed:
             raise UnsupportedError(
                 "the model has finished or was closed", fix="Train its .module, or wrap that again."
             )
+
+
+def numbers_of(module: nn.Module, names: Collection[str]) -> list[int]:
+    """Parameters as their places among all of ``module``."""
+    return [number for number, (name, _) in enumerate(module.named_parameters()) if name in names]
+
+
+def named(module: nn.Module, numbers: Collection[int]) -> list[str]:
+    """The names of those parameters."""
+    return [name for number, (name, _) in enumerate(module.named_parameters()) if number in numbers]
 
 
 def check_same(rank: FirstOfHost | OtherOfHost, down: HandingDown) -> None:

@@ -19,18 +19,19 @@ from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.decentralised import coordinated, scheduled_coordinator
 from headway.strategies.decentralised.averaged import check_module
 from headway.strategies.decentralised.averaging import Observer
 from headway.strategies.decentralised.finishing import Finished
-from headway.strategies.decentralised.handing_down import HandingDown, Word
+from headway.strategies.decentralised.handing_down import HandingDown
 from headway.strategies.decentralised.host_ranks import FirstOfHost, OtherOfHost, check_same
 from headway.strategies.decentralised.launching import choice_of
 from headway.strategies.decentralised.meeting import Meeting
 from headway.strategies.decentralised.options import JOIN_LIMIT_S, check_bare
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.decentralised.rounds import Round
-from headway.strategies.decentralised.runtime import PartialAllReduce
+from headway.strategies.decentralised.runtime import SCALER_FIX, PartialAllReduce
 from headway.strategies.decentralised.unfinished import Unfinished, of_hosts
 from headway.strategies.decentralised.wrapper import FIX, check_options
 
@@ -96,6 +97,8 @@ class HostDataParallel(DistributedDataParallel):
         if worker is not None:
             self.__dict__["_worker"] = worker  # no module of this one
             self._down = down
+            if strategy.is_static:
+                refuse_gradient_scalers_of(self, "static groups", SCALER_FIX)
             self._unfinished = Unfinished(self, of_hosts)
             if not strategy.is_static:
                 coordinated.is_trained(self)
@@ -230,7 +233,7 @@ def _worker(
         return other
     options = {
         **options, "down": down, "hosts": len(hosts.ranks), "worker": number, "staleness": strategy.staleness,
-        "moments": strategy.moments,
+        "moments": strategy.moments, "time_limit_s": strategy.group_limit_s,
     }  # fmt: skip
 
     def construct(client: CoordinatorClient) -> PartialAllReduce:
@@ -249,5 +252,5 @@ def _worker(
         else:
             first = coordinated.join(meeting, choice, found, construct)
         assert isinstance(first, FirstOfHost)
-        down.tell(Word.JOINED, first.iteration)
+        first.tell_joined()
     return first

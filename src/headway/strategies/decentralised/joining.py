@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.coordination.membership import Member
-from headway.errors import CommunicationError, UserError, one_line
+from headway.errors import CommunicationError, UnsupportedError, UserError, one_line
 from headway.rpc.trusted import receive_exactly
 from headway.strategies.decentralised import frames
 from headway.strategies.decentralised.frames import MAX_HEADER_BYTES, FrameError, Header
@@ -31,9 +31,14 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+        torch.float8_e4m3fn, torch.float8_e5m2,
     )
 }  # fmt: skip
+SLOWEST_BYTES_PER_S = 1e6
+"""What a connection over which a state comes has at least: a tensor may take its time at that rate."""
+PATIENCE_S = 30.0
+"""And so long besides, whatever its size."""
 
 Scalar = int | float | bool | str | None
 
@@ -42,16 +47,20 @@ Scalar = int | float | bool | str | None
 class WorkerState:
     """A worker's model and optimizer state: tensors by name on the CPU, and the optimizer's other values by name.
 
-    Names are ``parameter/NAME``, ``buffer/NAME`` and ``moment/PARAMETER/KEY``. ``optimizer`` is the class's name.
+    Names are ``parameter/NAME``, ``buffer/NAME`` and ``moment/PARAMETER/KEY``. ``optimizer`` is the class's name,
+    ``averaged`` are the parameters that have been averaged, frozen by now or not.
     """
 
     iteration: int
     optimizer: str
     tensors: Mapping[str, torch.Tensor]
     scalars: Mapping[str, Scalar]
+    averaged: Sequence[str] = ()
 
 
-def state_of(module: nn.Module, optimizer: Optimizer | None, iteration: int) -> WorkerState:
+def state_of(
+    module: nn.Module, optimizer: Optimizer | None, iteration: int, averaged: Collection[str] = ()
+) -> WorkerState:
     """A copy of what ``module`` and ``optimizer`` hold now."""
     tensors = {name: _copied(tensor) for name, tensor in _model_tensors(module).items()}
     scalars: dict[str, Scalar] = {}
@@ -62,7 +71,9 @@ def state_of(module: nn.Module, optimizer: Optimizer | None, iteration: int) -> 
                     tensors[f"moment/{name}/{key}"] = _copied(value)
                 elif value is None or isinstance(value, (int, float, bool, str)):
                     scalars[f"moment/{name}/{key}"] = value
-    return WorkerState(iteration, type(optimizer).__name__ if optimizer else "", tensors, scalars)
+    return WorkerState(
+        iteration, type(optimizer).__name__ if optimizer else "", tensors, scalars, sorted(averaged)
+    )
 
 
 def take_over(state: WorkerState, module: nn.Module) -> None:
@@ -105,15 +116,19 @@ def take_over_moments(state: WorkerState, module: nn.Module, optimizer: Optimize
 
 
 def give(snapshots: Snapshots[WorkerState], connection: socket.socket, deadline: float) -> None:
-    """Send a snapshot to a peer that asked for one. Raises OSError, TimeoutError."""
+    """Send a snapshot to a peer that asked for one and waits until ``deadline`` for it to begin.
+
+    Raises OSError, TimeoutError.
+    """
     state = snapshots.get(deadline)
     header = {
         "iteration": state.iteration, "optimizer": state.optimizer, "scalars": dict(state.scalars),
+        "averaged": list(state.averaged),
         "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
     }  # fmt: skip
     frames.send(connection, header, b"", deadline)
     for tensor in state.tensors.values():
-        frames.send_raw(connection, _bytes_of(tensor), deadline)
+        frames.send_raw(connection, _bytes_of(tensor), _allowed_until(tensor.nbytes))
 
 
 # Taking ------------------------------------------------------------------------------------------------
@@ -142,24 +157,34 @@ def fetch(
                     "Check that the others can be reached at their addresses, and start this worker again."
                 )
             try:
-                return _fetched(peers, member, module, time.monotonic() + min(left_s, each_s))
+                return _fetched(peers, member, module, time.monotonic() + min(left_s, each_s), deadline)
             except OSError as error:
                 failures[member.worker] = one_line(str(error), 100) or type(error).__name__
         time.sleep(min(PAUSE_S, max(0.0, deadline - time.monotonic())))
 
 
-def _fetched(peers: Peers, member: Member, module: nn.Module, deadline: float) -> WorkerState:
-    with peers.connect(member, deadline) as connection:
-        request = {"kind": "state", "wait_s": max(0.0, deadline - time.monotonic())}
-        frames.send(connection, request, b"", deadline)
+def _fetched(
+    peers: Peers, member: Member, module: nn.Module, begins_by: float, deadline: float
+) -> WorkerState:
+    """The state of ``member``, which begins to send it before ``begins_by``; all of it is here by ``deadline``."""
+    with peers.connect(member, begins_by) as connection:
+        request = {"kind": "state", "wait_s": max(0.0, begins_by - time.monotonic())}
+        frames.send(connection, request, b"", begins_by)
         header, _ = frames.receive(
-            connection, deadline, max_payload_bytes=0, max_header_bytes=MAX_HEADER_BYTES
+            connection, begins_by, max_payload_bytes=0, max_header_bytes=MAX_HEADER_BYTES
         )
         if "failed" in header:
             raise ConnectionError(str(header["failed"])[:200])
         expected = _checked(header, module, member)
         tensors = {name: _received(connection, dtype, shape, deadline) for name, dtype, shape in expected}
-        return WorkerState(header["iteration"], header["optimizer"], tensors, header["scalars"])
+        return WorkerState(
+            header["iteration"], header["optimizer"], tensors, header["scalars"], header["averaged"]
+        )
+
+
+def _allowed_until(size_bytes: int) -> float:
+    """Until when a tensor of that size may be on its way."""
+    return time.monotonic() + PATIENCE_S + size_bytes / SLOWEST_BYTES_PER_S
 
 
 def _checked(header: Header, module: nn.Module, member: Member) -> list[tuple[str, torch.dtype, list[int]]]:
@@ -167,7 +192,7 @@ def _checked(header: Header, module: nn.Module, member: Member) -> list[tuple[st
     listed, scalars = header.get("tensors"), header.get("scalars")
     if (
         not isinstance(listed, list) or not isinstance(scalars, dict) or not isinstance(header.get("iteration"), int)
-        or not isinstance(header.get("optimizer"), str)
+        or not isinstance(header.get("optimizer"), str) or not _are_names(header.get("averaged"))
     ):  # fmt: skip
         raise FrameError("a state without its parts")
     tensors = [_described(each) for each in listed]
@@ -185,6 +210,10 @@ def _checked(header: Header, module: nn.Module, member: Member) -> list[tuple[st
     if not all(value is None or isinstance(value, (int, float, bool, str)) for value in scalars.values()):
         raise FrameError("an optimizer's state holds what is no number")
     return tensors
+
+
+def _are_names(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(each, str) for each in found)
 
 
 def _check_moments(
@@ -218,10 +247,23 @@ def _received(
     size_bytes = torch.Size(shape).numel() * dtype.itemsize
     if not size_bytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(receive_exactly(connection, size_bytes, deadline), dtype=dtype).view(tuple(shape))
+    found = receive_exactly(connection, size_bytes, min(deadline, _allowed_until(size_bytes)))
+    return torch.frombuffer(found, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 # Both --------------------------------------------------------------------------------------------------
+
+
+def check_can_be_sent(module: nn.Module) -> None:
+    """Raise UnsupportedError, naming the tensor, unless a worker that joins can be sent all of ``module``."""
+    for name, tensor in _model_tensors(module).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise UnsupportedError(
+                "a tensor of the model cannot be given to workers that join",
+                got=f"{name.partition('/')[2]}, {dtype}, {str(tensor.layout).removeprefix('torch.')}",
+                expected=f"a dense tensor of {', '.join(sorted(DTYPES))}",
+            )  # fmt: skip
 
 
 def _model_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

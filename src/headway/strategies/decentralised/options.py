@@ -9,7 +9,6 @@ from torch import nn
 
 from headway.errors import UnsupportedError, UserError
 
-TIME_LIMIT_S = 30.0
 JOIN_LIMIT_S = 300.0
 
 

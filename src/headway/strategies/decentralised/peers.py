@@ -75,7 +75,7 @@ class PeerServer:
     ) -> None:
         try:
             handler(connection, header, payload, deadline)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
             frames.send(connection, {"failed": str(error)[:200]}, b"", time.monotonic() + 1.0)
 
     def _put(self, connection: socket.socket, header: Header, payload: bytes, deadline: float) -> None:

@@ -15,6 +15,7 @@ from headway.scheduling.groups import CoordinatedGroups, GroupSchedule, hosts_in
 from headway.strategies.base import Strategy
 
 STATIC = "static"
+TIME_LIMIT_S = 30.0
 OPTIONS = (
     "group_size", "neighbours", "deadline_ms", "patience", "slowdown_threshold", "lateness_threshold", "mixing_window",
 )  # fmt: skip
@@ -69,8 +70,12 @@ class PartialAllReduceStrategy(Strategy):
     """How many of its last groups have to connect each rank with all others, directly or by way of others."""
 
     hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Of static groups, and with within_hosts: how many ranks each host has, in their order. Without it all of a live
-    job are on one; with within_hosts ranks tell each other which host they are on."""
+    """Of static groups, and with within_hosts: how many ranks each host has, in their order. Without it ranks tell each
+    other which host they are on."""
+
+    time_limit_s: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] | None = None
+    """How long a group may take to average, in seconds, by default 30: after it, its members go on with their own
+    models. A member that is lost costs the others as much. Large models over slow links need more."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """What chance starts from."""
@@ -121,7 +126,16 @@ class PartialAllReduceStrategy(Strategy):
         hosts: Sequence[Sequence[int]] = self._ranks_of_hosts(job)
         if self.within_hosts:
             hosts = [[worker] for worker in range(len(workers))]
+        return self.groups_of(hosts)
+
+    def groups_of(self, hosts: Sequence[Sequence[int]]) -> GroupSchedule:
+        """Static groups of workers on ``hosts``."""
         return hosts_in_turn(hosts, self.group_size or 4)
+
+    @property
+    def group_limit_s(self) -> float:
+        """How long a group may take to average."""
+        return TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
 
     def _coordinated(self, workers: int) -> CoordinatedGroups:
         options = tuple(sorted(self.generator_options.items()))
@@ -173,5 +187,6 @@ class PartialAllReduceStrategy(Strategy):
         whose = " of hosts, all-reduce within" if self.within_hosts else ""
         said = [f"partial all-reduce, {self.groups} groups{whose}"]
         said += [f"{name.replace('_', ' ')} {value}" for name, value in self.generator_options.items()]
+        said += [] if self.time_limit_s is None else [f"at most {self.time_limit_s:g} s a group"]
         said += ["one iteration stale"] * self.staleness + ["moments averaged"] * (self.moments == "averaged")
         return ", ".join(said)

@@ -100,6 +100,7 @@ class Rounds:
         self._coordinator = coordinator
         self._contexts = contexts
         self._time_limit_s = time_limit_s
+        self._has_averaged = False
         self._stopped = False
 
     @property
@@ -114,7 +115,8 @@ class Rounds:
     def run(self, iteration: int, copies: Copies) -> tuple[Round, GroupStart | None]:
         """Ask, average and vote. Where it ends COMMITTED or UNCERTAIN, ``copies.mean`` holds the mean.
 
-        Raises LayoutError on all members where they do not average the same tensors.
+        Where members do not average the same tensors, as when one has unfrozen a part of the model and another is a
+        step behind, the group takes no mean. A worker that has not averaged with anybody yet raises LayoutError then.
         """
         asked_ns = time.monotonic_ns()
         start = self._granted(iteration)
@@ -170,7 +172,8 @@ class Rounds:
         elif context is not None:
             self._contexts.give_up(context)
         self._contexts.ended(start)
-        if mismatch is not None:
+        self._has_averaged |= ending is Ending.COMMITTED
+        if mismatch is not None and not self._has_averaged:
             raise mismatch
         return replace(
             alone, ending=ending, iterations=iterations, reducing_ns=reduced_ns - granted_ns,
@@ -198,10 +201,9 @@ def _mean(context: Context, flat: Flat, deadline: float) -> None:
 
 
 def mean_of(flats: Sequence[Flat], into: Flat) -> None:
-    """The mean of ``flats``, summed in their order, into another one."""
+    """The mean of ``flats`` into another one, exactly where all are equal; what is no number, as the first has it."""
     into.copy_(flats[0])
     for flat in flats[1:]:
-        for whole, other in zip(into.wholes, flat.wholes, strict=True):
-            whole.add_(other)
-    for whole in into.wholes:
-        whole.div_(len(flats))
+        for whole, first, other in zip(into.wholes, flats[0].wholes, flat.wholes, strict=True):
+            if whole.is_floating_point():
+                whole.add_(other - first, alpha=1 / len(flats))

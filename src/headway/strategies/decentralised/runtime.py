@@ -6,6 +6,7 @@ averaged                 what is averaged, and flat copies of it
 rounds, averaging        ask, average in a copy, vote, take the mean: at once, or one step later
 snapshots, joining       a worker takes its state from a peer that goes on training
 known, finals, finishing the workers' last models become one
+parts                    what a worker runs besides its model, and its end
 scheduled                groups by a fixed schedule, without a coordinator
 meeting, wrapper         in the place of DistributedDataParallel, as a plan says
 """
@@ -13,20 +14,32 @@ meeting, wrapper         in the place of DistributedDataParallel, as a plan says
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from headway import torch_private
 from headway.coordination.generator import Worker
-from headway.coordination.membership import Coordinator, GroupStart, Member
-from headway.errors import UnsupportedError, UserError
+from headway.coordination.membership import Coordinator, Member
+from headway.errors import HeadwayWarning, UnsupportedError, UserError
 from headway.rpc.interface import host_name, job_address
 from headway.scheduling.groups import GroupSchedule
+from headway.strategies.data_parallel.channels.retirement import when_collected
+from headway.strategies.data_parallel.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.decentralised import checkpoint, joining, scheduled_coordinator
-from headway.strategies.decentralised.averaged import Layout, Policy, check_module
+from headway.strategies.decentralised.averaged import (
+    Layout,
+    Policy,
+    check_module,
+    training_layout,
+    whole_layout,
+)
 from headway.strategies.decentralised.averaging import Averaging, Observer
 from headway.strategies.decentralised.contexts import CAPACITY, Contexts
 from headway.strategies.decentralised.finishing import Finished, Finishing
@@ -34,17 +47,22 @@ from headway.strategies.decentralised.joining import WorkerState
 from headway.strategies.decentralised.known import Known
 from headway.strategies.decentralised.options import (
     JOIN_LIMIT_S,
-    TIME_LIMIT_S,
     LearningRate,
     Progress,
     check_bare,
     check_options,
 )
+from headway.strategies.decentralised.parts import Parts
 from headway.strategies.decentralised.peers import Peers, PeerServer
+from headway.strategies.decentralised.policy import TIME_LIMIT_S
 from headway.strategies.decentralised.rounds import Round, Rounds
 from headway.strategies.decentralised.scheduled_coordinator import ScheduledCoordinator
 from headway.strategies.decentralised.snapshots import Snapshots
-from headway.strategies.decentralised.stepping import Stepping
+from headway.strategies.decentralised.stepping import Stepping, weakly
+
+SCALER_FIX = "Train in bfloat16 without a scaler, or with groups that a coordinator forms."
+UNSTEPPED = 64
+"""After so many forwards with gradients and no step the model's optimizer may be one that is not seen."""
 
 
 class PartialAllReduce(nn.Module):
@@ -100,12 +118,16 @@ class PartialAllReduce(nn.Module):
         check_options(staleness, moments, buffers, initial, time_limit_s)
         check_bare(module)
         check_module(module)
+        joining.check_can_be_sent(module)
         self.module = module
         self.iteration = 0
         self._learning_rate = learning_rate
         self._policies = {"buffers": buffers, "moments": moments}
         self._awaited: WorkerState | None = None  # of an optimizer that has not been seen yet
+        self._earlier: set[str] = set()  # parameters that have been averaged
+        self._unstepped = 0  # forwards with gradients since the last step
         self._closed = False
+        self._at_exit: Callable[[], None] = _nothing
 
         rank = scheduled_coordinator.number_of(coordinator, worker)
         if secret is None and isinstance(coordinator, GroupSchedule):
@@ -114,14 +136,16 @@ class PartialAllReduce(nn.Module):
             raise UserError(
                 "there is no secret", expected="the job's, the same on all workers", fix="Pass secret=."
             )
-        self._server = PeerServer(host or job_address(), secret)
+        self._server = server = PeerServer(host or job_address(), secret)
         self._peers = Peers(secret)
         self.member = Member(rank, incarnation, self._server.address, host_name())
-        self._known = Known(self.member, self._server)
-        self._snapshots = Snapshots(self._state)
-        self._server.handle("state", lambda c, _h, _p, deadline: joining.give(self._snapshots, c, deadline))
+        self._known = known = Known(self.member, server)
+        # What threads hold that answer others must not hold this wrapper.
+        self._snapshots = snapshots = Snapshots(partial(_state_of, weakref.ref(self)))
+        server.handle("state", lambda c, _h, _p, deadline: joining.give(snapshots, c, deadline))
         self._finishing = Finishing(self.member, self._known, self._server, self._peers)
         if isinstance(coordinator, GroupSchedule):
+            refuse_gradient_scalers_of(self, "static groups", SCALER_FIX)
             coordinator = ScheduledCoordinator(
                 coordinator,
                 rank,
@@ -134,10 +158,27 @@ class PartialAllReduce(nn.Module):
         self._contexts = Contexts(self.member, self._server, self._peers, time_limit_s, kept_contexts)
         self._rounds = Rounds(rank, coordinator, self._contexts, time_limit_s)
         self._averaging = Averaging(
-            self._rounds, coordinator, self._layout, staleness=staleness, time_limit_s=time_limit_s, observer=observer,
-            heard=self._heard, writing=self._snapshots.writing,
+            self._rounds, coordinator, partial(_layout_of, weakref.ref(self)), staleness=staleness,
+            time_limit_s=time_limit_s, observer=observer, heard=lambda start: known.add(start.members),
+            writing=snapshots.writing,
         )  # fmt: skip
-        self._stepping = Stepping(module, self._bound, self._before_step, self._after_step)
+        self._stepping = Stepping(
+            module,
+            weakly(self, lambda own, found: own._bound(found)),  # whatever its class has made of it
+            weakly(self, lambda own: own._before_step()),
+            weakly(self, lambda own: own._after_step()),
+        )
+        self._parts = Parts(
+            self._stepping,
+            snapshots,
+            self._rounds,
+            coordinator,
+            self._averaging,
+            server,
+            self._peers,
+            self._contexts,
+        )
+        self._collected = when_collected(self, self._parts.close)
         try:
             if optimizer is not None:
                 self._stepping.bind(optimizer)
@@ -145,7 +186,8 @@ class PartialAllReduce(nn.Module):
         except BaseException:
             self.close()
             raise
-        atexit.register(self.close)
+        self._at_exit = weakly(self, lambda own: own.close())
+        atexit.register(self._at_exit)
 
     @property
     def is_closed(self) -> bool:
@@ -163,7 +205,25 @@ class PartialAllReduce(nn.Module):
         """Run the module."""
         if self.training:
             self.changes()
+            self._look_for_steps()
         return self.module(*inputs, **kwargs)
+
+    def _look_for_steps(self) -> None:
+        """Warn where a model is trained and no optimizer is seen to step: nothing would ever be averaged."""
+        self._unstepped += torch.is_grad_enabled()
+        if self._unstepped == UNSTEPPED and self._stepping.optimizer is None:
+            warnings.warn(
+                f"worker {self.member.worker} has made {UNSTEPPED} forwards, and no optimizer of torch.optim has "
+                "stepped on this model's own parameters: nothing is averaged. Optimizers over copies of parameters "
+                "(master weights) and updates by hand are not seen",
+                HeadwayWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def is_trained_unseen(self) -> bool:
+        """Whether the model seems to be trained without any step that is seen."""
+        return self._unstepped >= UNSTEPPED and self._stepping.optimizer is None
 
     def changes(self) -> None:
         """What a joining worker is given changes from here on, until the next step's end: statistics, in a forward."""
@@ -185,13 +245,14 @@ class PartialAllReduce(nn.Module):
 
         Call it on every worker, once, after the last step. It returns whose mean it is: who had not finished within
         half of ``timeout_s``, or was lost, is not in it; who is late gets it too while the one that collected is
-        there. Averaged are parameters and buffers by this model's policies. Raises CommunicationError where nobody
-        gives the final model in time; this worker's own is then as it was, and the worker has left for good.
+        there. Averaged are all parameters, frozen ones too, and statistics by this model's policy; other buffers are
+        as one worker has them. Raises CommunicationError where nobody gives the final model in time; this worker's own
+        is then as it was, and the worker has left for good.
         """
         self._refuse_closed()
         self.flush()
         self.coordinator.leave()
-        layout = Layout(self.module, None, buffers=self._policies["buffers"], moments="local")
+        layout = whole_layout(self.module, buffers=self._policies["buffers"])
         own = layout.empty()
         layout.read(own)
         try:
@@ -207,7 +268,8 @@ class PartialAllReduce(nn.Module):
         Averaging in flight is finished first. A group whose decision is not known by then is left out of it.
         """
         self.flush()
-        return checkpoint.saved(self.module, self._stepping.optimizer, self.iteration)
+        saved = checkpoint.saved(self.module, self._stepping.optimizer, self.iteration)
+        return {**saved, "averaged": sorted(self._earlier)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``checkpoint()``, whatever this worker held. Wrap with ``initial="own"`` if all are restored.
@@ -218,6 +280,7 @@ class PartialAllReduce(nn.Module):
         self._averaging.drop()
         with self._snapshots.writing():
             self.iteration = checkpoint.restore(state, self.module, self._stepping.optimizer)
+        self._earlier.update(state.get("averaged", ()))
         self._awaited = None
         if isinstance(self.coordinator, ScheduledCoordinator):
             self.coordinator.begin_anew()
@@ -227,18 +290,11 @@ class PartialAllReduce(nn.Module):
         if self._closed:
             return
         self._closed = True
-        self._stepping.close()
-        self._snapshots.close()
-        self._rounds.stop()
+        self._collected.detach()
         try:
-            if leave:
-                self.coordinator.leave()
-            self._averaging.drop()
+            self._parts.close(leave=leave)
         finally:
-            self._server.close()
-            self._peers.close()
-            self._contexts.close()
-            atexit.unregister(self.close)
+            atexit.unregister(self._at_exit)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Refuse to be copied: a copy would be another worker. Raises UnsupportedError."""
@@ -260,17 +316,17 @@ class PartialAllReduce(nn.Module):
 
     def _after_step(self) -> None:
         self.iteration += 1
+        self._unstepped = 0
         self._snapshots.rest()
         self._averaging.after_step(self.iteration)
 
-    def _heard(self, start: GroupStart) -> None:
-        self._known.add(start.members)
-
     def _layout(self) -> Layout:
-        return Layout(
+        layout = training_layout(
             self.module, self._stepping.optimizer, buffers=self._policies["buffers"],
-            moments=self._policies["moments"],
+            moments=self._policies["moments"], earlier=self._earlier,
         )  # fmt: skip
+        self._earlier |= layout.parameters
+        return layout
 
     # Joining -----------------------------------------------------------------------------------------
 
@@ -281,6 +337,7 @@ class PartialAllReduce(nn.Module):
             state = joining.fetch(self._peers, others, self.member, self.module, timeout_s)
             joining.take_over(state, self.module)
             self.iteration = state.iteration
+            self._earlier.update(state.averaged)
             if (optimizer := self._stepping.optimizer) is not None:
                 joining.take_over_moments(state, self.module, optimizer)
             else:
@@ -296,13 +353,29 @@ class PartialAllReduce(nn.Module):
             self._awaited = None
 
     def _state(self) -> WorkerState:
-        return joining.state_of(self.module, self._stepping.optimizer, self.iteration)
+        return joining.state_of(self.module, self._stepping.optimizer, self.iteration, self._earlier)
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UnsupportedError(
                 "the model has finished or was closed", fix="Train its .module, or wrap that again."
             )
+
+
+def _state_of(wrapped: weakref.ref[PartialAllReduce]) -> WorkerState:
+    if (own := wrapped()) is None:
+        raise ConnectionError("the model is gone")
+    return own._state()
+
+
+def _layout_of(wrapped: weakref.ref[PartialAllReduce]) -> Layout:
+    own = wrapped()
+    assert own is not None, "only its own steps average"
+    return own._layout()
+
+
+def _nothing() -> None:
+    """Nothing to do at exit yet."""
 
 
 def wrap(

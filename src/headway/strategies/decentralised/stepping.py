@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,20 @@ from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError, UserError
 from headway.torch_private.step_hooks import after_every_step, before_every_step
+
+Owner = TypeVar("Owner")
+P = ParamSpec("P")
+
+
+def weakly(owner: Owner, act: Callable[Concatenate[Owner, P], None]) -> Callable[P, None]:
+    """``act`` on ``owner`` for as long as somebody holds it: hooks of optimizers are for ever."""
+    found = weakref.ref(owner)
+
+    def acted(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (own := found()) is not None:
+            act(own, *args, **kwargs)
+
+    return acted
 
 
 class Stepping:

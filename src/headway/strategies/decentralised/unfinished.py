@@ -59,7 +59,12 @@ def of_partial_all_reduce(wrapped: PartialAllReduce) -> str:
     """Whose model ``wrapped`` is, unless all workers have the same."""
     last = wrapped.last_round
     if not wrapped.iteration:
-        return ""
+        if not wrapped.is_trained_unseen:
+            return ""
+        return (
+            f"state_dict() of a model under partial all-reduce is worker {wrapped.member.worker}'s own: no step of an "
+            "optimizer on its parameters was seen, so it was never averaged with others"
+        )
     size = dist.get_world_size() if dist.is_initialized() else 0
     now = (wrapped.iteration, 0, size)
     if last is not None and (last.iteration, last.staleness, len(last.members)) == now:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Self
@@ -13,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from headway import torch_private
+from headway.collectives.hosts import Hosts
 from headway.coordination.client import CoordinatorClient
-from headway.errors import UnsupportedError, UserError
+from headway.errors import HeadwayWarning, UnsupportedError, UserError
 from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.data_parallel.existing_group import existing_group
@@ -62,9 +64,9 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
         check_options(module, given)
         options: dict[str, Any] = {
             "staleness": strategy.staleness, "moments": strategy.moments, "observer": observer,
-            "join_timeout_s": join_timeout_s,
+            "join_timeout_s": join_timeout_s, "time_limit_s": strategy.group_limit_s,
         }  # fmt: skip
-        schedule = _schedule(module, strategy)
+        schedule = _schedule(module, strategy, join_timeout_s)
         if schedule is not None:
             super().__init__(module, schedule, optimizer, **options)
         else:
@@ -154,6 +156,12 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
             "register_comm_hook() has no gradients to reduce under partial all-reduce", fix=FIX
         )
 
+    def _set_static_graph(self) -> None:
+        """Nothing: no gradients are reduced."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+
     def join_hook(self, **_options: Any) -> NoReturn:
         """Refused, with ``Join`` over several models. Raises UnsupportedError."""
         raise UnsupportedError("Join has no collectives to shadow under partial all-reduce", fix=FIX)
@@ -188,10 +196,25 @@ def _check_devices(module: nn.Module, given: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _schedule(module: nn.Module, strategy: PartialAllReduceStrategy) -> GroupSchedule | None:
-    """The groups, where they are fixed; None where a coordinator forms them."""
+def _schedule(
+    module: nn.Module, strategy: PartialAllReduceStrategy, join_timeout_s: float
+) -> GroupSchedule | None:
+    """The groups, where they are fixed; None where a coordinator forms them.
+
+    Where the plan does not say which hosts there are, ranks tell each other which one they are on.
+    """
     world_size = dist.get_world_size(existing_group(None))
     if world_size == 1:
         return GroupSchedule(1, ((),))
+    if strategy.is_static and not strategy.hosts:
+        hosts = Hosts.of_places(Meeting(join_timeout_s).hosts()).ranks
+        if len(hosts) == 1 and strategy.group_size is not None and dist.get_rank() == 0:
+            warnings.warn(
+                f"static groups are of hosts, and all {world_size} ranks are on one: they average together after each "
+                f"step, and group_size has no effect (got {strategy.group_size})",
+                HeadwayWarning,
+                stacklevel=3,
+            )
+        return strategy.groups_of(hosts)
     decided = strategy.decide(Job.of(model_spec(module), world_size))
     return decided if isinstance(decided, GroupSchedule) else None

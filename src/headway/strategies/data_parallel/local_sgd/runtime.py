@@ -16,11 +16,11 @@ from headway.job import Job
 from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.data_parallel.local_sgd.averaging import FINISHES, PERIOD_ENDS, PeriodicAveraging
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
-from headway.strategies.data_parallel.local_sgd.scalers import refuse_gradient_scalers_of
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.refused_scalers import refuse_gradient_scalers_of
 from headway.strategies.data_parallel.unreduced import UnreducedDataParallel
 from headway.strategies.decentralised import checkpoint
-from headway.strategies.decentralised.averaged import Layout
+from headway.strategies.decentralised.averaged import Layout, Policy, training_layout
 from headway.strategies.decentralised.unfinished import Unfinished
 
 
@@ -58,13 +58,16 @@ class LocalSGD(UnreducedDataParallel):
         self.iteration = 0
         self._averaged_at = 0  # the iteration at which ranks last held one model
         self._unfinished = Unfinished(self, _own_model)
+        self._earlier: set[str] = (
+            set()
+        )  # parameters that were trained, and may be frozen in the middle of a period
         self._averaging = PeriodicAveraging(
             self.process_group, self._wiring, self.schedule, self._parameters_now()
         )
         # A script may put other parameters in the place of these before its first step.
         self._changed_outside = True
         self.follow_steps(optimizer, lambda _wrapped, _optimizer: None, LocalSGD.take_up, LocalSGD.after_step)
-        refuse_gradient_scalers_of(self)
+        refuse_gradient_scalers_of(self, self.called)
 
     def finish(self) -> None:
         """Have all ranks hold one model: end the period that has begun, as at its end. Every rank calls it.
@@ -142,13 +145,20 @@ class LocalSGD(UnreducedDataParallel):
             self._average(PERIOD_ENDS)
 
     def _parameters_now(self) -> Layout:
-        return Layout(self.module, None, buffers="local", moments="local")
+        return self._layout(None, buffers="local", moments="local")
+
+    def _layout(self, optimizer: Optimizer | None, *, buffers: Policy, moments: Policy) -> Layout:
+        layout = training_layout(
+            self.module, optimizer, buffers=buffers, moments=moments, earlier=self._earlier
+        )
+        self._earlier |= layout.parameters
+        return layout
 
     def _average(self, why: int) -> None:
         self.take_up()
-        layout = Layout(
-            self.module, self._stepping.optimizer, buffers=self.schedule.buffers, moments=self.schedule.moments
-        )  # fmt: skip
+        layout = self._layout(
+            self._stepping.optimizer, buffers=self.schedule.buffers, moments=self.schedule.moments
+        )
         self._averaging.average(layout, self.iteration, why, apart=bool(self.steps_apart))
         self._averaged_at = self.iteration
 
