@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,14 +58,14 @@ def coordinate(
 
     headway coordinate --listen 10.0.0.1:29650 --secret-file secret --journal job.journal
 
-    The first line on stdout says the address. After a crash, start it again with the same options: workers train
-    on alone meanwhile, and come back by themselves.
+    The first line on stdout says the address; lines on stderr say which workers come and go. After a crash, start
+    it again with the same options: workers train on alone meanwhile, and come back by themselves.
     """
     from headway.coordination.secret_file import read_secret, write_secret
     from headway.coordination.service.generator_choice import GeneratorChoice
-    from headway.coordination.service.observer import Observer
+    from headway.coordination.service.narrating import Narrating, NarratingWithMetrics
     from headway.coordination.service.options import ServiceOptions
-    from headway.coordination.service.prometheus import MetricsPort, PrometheusObserver
+    from headway.coordination.service.prometheus import MetricsPort
     from headway.coordination.service.running import serve
     from headway.units import parse_duration_s
 
@@ -78,10 +79,13 @@ def coordinate(
         journal=journal,
         secret=read_secret(secret_file) if secret_file else None,
     )
-    observer, port = Observer(), None
+    observer: Narrating
+    port = None
     if metrics:
-        observer = PrometheusObserver()
-        port = MetricsPort(observer, *_metrics_address(metrics))
+        observer = with_metrics = NarratingWithMetrics(_say)
+        port = MetricsPort(with_metrics, *_metrics_address(metrics))
+    else:
+        observer = Narrating(_say)
 
     def ready(address: str) -> None:
         if as_json:
@@ -96,6 +100,10 @@ def coordinate(
     finally:
         if port:
             port.close()
+
+
+def _say(line: str) -> None:
+    click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
 
 
 def _planned(path: Path) -> GeneratorChoice:

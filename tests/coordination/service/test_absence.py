@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.coordination.membership import GroupStart
 from headway.coordination.service import events
-from headway.coordination.service.absence import FACTOR, LEAST_S, Absences
+from headway.coordination.service.absence import FACTOR, FIRST_S, LEAST_S, Absences
 from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.coordination.service.ledger import Decision, Ledger, Said
 
@@ -66,13 +66,26 @@ def test_times_of_a_member_that_returns_are_kept_and_those_of_another_in_its_pla
     absences = Absences()
     for worker in (1, 2):
         absences.joined(worker, 0.0)
-        absences.asked(worker, 30.0)
+        absences.asked(worker, 3.0)
         absences.gone(worker)
     assert not absences.absent(10_000.0)
     absences.returned(1, 10_000.0)
     absences.joined(2, 10_000.0)
-    assert not absences.absent(10_000.0 + FACTOR * 30.0 - 1.0)
-    assert absences.absent(20_000.0) == [1]
+    assert not absences.absent(10_000.0 + FACTOR * 3.0 - 1.0)
+    assert absences.absent(10_000.0 + FACTOR * 3.0 + 1.0) == [1]
+    assert not absences.absent(10_000.0 + FIRST_S - 1.0)
+    assert absences.absent(10_000.0 + FIRST_S + 1.0) == [2]
+
+
+def test_whoever_never_asks_is_waited_for_as_others_have_shown() -> None:
+    """It may wait in a collective of the script for those that wait for it."""
+    absences = Absences()
+    for worker in (1, 2):
+        absences.joined(worker, 0.0)
+    assert not absences.absent(10_000.0), "nobody's first iteration is over"
+    absences.asked(1, 20.0)
+    assert not absences.absent(FACTOR * 20.0 - 1.0)
+    assert absences.absent(FACTOR * 20.0 + 1.0) == [2]
 
 
 def test_short_iterations_leave_time_and_those_before_a_restart_count_as_short() -> None:

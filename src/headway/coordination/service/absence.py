@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from headway.coordination.generator import Worker
 
 LEAST_S = 5.0
+FIRST_S = 60.0
+"""How long a member that has never asked is waited for at least."""
 FACTOR = 10.0
 """How many times as long as it usually takes a member may take to ask, until groups go on without it."""
 REMEMBERED = 5
@@ -28,18 +30,18 @@ class _Pace:
     returned: bool = False  # it was there before: even its first time is no longer than usual
     told: bool = False  # that it is absent
 
-    @property
-    def limit_s(self) -> float:
-        """After how long it is absent."""
+    def limit_s(self, longest_s: float) -> float:
+        """After how long it is absent; ``longest_s`` is the longest time that any member is known to have taken."""
         if self.times_s:
             return max(LEAST_S, FACTOR * statistics.median(self.times_s))
-        return LEAST_S if self.returned else math.inf
+        return LEAST_S if self.returned else max(FIRST_S, FACTOR * longest_s)
 
 
 class Absences:
     """Who has not asked for so long that others do not wait for it. Times are seconds of one clock.
 
-    A member of which no time is known is not absent: its first iteration may take long.
+    A member of which no time is known may take longer: its first iteration may take long. While nobody's is known,
+    nobody is absent.
     """
 
     def __init__(self) -> None:
@@ -73,10 +75,15 @@ class Absences:
 
     def absent(self, now: float) -> Sequence[Worker]:
         """Members that became absent since this was called last."""
+        longest_s = max(
+            (max(pace.times_s) for pace in self._paces.values() if pace.times_s), default=math.inf
+        )
         found = [
             worker
             for worker, pace in sorted(self._paces.items())
-            if pace.free_since is not None and not pace.told and now - pace.free_since > pace.limit_s
+            if pace.free_since is not None
+            and not pace.told
+            and now - pace.free_since > pace.limit_s(longest_s)
         ]
         for worker in found:
             self._paces[worker].told = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from headway.coordination.service.ledger import Decision, Ledger, Said
 from headway.coordination.service.observer import Observer
 from headway.coordination.service.outbox import Outbox
 from headway.coordination.service.stream import RefusedError, Stream
-
-_log = logging.getLogger("headway")
 
 
 class ServiceFailedError(Exception):
@@ -302,7 +299,6 @@ class Service:
         while True:
             await asyncio.sleep(self._leases.look_s)
             for worker in self._leases.ended(time.monotonic()):
-                _log.warning("worker %d was silent for too long, and is taken for dead", worker)
                 self._leave(worker, "lease")
             for worker in self._absences.absent(time.monotonic()):
                 if self._ledger.computes(worker):
