@@ -40,8 +40,8 @@ class Job:
 
     ``stages`` are the models of its pipeline's stages, a single one if the model is not split. ``cluster`` is None
     if only decisions are needed, and ``computation`` if nothing was recorded or predicted: a live job knows
-    its model and its ``world_size``. ``refusals`` says, by the name of a strategy, why its model cannot be trained
-    under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
+    its model and its ``world_size``. ``refusals`` says, by the name of a strategy or pass, why its model cannot
+    be trained under it. ``has_parameters`` is False if ``stages`` represent recorded buckets of unknown parameters.
     ``boundary_bytes[s]`` is what stage ``s`` sends to stage ``s + 1`` for one micro-batch. ``mesh`` is the size of each
     dimension along which ranks share the work, the outermost first, where there are several. ``incidents`` are what a
     simulated job lives through. ``measured`` are effects of passes that cannot be told without having been measured, by

@@ -119,6 +119,19 @@ def test_a_pass_that_stands_first_does_so_when_it_is_added_later(
     assert plan_of(best, replayer).passes == best.passes
 
 
+class First(_Made):
+    name: ClassVar[str] = "first"
+    usual: ClassVar[float] = 0.8
+    stands_first: ClassVar[bool] = True
+
+
+def test_of_passes_that_stand_first_there_is_one(replayer: Replayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    there_are(monkeypatch, Faster, First, Early)
+    best = search(replayer).best()
+    assert [each.name for each in best.passes] == ["first", "faster"]
+    assert plan_of(best, replayer).passes == best.passes
+
+
 @pytest.mark.parametrize(
     ("forward", "backward", "taken"), [(0.5, 0.7, True), (1.3, 0.5, True), (0.7, 1.5, False)]
 )

@@ -18,6 +18,7 @@ from headway.errors import UnsupportedError
 from headway.graph.timeline import Item, Part, Timeline
 from headway.job import Job, MeasuredEffect
 from headway.measuring.loading import main
+from headway.model import PassMemory
 from headway.passes import loader_workers
 from headway.passes.computation import with_timelines
 from headway.passes.input_workers import InputWorkers
@@ -46,6 +47,14 @@ def test_the_step_changes_as_was_measured(of_input: float, of_rest: float, chang
     difference_ms = simulate(TWO.rewrite(plain), DDP).step_ms - simulate(plain, DDP).step_ms
     assert difference_ms == pytest.approx(changed_ms, abs=1)
     assert InputWorkers.proposed(plain) == (TWO,)
+
+
+def test_memory_stays_what_passes_before_have_made_it() -> None:
+    plain = measured(0.1, 1.0)
+    watched = {name: replace(one, memory=plain.model.pass_memory) for name, one in plain.measured.items()}
+    smaller = plain.model.model_copy(update={"pass_memory": PassMemory(forward_bytes=7, backward=())})
+    rewritten = TWO.rewrite(replace(plain, measured=watched, stages=(smaller,)))
+    assert rewritten.model.pass_memory == smaller.pass_memory
 
 
 def test_what_was_not_measured_is_refused_and_not_proposed() -> None:

@@ -141,6 +141,29 @@ def test_a_state_that_is_loaded_is_gone_on_with() -> None:
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
 
 
+def test_a_state_that_was_saved_under_another_plan_is_gone_on_with() -> None:
+    saving, loading = model(), model()
+    first, second = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (saving, loading))
+    FUSED.apply(saving, first)
+    trained(saving, first)
+    FOREACH.apply(loading, None)
+    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for network, optimizer in ((saving, first), (loading, second)):
+        trained(network, optimizer)
+    assert (second.param_groups[0]["foreach"], second.param_groups[0]["fused"]) == (True, None)
+    for one, two in zip(saving.parameters(), loading.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_what_the_script_names_itself_is_neither_proposed_nor_predicted() -> None:
+    effects = {"optimizer fused AdamW": MeasuredEffect(0.5)}
+    named = replace(job(effects), refusals={"optimizer": "the script has fused=True itself"})
+    assert OptimizerImplementation.proposed(named) == ()
+    with pytest.raises(UnsupportedError, match="not for this job; got the script has fused=True itself"):
+        FUSED.rewrite(named)
+
+
 def test_optimizers_of_other_models_stay_as_they_are() -> None:
     own, foreign = model(), model()
     FUSED.apply(own, None)

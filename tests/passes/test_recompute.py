@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.passes.jobs import BATCH, DDP, MS, WIDTH, job, predicted_peak, time_ns
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from headway.errors import UnsupportedError
 from headway.graph.timeline import Part
@@ -85,6 +86,56 @@ def test_gradients_buffers_and_random_numbers_stay_the_same() -> None:
         assert torch.equal(buffer, kept[1][name]), name
     assert torch.equal(*drawn)
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
+
+
+class Remembering(nn.Module):
+    """Its forward uses a buffer that it has just changed; another begins to change at ``begins``."""
+
+    level: torch.Tensor
+    late: torch.Tensor
+
+    def __init__(self, begins: int = 1000) -> None:
+        super().__init__()
+        self.inner = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("level", torch.ones(WIDTH))
+        self.register_buffer("late", torch.ones(WIDTH))
+        self.begins, self.calls = begins, 0
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.level = 0.9 * self.level + 0.1 * given.detach().mean(0)
+        if self.calls > self.begins:
+            self.late.mul_(0.5)
+        used: torch.Tensor = self.inner(given) * self.level * self.late
+        return used
+
+
+def test_buffers_that_forward_changes_and_uses_are_as_it_found_them() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembering(), Remembering()))
+    Recompute(modules=("1", "2")).apply(models[1], None)
+    torch.manual_seed(2)
+    for _ in range(3):
+        given = torch.randn(2, BATCH, WIDTH)
+        for model in models:
+            (model(given[0]).square().mean() + model(given[1]).square().mean()).backward()
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad), name
+    for (name, own), others in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(own, others), name
+
+
+def test_a_buffer_that_begins_to_change_later_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembering(begins=2))
+    Recompute(modules=("1",)).apply(model, None)
+    given = torch.randn(BATCH, WIDTH)
+    model(given).square().mean().backward()
+    with pytest.raises(UnsupportedError, match="late of a Remembering"):
+        model(given).square().mean().backward()
 
 
 def test_a_copy_is_of_the_original_class_and_of_its_own_parameters() -> None:

@@ -36,6 +36,12 @@ def compiled_in_place() -> nn.Module:
     ids=["plain", "compiled around", "static graph", "compiled in place", "complex", "none"],
 )
 def test_why_a_wrapper_cannot_be_decoupled(model: Any, unseen: bool, said: str) -> None:
-    found = refusals(model, compiled_around=unseen).get("decoupled", "")
+    found = refusals(model, {}, compiled_around=unseen).get("decoupled", "")
     assert found.startswith(said)
     assert bool(found) == bool(said)
+
+
+def test_a_script_that_names_an_implementation_of_its_optimizer_is_given_no_other() -> None:
+    assert refusals(None, {"fused": True}, compiled_around=False) == {
+        "optimizer": "the script has fused=True itself"
+    }

@@ -39,7 +39,7 @@ def answered_over_a_horizon(replayer: Replayer, plan: Plan, what_if: WhatIf, as_
         return True
     console = output.console()
     stays = ", if no rank died or joined," if what_if.incidents.change_members else ""
-    said = one_line(", ".join(filter(None, [what_if.describe(), plan.strategy.describe()])))
+    said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe()])))
     console.print(
         f"{outcome.total_per_s:.2f} iterations/s of all ranks together with {said}: {speedup:.2f} times as many as the "
         f"recorded strategy would have under the same conditions{stays} ({together_per_s:.2f})."

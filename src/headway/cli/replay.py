@@ -104,11 +104,12 @@ def replay(
                 "what_if": what_if.describe(),
                 "notes": list(replayer.notes),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
+                **({} if plan is None else {"plan": plan.describe()}),
             },
         )
         return
     console = output.console()
-    said = one_line(", ".join(filter(None, [what_if.describe(), plan.strategy.describe() if plan else ""])))
+    said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe() if plan else ""])))
     if asked:
         console.print(
             f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "

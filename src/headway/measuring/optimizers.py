@@ -19,7 +19,7 @@ from headway.errors import UnsupportedError, UserError
 from headway.job import Job, MeasuredEffect
 from headway.memory.pass_watch import Allocations
 from headway.model import ModelSpec
-from headway.passes.optimizer import IMPLEMENTATIONS, effect_name
+from headway.passes.optimizer import IMPLEMENTATIONS, OptimizerImplementation, effect_name
 from headway.passes.optimizer_switch import switch
 
 ROUNDS = 9
@@ -37,6 +37,11 @@ def measured_optimizers(job: Job, device: torch.device, rounds: int = ROUNDS) ->
         raise UnsupportedError(
             "this job's optimizer cannot be measured", got=", ".join(names) or "none known",
             expected="one class of torch.optim that has other implementations, and a model that every rank trains",
+        )  # fmt: skip
+    if why := job.refusals.get(OptimizerImplementation.name):
+        raise UnsupportedError(
+            "this job's optimizer has another implementation than torch's own choice", got=why,
+            expected="a script that leaves it to torch", fix="Leave the option out, and record the job again.",
         )  # fmt: skip
     found = {}
     for implementation in IMPLEMENTATIONS:

@@ -11,7 +11,8 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -62,11 +63,24 @@ def probe_cluster(
     second = dist.new_group(backend="gloo") if dist.get_world_size() == 2 else None
     assert second is None or isinstance(second, dist.ProcessGroup)
     try:
-        return _probed(progress, second, busy_cores=busy_cores, effort=effort)
+        with _usual_defaults():
+            return _probed(progress, second, busy_cores=busy_cores, effort=effort)
     finally:
         if second is not None:
             torch_private.let_gloo_finish()
             dist.destroy_process_group(second)
+
+
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Tensors in single precision on the CPU, whatever the script that was recorded has made torch's defaults."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _probed(

@@ -27,6 +27,6 @@ def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     plan = Plan.data_parallel(
         strategy, trace.world_size, trace.model, prediction=prediction, cluster=replayer.cluster
     )
-    return plan.model_copy(
-        update={"passes": candidate.passes, "changes_training": candidate.changes_training or None}
+    return Plan(
+        **{**dict(plan), "passes": candidate.passes, "changes_training": candidate.changes_training or None}
     )

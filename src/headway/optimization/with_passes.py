@@ -120,6 +120,8 @@ class _Tried:
     def _with(self, candidate: Candidate, added: Pass) -> Candidate | None:
         """The candidate with one more pass; None where that cannot be replayed."""
         applied = tuple(sorted((*candidate.passes, added), key=lambda each: not each.stands_first))
+        if any(each.stands_first for each in applied[1:]):  # what two do together was not measured
+            return None
         self.replays += 1
         try:
             played = self._replayer.replay(candidate.strategy, passes=applied)

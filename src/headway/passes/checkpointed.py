@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from headway.errors import UnsupportedError
 from headway.passes.other_forward import give_forward, module_at
+from headway.torch_private import version_of
 
 
 def checkpoint(root: nn.Module, path: str) -> None:
@@ -30,21 +33,61 @@ def recomputed(forward: Callable[..., Any], module: nn.Module, /, *args: Any, **
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _buffers_left_alone(module)
+    return nullcontext(), _as_before(module, _found(module))
+
+
+class _Found(NamedTuple):
+    """A buffer as a forward found it. ``copy`` is None where forward is known to leave it as it is."""
+
+    owner: nn.Module
+    name: str
+    buffer: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+    def is_steady(self) -> bool:
+        """Whether forward has left it as it was."""
+        now = getattr(self.owner, self.name)
+        same = now is self.buffer and version_of(now) == self.version
+        return same and (self.copy is None or torch.equal(now, self.copy))
+
+
+_steady: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""The buffers of each module that its forward leaves as they are, as its first one showed."""
+
+
+def _found(module: nn.Module) -> list[_Found]:
+    """The buffers that ``module`` has now, with copies of those that its forward may change."""
+    found = []
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            copy = None if name in _steady.get(each, ()) else buffer.clone()
+            found.append(_Found(each, name, buffer, version_of(buffer), copy))
+    return found
 
 
 @contextmanager
-def _buffers_left_alone(module: nn.Module) -> Iterator[None]:
-    """Computing again changes no buffers, such as running means: it is done on copies of them."""
-    own = [
-        (each, name, buffer)
-        for each in module.modules()
-        for name, buffer in each.named_buffers(recurse=False)
-    ]
-    for each, name, buffer in own:
-        setattr(each, name, buffer.clone())
+def _as_before(module: nn.Module, found: list[_Found]) -> Iterator[None]:
+    """Compute again with the buffers that forward found, and leave those that it left.
+
+    Forward may use what it changes, as spectral norms and codebooks do, and running means are to be changed once.
+    """
+    for each in found:
+        if each.copy is None and not each.is_steady():
+            raise UnsupportedError(
+                "a buffer that forward did not change at first has changed, so it cannot be computed again",
+                got=f"{each.name} of a {type(each.owner).__name__}", fix="Leave its module out of recompute.",
+            )  # fmt: skip
+    for owner in module.modules():
+        if owner not in _steady:
+            _steady[owner] = frozenset(
+                each.name for each in found if each.owner is owner and each.is_steady()
+            )
+    left = [(each, getattr(each.owner, each.name)) for each in found if each.copy is not None]
+    for each, _ in left:
+        setattr(each.owner, each.name, each.copy)
     try:
         yield
     finally:
-        for each, name, buffer in own:
-            setattr(each, name, buffer)
+        for each, buffer in left:
+            setattr(each.owner, each.name, buffer)

@@ -46,11 +46,14 @@ class MeasuredPass(Pass):
     def rewrite(self, job: Job) -> Job:
         """Parts of a step take as many times as long, and hold as much, as was measured.
 
+        Memory is that of runs without other passes, and so it is left as it is where others may stand before.
         Raises UnsupportedError where that was not measured, and for models that the pass is not for.
         """
         model = whole_model(job, f"the pass {self.name}")
         self.check_model(model)
         effects = self._effects(job)
+        if not self.stands_first:
+            return with_timelines(job, self._changed(effects))
         known, watched = model.pass_memory, effects[Part.FORWARD].memory
         if known is not None and watched is not None:  # the update stays as it is
             watched = watched.model_copy(update={"update_bytes": known.update_bytes})

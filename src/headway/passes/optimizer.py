@@ -33,7 +33,7 @@ class OptimizerImplementation(Pass):
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
         """The implementations that were measured, and were faster or needed less memory."""
-        if len(job.stages) > 1 or len(job.optimizers.names) != 1:
+        if len(job.stages) > 1 or len(job.optimizers.names) != 1 or cls.name in job.refusals:
             return ()
         found = [
             (each, job.measured.get(effect_name(each, job.optimizers.names[0]))) for each in IMPLEMENTATIONS
@@ -74,6 +74,10 @@ class OptimizerImplementation(Pass):
 
     def _effect(self, job: Job) -> MeasuredEffect:
         names = job.optimizers.names
+        if why := job.refusals.get(self.name):
+            raise UnsupportedError(
+                f"{self.describe()} is not for this job", got=why, fix="Leave the option out, or the pass."
+            )
         if len(names) != 1:
             raise UnsupportedError(
                 f"{self.describe()} is predicted for one kind of optimizer", got=", ".join(names) or "none known",

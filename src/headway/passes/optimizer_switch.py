@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from headway.errors import UnsupportedError
 from headway.torch_private.step_hooks import before_every_step
 
 _planned: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_FLAGS = ("foreach", "fused")
+FLAGS = ("foreach", "fused")
 _OPTIONS = ("lr", "capturable", "differentiable")  # what torch looks at to refuse an implementation
 
 
@@ -56,19 +57,31 @@ def switch(optimizer: Optimizer, implementation: str) -> None:
             got=kind.__name__, expected="one of torch.optim that takes that option",
             fix="Leave the pass out of the plan.",
         )  # fmt: skip
+    named = named_by_script(optimizer)
+    if any(flag != implementation or not value for flag, value in named.items()):
+        raise UnsupportedError(
+            "the script names an implementation of its optimizer itself", got=said(named),
+            expected="one that torch chooses", fix="Leave the option out, or the pass out of the plan.",
+        )  # fmt: skip
     for group in optimizer.param_groups:
-        chosen = [flag for flag in _FLAGS if group.get(flag) is not None and flag != implementation]
-        if chosen or group.get(implementation) is False:
-            raise UnsupportedError(
-                "the script names an implementation of its optimizer itself",
-                got=", ".join(f"{flag}={group[flag]}" for flag in chosen or [implementation]),
-                expected="one that torch chooses", fix="Leave the option out, or the pass out of the plan.",
-            )  # fmt: skip
         _check_taken(optimizer, group, implementation)
     for group in optimizer.param_groups:
-        group[implementation] = True
+        group.update({flag: None for flag in FLAGS if flag in group} | {implementation: True})
         if implementation == "fused":
             _bring_counts(optimizer, group)
+
+
+def named_by_script(optimizer: Optimizer) -> dict[str, bool]:
+    """The implementations that the script asked for or ruled out when it made ``optimizer``, in which torch has none.
+
+    Groups do not tell: they may hold what a state dict brought that was saved under another plan.
+    """
+    return {flag: bool(value) for flag in FLAGS if (value := optimizer.defaults.get(flag)) is not None}
+
+
+def said(named: Mapping[str, bool]) -> str:
+    """``named_by_script`` as a script has it."""
+    return ", ".join(f"{flag}={value}" for flag, value in named.items())
 
 
 def _check_taken(optimizer: Optimizer, group: dict[str, Any], implementation: str) -> None:

@@ -235,6 +235,10 @@ class Plan(BaseModel):
         """The number of workers."""
         return math.prod(self.mesh.values())
 
+    def describe(self) -> str:
+        """Say the strategy and the passes in a few words."""
+        return " + ".join([self.strategy.describe(), *(each.describe() for each in self.passes)])
+
     @property
     def strategy(self) -> Strategy:
         """The strategy of a plan of one dimension, or of pipelines side by side. Raises PlanError for other plans."""

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from headway.model import ModelSpec, PassMemory, StageMemory
+from headway.passes.optimizer import OptimizerImplementation
+from headway.passes.optimizer_switch import said
 from headway.recording.modules import ModuleWatch
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.plugin import InForce
@@ -77,16 +79,21 @@ def strategy_in_force(*trained: object) -> tuple[str, InForce]:
     return "", InForce({})
 
 
-def refusals(model: nn.Module | None, *, compiled_around: bool) -> dict[str, str]:
-    """Why strategies would refuse to take the place of a recorded model's wrapper, by their names.
+def refusals(
+    model: nn.Module | None, named_implementations: Mapping[str, bool], *, compiled_around: bool
+) -> dict[str, str]:
+    """Why strategies would refuse to take the place of a recorded model's wrapper, and passes to change it, by names.
 
-    ``compiled_around`` says that code was compiled which calls the wrapper.
+    ``named_implementations`` are those of optimizers that the script names; ``compiled_around`` says that code was
+    compiled which calls the wrapper.
     """
-    if model is None:
-        return {}
-    found = {
-        name: plugin.refusal(model, compiled_around=compiled_around) for name, plugin in plugins().items()
-    }
+    found = {}
+    if model is not None:
+        found = {
+            name: plugin.refusal(model, compiled_around=compiled_around) for name, plugin in plugins().items()
+        }
+    if named_implementations:
+        found[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
     return {name: why for name, why in found.items() if why}
 
 

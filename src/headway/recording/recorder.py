@@ -23,6 +23,7 @@ from torch import nn
 from headway import files, torch_private
 from headway.clocks import aligned
 from headway.errors import HeadwayWarning, UnsupportedError
+from headway.passes.optimizer_switch import named_by_script
 from headway.recording.averaging import RoundWatch
 from headway.recording.chains import COMPILED, ChainWatch
 from headway.recording.collectives import CollectiveTap
@@ -120,6 +121,7 @@ class Recorder:
         self._last_handle: Any = None  # of the hook behind an optimizer's step
         self._model: nn.Module | None = None
         self._root: nn.Module | None = None
+        self._named_implementations: dict[str, bool] = {}  # of optimizers, by the script
         self._others: list[str] = []  # models that were wrapped and are not recorded
         self._sharded = False  # by fully_shard, without a wrapper
         self._undo: list[Callable[[], None]] = []
@@ -272,6 +274,7 @@ class Recorder:
             # Behind the averaging, which is part of the step.
             self._last_handle.remove()
             self._last_handle = after_every_step(self._optimizer_ends)
+        self._named_implementations.update(named_by_script(optimizer))
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
     def _update_begins(self) -> None:
@@ -488,7 +491,9 @@ class Recorder:
             fully_sharded=self._sharded,
             groups=self._groups.members,
             refusals=refusals(
-                self._model, compiled_around=self._watch.passes_compiled or self._forward_unseen(events)
+                self._model,
+                self._named_implementations,
+                compiled_around=self._watch.passes_compiled or self._forward_unseen(events),
             ),
         )
         several = of_stages if len(stages) > 1 else {}

@@ -44,7 +44,7 @@ class RankInfo(BaseModel):
     could not be recorded there; ``other_models`` were wrapped in addition to the recorded one; ``fully_sharded`` says
     that the job uses ``fully_shard``. ``groups`` are the ranks of the process groups that it used and that do not
     include all ranks of the job; a manifest has those of all ranks together. ``refusals`` says, by the name of a
-    strategy, why the recorded model cannot be trained under it.
+    strategy or pass, why the recorded model cannot be trained under it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
