@@ -237,6 +237,35 @@ def scaled(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any
     return {"finite": finite, "values": values(model)}
 
 
+def scaled_in_part(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
+    """One bucket's gradient is not finite, so the step is left out; and the same training without that backward."""
+    found = []
+    for whole in (True, False):
+        model = net(some_unused=False)
+        optimizer = optimizer_of(model)
+        strategy = DistributedDataParallelStrategy.model_validate({"bucket_cap_mb": 0, "wire": [options]})
+        wrapped: Any = parallelize(model, optimizer, strategy)
+        compressing = compressing_of(wrapped)
+        assert compressing is not None
+        for step in range(4):
+            if step == 1 and not whole:
+                compressing.feedback.forget_all()
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, step, rank, some_unused=False)
+            handle = model.get_parameter("first.weight").register_hook(
+                lambda gradient: gradient * float("inf")
+            )
+            if step != 1 or rank:
+                handle.remove()
+            loss.backward()
+            handle.remove()
+            if step != 1:
+                optimizer.step()
+        found.append(values(model))
+    return found
+
+
 def mixed(rank: int, _world_size: int) -> dict[str, Any]:
     """Buckets of which the first is sent as it is; and a model of halves."""
     model = net(some_unused=False)

@@ -182,6 +182,52 @@ def several_backwards_alone(world_size: int) -> Any:
     return seen(model, optimizer)
 
 
+class _Opaque:
+    """What nobody takes apart."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class _Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.opaque = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.inner(x)
+        return _Opaque(found) if self.opaque else found
+
+
+class _Looks:
+    def before_forward(self, *, learning: bool) -> None: ...
+
+
+def counted_backwards(rank: int, world_size: int) -> list[int]:
+    """How many backwards were counted under stock DDP after each of several kinds."""
+    wrapped: Any = wrap(_Returning(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped.use_stock_ddp()
+    wrapped.tuner = _Looks()
+    x, y = batch(0, rank, world_size)
+    found = []
+    for _ in range(2):  # attacks on inputs, and the training behind them
+        attacked = x.clone().requires_grad_()
+        torch.autograd.grad(nn.functional.mse_loss(wrapped(attacked), y), attacked)
+    found.append(wrapped.reductions)
+    nn.functional.mse_loss(wrapped(x), y).backward()
+    found.append(wrapped.reductions)
+    (wrapped(x).sum() + wrapped(2 * x).sum()).backward()
+    found.append(wrapped.reductions)
+    with wrapped.no_sync():
+        wrapped(x).sum().backward()
+    found.append(wrapped.reductions)
+    wrapped.module.opaque = True
+    wrapped(x).value.sum().backward()
+    found.append(wrapped.reductions)
+    return found
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     """Moments at which nothing can be handed over."""
     found = []

@@ -79,6 +79,13 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(options: dict[str, Any]
     assert results[0]["finite"] == [True, False, True]
 
 
+@pytest.mark.parametrize("options", SENT_AS, ids=lambda options: str(options["codec"]))
+def test_a_step_that_is_left_out_leaves_nothing_in_any_bucket(options: dict[str, Any]) -> None:
+    """Also of those that were finite: what they kept is in units of a scale that is no more."""
+    for with_it, without in workers.run(2, f"{CASES}:scaled_in_part", options):
+        assert with_it == without
+
+
 def test_buckets_are_sent_each_as_the_plan_says() -> None:
     for found in workers.run(2, f"{CASES}:mixed"):
         *compressed, as_it_is = found["nonzero"]

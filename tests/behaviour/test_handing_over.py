@@ -79,6 +79,10 @@ def test_what_stock_ddp_would_not_reduce_is_not_handed_over() -> None:
         assert "stock DDP was not tried" in result["said"]
 
 
+def test_backwards_are_counted_as_ours_are() -> None:
+    assert workers.run(2, f"{CASES}:counted_backwards") == [[0, 1, 2, 2, 3]] * 2
+
+
 def test_moments_at_which_it_is_refused() -> None:
     for result in workers.run(2, f"{CASES}:refused"):
         assert len(result) == 2, result

@@ -188,7 +188,7 @@ def test_decoupled_halves_are_cast_where_they_carry_gradients() -> None:
         )
     with pytest.raises(ValueError, match="without error feedback"):
         DecoupledStrategy(wire=Cast(dtype="bfloat16", error_feedback=True))
-    with pytest.raises(ValueError, match="not tuned"):
+    with pytest.raises(ValueError, match="neither tuned nor adapted"):
         DecoupledStrategy(wire=BF16, tune=True)
     proposed = plugin_of(plain).propose(job).strategies
     assert {each.permission for each in proposed} == {"", PRECISION}

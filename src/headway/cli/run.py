@@ -91,7 +91,8 @@ def _adapting(plan: Plan) -> Plan:
         raise PlanError(
             "this plan cannot be changed while the job trains",
             got=strategy.describe(),
-            expected="a decoupled all-reduce, or a pipeline that headway optimize --follow-network planned",
+            expected="a decoupled all-reduce that sends gradients as they are, or a pipeline that headway optimize "
+            "--follow-network planned",
             fix="Leave out --adapt, or plan with headway optimize --strategy decoupled.",
         )
     (dimension,) = plan.parallel

@@ -165,6 +165,24 @@ def optimizer_state_loaded_while_training(job: Job) -> None:
 
 
 @case()
+def optimizer_state_loaded_before_others_are_trained(job: Job) -> None:
+    """Buckets change before the optimizer has stepped with what was loaded."""
+    model = job.wrap(mlp())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(job, model, optimizer, 2)
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(job, model, optimizer, 2, 2)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    train(job, model, optimizer, 2, 4)
+    frozen.requires_grad_(True)
+    train(job, model, optimizer, 2, 6)
+    job.see("state", state_of(optimizer))
+
+
+@case()
 def optimizer_replaced_while_training(job: Job) -> None:
     model = job.wrap(mlp())
     for make in (

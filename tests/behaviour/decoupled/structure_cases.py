@@ -154,17 +154,23 @@ def recurrent_attentive_and_convolutional_layers(job: Job) -> None:
         model.train()
 
 
-@case()
-def channels_last_weights(job: Job) -> None:
+def _channels_last(fused: bool, job: Job) -> None:
+    """Fused kernels pair elements by where they lie in memory, not by their indices."""
     torch.manual_seed(9)
     inner = nn.Sequential(nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 4, (1, 2)), nn.Flatten(), nn.Linear(8, 3))
     for p in inner.double().parameters():
         if p.dim() == 4:
             p.data = p.data.contiguous(memory_format=torch.channels_last)
     model = job.wrap(inner)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
     train(job, model, optimizer, 4)
     job.see("state", state_of(optimizer))
+    train(job, model, optimizer, 2, 4)
+    job.see("state after a look", state_of(optimizer))
+
+
+case(name="channels last weights")(partial(_channels_last, False))
+case(name="channels last weights, fused optimizer")(partial(_channels_last, True))
 
 
 @case(tolerance=FEW_ULPS)

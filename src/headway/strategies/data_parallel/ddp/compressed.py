@@ -44,11 +44,17 @@ class Compressing(HookedChannels):
         self._strategy = strategy
         self._told: dict[int, int] = {}  # how many collectives of each bucket and place in it were told of
         self._some_unused = bool(wrapped.find_unused_parameters)
+        self._overflowed = False  # in the backward that is in flight, or was last
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Any]:
         """DDP's communication hook, for a ``dist.GradBucket``."""
         buffer: torch.Tensor = bucket.buffer()
         codec = self._strategy.wire_of(bucket.index())
+        if (
+            bucket.index() == 0 and self._overflowed
+        ):  # its step is skipped: what it kept is of no step that was made
+            self._overflowed = False
+            self.feedback.forget_all()
         if codec is None:
             return self._as_it_is(buffer)
         parameters = bucket.parameters()
@@ -73,6 +79,7 @@ class Compressing(HookedChannels):
         telling.tell(time.monotonic_ns())
         if not finite:
             self.feedback.forget(bucket.keys)
+            self._overflowed = True
 
     def told(self, index: int, number: int) -> int:
         """A sequence number for collective ``number`` of bucket ``index``, whichever channel is first."""

@@ -42,6 +42,10 @@ class Feedback:
             if key in self._parts:
                 self._parts[key].zero_()
 
+    def forget_all(self) -> None:
+        """Begin anew with all parameters."""
+        self.forget([*{*self.memory, *self._parts}])
+
     def kept(self) -> dict[int, torch.Tensor]:
         """A copy of what is kept, flat, by key."""
         return {key: part.clone() for key, part in self._parts.items()}

@@ -39,6 +39,15 @@ def flat_copy(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
         target.copy_(whole.view(target.shape))
 
 
+def laid_out_like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape and strides of ``parameter``, of the dtype of ``flat``.
+
+    Fused optimizers pair the elements of a parameter, its gradient and its state by where they lie in memory.
+    """
+    with torch.no_grad(), torch_private.without_subclass_dispatch():
+        return torch.zeros_like(parameter, dtype=flat.dtype)
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype are equal, NaN for NaN. Versions would not tell: ``.data`` has its own."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]

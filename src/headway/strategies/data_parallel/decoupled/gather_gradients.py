@@ -22,7 +22,7 @@ from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.channels.observer import observer
 from headway.strategies.data_parallel.decoupled.bucket import BucketView
 from headway.strategies.data_parallel.decoupled.condition import Condition
-from headway.strategies.data_parallel.decoupled.copying import copy_views
+from headway.strategies.data_parallel.decoupled.copying import copy_views, flat_copy, laid_out_like
 from headway.strategies.data_parallel.decoupled.form import Settling
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity
 from headway.strategies.data_parallel.decoupled.layout import Layout, SettleGroup
@@ -180,7 +180,7 @@ class GatherGradients:
             for state in group.states:
                 if state.phase.cleared:
                     used = state.had_gradient or self._usage.anywhere(state)
-                    state.grad = _average(state).to(state.parameter.device) if used else None
+                    state.grad = _average(state) if used else None
                 elif state.phase.pending:
                     self._complete(state)
                 state.release()
@@ -195,7 +195,7 @@ class GatherGradients:
         if gradient is not None:
             copy_views([(gradient, view) for view in state.views])
         elif self._usage.anywhere(state):
-            state.grad = _average(state).to(state.parameter.device, copy=True)
+            state.grad = _average(state, copy=True)
 
     def _run(self, updates: Sequence[Callable[[], object]], group: SettleGroup) -> None:
         try:
@@ -209,11 +209,20 @@ class GatherGradients:
             raise
 
 
-def _average(state: ParameterState) -> torch.Tensor:
-    """The averaged gradient as it lies in the buckets, copied together where it lies in several."""
+def _average(state: ParameterState, *, copy: bool = False) -> torch.Tensor:
+    """The averaged gradient, as its parameter lies in memory.
+
+    Where it lies in the buckets like that it is what lies there, unless a ``copy`` is asked for.
+    """
     views: list[BucketView] = state.views
     flat = views[0].flat if len(views) == 1 else torch.cat([v.flat for v in sorted(views, key=_start)])
-    return flat.view(state.parameter.shape)
+    parameter = state.parameter
+    with torch_private.without_subclass_dispatch():
+        if parameter.is_contiguous():
+            return flat.view(parameter.shape).to(parameter.device, copy=copy)
+    average = laid_out_like(parameter, flat)
+    flat_copy(average, 0, flat)
+    return average
 
 
 def _start(view: BucketView) -> int:

@@ -81,8 +81,9 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         bound = min((bound_of(job, form) for form in forms), key=lambda each: each.step_ns)
         return Proposal.within(tuple(found), bound, note)
 
-    def adapting(self, strategy: DecoupledStrategy) -> DecoupledStrategy:
-        return strategy.model_copy(update={"adapt": True})
+    def adapting(self, strategy: DecoupledStrategy) -> DecoupledStrategy | None:
+        # What it would change to sends gradients as they are.
+        return None if strategy.wire is not None else strategy.model_copy(update={"adapt": True})
 
     def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
         had, known = "", []

@@ -85,8 +85,10 @@ class DecoupledStrategy(Strategy):
     def _orders_agree(self) -> Self:
         if self.gather_order and sorted(self.gather_order) != list(range(len(self.buckets))):
             raise ValueError("gather_order must name every bucket once")
-        if self.wire is not None and (self.wire.error_feedback or self.tune):
-            raise ValueError("wire of decoupled is a cast without error feedback, and is not tuned")
+        if self.wire is not None and (self.wire.error_feedback or self.tune or self.adapt):
+            raise ValueError(
+                "wire of decoupled is a cast without error feedback, and is neither tuned nor adapted"
+            )
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
             raise ValueError("by_size is not in ascending order of size_bytes")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.decoupled.asking import Asking
+from headway.strategies.data_parallel.decoupled.copying import flat_copy, laid_out_like
 from headway.strategies.data_parallel.decoupled.layout import Layout
 from headway.strategies.data_parallel.decoupled.messages import HEADER_BYTES, Limits, Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
@@ -168,7 +169,8 @@ class ShardedStates:
     def hand_back(self) -> None:
         """Let every optimizer hold its whole state."""
         for known in self._optimizers:
-            if (optimizer := known()) is not None:
+            # Where a state was loaded since the last step, what is kept here is not the script's any more.
+            if (optimizer := known()) is not None and isinstance(optimizer.state, WatchedState):
                 self.wanted(optimizer)
 
     def answer(self, request: Mapping[str, Any]) -> Reply:
@@ -193,10 +195,9 @@ class ShardedStates:
 
 
 def _put_together(whole: State, key: str, value: Any, span: Span) -> None:
-    parameter = span.owner.parameter
     if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == span.end - span.start:
         if key not in whole:
-            whole[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
-        whole[key].view(-1)[span.start : span.end] = value
+            whole[key] = laid_out_like(span.owner.parameter, value)
+        flat_copy(whole[key], span.start, value)
     else:
         whole[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -22,6 +22,9 @@ from headway import torch_private
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
 
+COUNTED_BY = 8
+"""Hooks on about so many parameters count backwards where all are used in each."""
+
 
 class HandingOver(Protocol):
     """A wrapper whose steps stock DDP may do."""
@@ -45,7 +48,8 @@ class Stock:
     """Stock DDP over one wrapper's module, with ``options`` of DistributedDataParallel; at first it is not in force.
 
     ``reductions`` counts the backwards that were reduced since it has been in force, if forwards say that they are
-    ``counted``. ``joining`` says whether a ``join()`` has begun and not ended meanwhile, ``frozen`` that no parameter
+    ``counted``: those that add to gradients, so no ``autograd.grad`` of inputs, and once however many forwards there
+    were before. ``joining`` says whether a ``join()`` has begun and not ended meanwhile, ``frozen`` that no parameter
     is trained at the moment.
     """
 
@@ -58,6 +62,8 @@ class Stock:
         self.frozen = False
         self.joining = False
         self.reductions = 0
+        self._awaits_backward = False  # that is counted
+        self._counting: list[Any] = []  # hooks
         self._no_join = torch_private.join_config_disabled()
 
     @property
@@ -86,7 +92,7 @@ class Stock:
         self._trained = TrainedSet(wrapped.module)
         self.frozen = self.joining = False
         self._in_final_buckets = self._ddp.find_unused_parameters
-        self.reductions = 0
+        self.reductions, self._awaits_backward = 0, False
 
     def end(self, wrapped: HandingOver) -> None:
         """Leave the module as it was before: no hook, no bucket, and gradients that are their own.
@@ -94,6 +100,7 @@ class Stock:
         Raises RuntimeError, as stock DDP's next forward would, where a backward has left parameters unreduced.
         """
         ddp = self.ddp
+        self._count_no_more()
         torch_private.let_go_of_reducer(ddp)
         wrapped.require_forward_param_sync = ddp.require_forward_param_sync
         if self._options.get("gradient_as_bucket_view"):
@@ -121,16 +128,39 @@ class Stock:
         output = ddp.forward(*inputs, **kwargs)
         if self.frozen:
             ddp.require_forward_param_sync = synchronises and torch.is_grad_enabled()
-        elif (counted or not self._in_final_buckets) and synchronises and torch.is_grad_enabled():
+        elif synchronises and torch.is_grad_enabled():
+            self._count(wrapped.module, counted=counted)
             reached = _Reached(self)
-            for tensor in torch_private.tensors_in(output):
+            for tensor in () if self._in_final_buckets else torch_private.tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(reached)
         return output
 
+    def _count(self, module: nn.Module, *, counted: bool) -> None:
+        """The next backward that adds to gradients is one more, if it is ``counted``."""
+        if not counted:
+            self._count_no_more()
+        elif not self._counting:
+            trained = [each for each in module.parameters() if each.requires_grad]
+            # Ranks count alike: where they may leave parameters out, each has to notice whatever it uses.
+            some = 1 if self.ddp.find_unused_parameters else max(1, len(trained) // COUNTED_BY)
+            self._counting = [
+                each.register_post_accumulate_grad_hook(_Added(self)) for each in trained[::some]
+            ]
+        self._awaits_backward = counted
+
+    def _count_no_more(self) -> None:
+        for handle in self._counting:
+            handle.remove()
+        self._counting = []
+
+    def gradient_added(self) -> None:
+        """A backward has added to a gradient."""
+        self.reductions += self._awaits_backward
+        self._awaits_backward = False
+
     def backward_begins(self) -> None:
         """A backward has come to what a synchronised forward returned."""
-        self.reductions += 1
         if not (self._in_final_buckets or self.joining):  # a rank that has joined does so in its own time
             # Behind what stock DDP does as a backward ends, which it has yet to ask for.
             torch_private.queue_backward_callback(
@@ -149,6 +179,17 @@ class Stock:
         """What a rank without inputs does for the others, as stock DDP has it."""
         self.joining = True
         return _JoinHook(self, self.ddp.join_hook(**options))
+
+
+class _Added:
+    """A hook on a parameter that a backward has added to the gradient of."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock = weakref.ref(stock)
+
+    def __call__(self, _parameter: Any) -> None:
+        if (stock := self._stock()) is not None:
+            stock.gradient_added()
 
 
 class _Reached:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join
 
 from headway import torch_private
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError
@@ -28,7 +28,7 @@ from headway.strategies.data_parallel.decoupled.checks import (
     trainable_parameters,
 )
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.handing_over import HandsOver
+from headway.strategies.data_parallel.decoupled.joining import Joins
 from headway.strategies.data_parallel.decoupled.peers import Peers
 from headway.strategies.data_parallel.decoupled.policy import (
     DEFAULT_CAP_BYTES,
@@ -39,7 +39,6 @@ from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.refused import refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.stock import Stock, stock_options
-from headway.strategies.data_parallel.decoupled.uneven import DecoupledJoinHook, Uneven
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
 
 
-class DecoupledDataParallel(HandsOver):
+class DecoupledDataParallel(Joins):
     """Data parallelism whose all-reduce is cut in two: half under backward, half under the next forward.
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
@@ -101,7 +100,7 @@ class DecoupledDataParallel(HandsOver):
             bucket_cap_mb_list=bucket_cap_mb_list,
         )  # fmt: skip
         group = existing_group(process_group)
-        retirement.end_unused()  # models that were collected still hold their parameters
+        retirement.let_go_of_collected()  # they still hold their parameters
         check_module(module)
         self.device = next(iter(trainable_parameters(module).values())).device
         moves = check_device_ids(self.device, device_ids, output_device)
@@ -130,7 +129,6 @@ class DecoupledDataParallel(HandsOver):
         self._channels = schedule.channels  # at most
         # As stock DDP has it: what was recorded of a compiled model holds for it here.
         self._graph_bytes = cap_bytes_of_ddp(bucket_cap_mb)
-        self.uneven: Uneven | None = None
         self._join_config = torch_private.join_config_disabled()
 
         self._stock = Stock(
@@ -213,11 +211,6 @@ class DecoupledDataParallel(HandsOver):
         if self._stock.in_force:
             return self._stock.reductions
         return 0 if self.engine is None else self.engine.layout.buckets[0].reductions
-
-    @property
-    def joining(self) -> bool:
-        """Whether a ``join()`` lasts."""
-        return self._stock.joining or self.uneven is not None
 
     @property
     def reducer(self) -> Any:  # type: ignore[override]
@@ -394,58 +387,6 @@ class DecoupledDataParallel(HandsOver):
         self._compiled = _compiled_inside(self.module)
         self._stock = Stock({})
         self.uneven = None
-
-    # What DDP offers besides -------------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train with uneven inputs, as ``DistributedDataParallel.join``. Gradients are gathered while it lasts."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_options: Any) -> JoinHook:
-        """What this rank does while it has no inputs left and others have. Collective."""
-        if self._stock.in_force:
-            self.join_begins()
-            return self._stock.join_hook(divide_by_initial_world_size=divide_by_initial_world_size)
-        self.join_ends()  # of one that was switched off
-        uneven = Uneven(
-            self.process_group,
-            self.schedule,
-            self.join_device,
-            divide_by_initial=divide_by_initial_world_size,
-        )
-        return DecoupledJoinHook(self, uneven)
-
-    def join_begins(self) -> None:
-        """Every rank enters a ``join()``, those without inputs too."""
-        if self.tuner is not None:
-            self.tuner.join_begins()
-
-    def join_ends(self) -> None:
-        """Go on as before a ``join()``, if there is one."""
-        if self.uneven is not None and self.engine is not None:
-            before, self.uneven = self.uneven.schedule, None
-            self.engine.reducer.divisor = float(self.engine.transport.world_size)
-            self.reschedule(before)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``join()`` keeps its counts."""
-        return self._wiring.messages
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group that ``join()`` counts over."""
-        return self.process_group
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         if self._stock.in_force:

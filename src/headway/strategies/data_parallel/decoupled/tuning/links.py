@@ -208,8 +208,10 @@ def _run(
     channel: int,
 ) -> None:
     world_size = transport.world_size
-    flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size)
-    scratch = torch.empty(max(s.scratch_numel(flat.numel(), world_size) for s in selections))
+    # Whatever the script has made torch's defaults.
+    flat = torch.zeros(-(-size_bytes // (4 * world_size)) * world_size, dtype=torch.float32, device="cpu")
+    numel = max(s.scratch_numel(flat.numel(), world_size) for s in selections)
+    scratch = torch.empty(numel, dtype=torch.float32, device="cpu")
     actions = [transport.prepare(selection, flat, scratch, channel) for selection in selections]
     for action in actions:  # ranks begin together behind it, and shaped links have spent what they had saved
         action()
