@@ -24,7 +24,7 @@ from headway.strategies.decisions import DECISIONS_VARIABLE
 
 SO_MAX_PACING_RATE = 47
 UNLIMITED = 2**64 - 1
-SLOW_BYTES_PER_S = 8_000_000
+SLOW_BYTES_PER_S = 4_000_000  # so much slower that other load on the machine hides nothing
 WIDTH = 224
 FAST_STEPS, SLOW_STEPS = 60, 120
 Optimizer = torch.optim.Optimizer
