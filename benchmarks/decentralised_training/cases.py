@@ -67,12 +67,11 @@ def merged(table: LayerTable, most: int) -> LayerTable:
     """
     if len(table.layers) <= most:
         return table
+    whole_s = step_s(table, GTX_1080_TI)[0]
     passed, groups = 0.0, [list[Layer]() for _ in range(most)]
     for layer in table.layers:
         numel = sum(parameter.numel for parameter in layer.parameters)
-        share = (
-            GTX_1080_TI.forward_s(layer.work) / step_s(table, GTX_1080_TI)[0] + numel / table.parameter_count
-        ) / 2
+        share = (GTX_1080_TI.forward_s(layer.work) / whole_s + numel / table.parameter_count) / 2
         groups[min(most - 1, int((passed + share / 2) * most))].append(layer)
         passed += share
     layers = tuple(_as_one(index, group) for index, group in enumerate(group for group in groups if group))

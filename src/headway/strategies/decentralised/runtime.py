@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -127,7 +127,7 @@ class PartialAllReduce(nn.Module):
         self._earlier: set[str] = set()  # parameters that have been averaged
         self._unstepped = 0  # forwards with gradients since the last step
         self._closed = False
-        self._at_exit: Callable[[], None] = _nothing
+        self._at_exit = weakly(self, lambda own: own.close())
 
         rank = scheduled_coordinator.number_of(coordinator, worker)
         if secret is None and isinstance(coordinator, GroupSchedule):
@@ -186,7 +186,6 @@ class PartialAllReduce(nn.Module):
         except BaseException:
             self.close()
             raise
-        self._at_exit = weakly(self, lambda own: own.close())
         atexit.register(self._at_exit)
 
     @property
@@ -372,10 +371,6 @@ def _layout_of(wrapped: weakref.ref[PartialAllReduce]) -> Layout:
     own = wrapped()
     assert own is not None, "only its own steps average"
     return own._layout()
-
-
-def _nothing() -> None:
-    """Nothing to do at exit yet."""
 
 
 def wrap(

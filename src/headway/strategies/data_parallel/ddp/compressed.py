@@ -50,10 +50,8 @@ class Compressing(HookedChannels):
         """DDP's communication hook, for a ``dist.GradBucket``."""
         buffer: torch.Tensor = bucket.buffer()
         codec = self._strategy.wire_of(bucket.index())
-        if (
-            bucket.index() == 0 and self._overflowed
-        ):  # its step is skipped: what it kept is of no step that was made
-            self._overflowed = False
+        if bucket.index() == 0 and self._overflowed:
+            self._overflowed = False  # that step was skipped: what it kept is of no step that was made
             self.feedback.forget_all()
         if codec is None:
             return self._as_it_is(buffer)

@@ -130,11 +130,16 @@ class Stock:
             ddp.require_forward_param_sync = synchronises and torch.is_grad_enabled()
         elif synchronises and torch.is_grad_enabled():
             self._count(wrapped.module, counted=counted)
-            reached = _Reached(self)
-            for tensor in () if self._in_final_buckets else torch_private.tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(reached)
+            if not self._in_final_buckets:
+                self._await(output)
         return output
+
+    def _await(self, output: Any) -> None:
+        """Be told when a backward comes to what a forward returned."""
+        reached = _Reached(self)
+        for tensor in torch_private.tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(reached)
 
     def _count(self, module: nn.Module, *, counted: bool) -> None:
         """The next backward that adds to gradients is one more, if it is ``counted``."""

@@ -58,9 +58,8 @@ class LocalSGD(UnreducedDataParallel):
         self.iteration = 0
         self._averaged_at = 0  # the iteration at which ranks last held one model
         self._unfinished = Unfinished(self, _own_model)
-        self._earlier: set[str] = (
-            set()
-        )  # parameters that were trained, and may be frozen in the middle of a period
+        # Parameters that were trained, and may be frozen in the middle of a period.
+        self._earlier: set[str] = set()
         self._averaging = PeriodicAveraging(
             self.process_group, self._wiring, self.schedule, self._parameters_now()
         )
