@@ -29,10 +29,12 @@ STRATEGIES: dict[str, Strategy] = {
 
 def model(*, plain: bool) -> nn.Sequential:
     """Three blocks; where ``plain``, of nothing that knows of its batch or draws random numbers."""
-    torch.manual_seed(0)
     first, third = (nn.LayerNorm, 0.0) if plain else (nn.BatchNorm1d, 0.4)
-    blocks = (nn.Sequential(first(8), nn.Linear(8, 8), nn.Dropout(third), nn.Tanh()) for _ in range(3))
-    return nn.Sequential(*blocks, nn.Linear(8, 2)).double()
+    with torch.device("cpu"):  # the same values wherever it is trained
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(first(8), nn.Linear(8, 8), nn.Dropout(third), nn.Tanh()) for _ in range(3)]
+        built = nn.Sequential(*blocks, nn.Linear(8, 2)).double()
+    return built.to(torch.get_default_device())
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -42,7 +44,8 @@ def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def batches(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """What a rank trains on, in order."""
     data = torch.Generator().manual_seed(rank)
-    return [torch.randn(6, 8, generator=data, dtype=dtype) for _ in range(STEPS)]
+    drawn = [torch.randn(6, 8, generator=data, dtype=dtype, device="cpu") for _ in range(STEPS)]
+    return [each.to(torch.get_default_device()) for each in drawn]
 
 
 def parameters_of(of: nn.Module) -> list[float]:

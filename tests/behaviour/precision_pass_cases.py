@@ -13,7 +13,7 @@ def alone(world_size: int, *, lower: bool) -> list[float]:
     one = model(plain=True).float()
 
     def forward(batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=lower):
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=lower):
             out: torch.Tensor = one(batch)
         return out.float()
 

@@ -1,0 +1,31 @@
+"""Every strategy trains on CUDA tensors as on the CPU, over Gloo on one GPU, or refuses them."""
+
+from __future__ import annotations
+
+import pytest
+from tests import workers
+from tests.gpu.setups import needs_gpu
+from tests.gpu.strategy_cases import STRATEGIES
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
+ON_DEVICE, CASES = "tests.gpu.on_device:called", "tests.gpu.strategy_cases"
+FOR_THE_CPU = {"parameter server", "cast to bfloat16"}
+
+
+@needs_gpu
+def test_as_on_the_cpu() -> None:
+    expected = workers.run(2, f"{CASES}:trained")[0]
+    for found in workers.run(2, ON_DEVICE, f"{CASES}:trained"):
+        assert set(found) == set(STRATEGIES)
+        for name, values in found.items():
+            if name in FOR_THE_CPU:
+                assert "cuda:0" in values, name
+            else:
+                assert values == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+
+
+@needs_gpu
+def test_a_pipeline_as_on_the_cpu() -> None:
+    expected = workers.run(2, f"{CASES}:pipelined")[0]
+    found = workers.run(2, ON_DEVICE, f"{CASES}:pipelined")
+    assert found[0] == pytest.approx(expected, rel=1e-9)
