@@ -29,12 +29,8 @@ from headway.strategies.data_parallel.decoupled.granularity import UpdateGranula
 from headway.strategies.data_parallel.decoupled.layout import Layout, SettleGroup
 from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, looked_past, note_steps
-from headway.strategies.data_parallel.decoupled.shard import (
-    Piece,
-    Shard,
-    ShardedState,
-    State,
-)
+from headway.strategies.data_parallel.decoupled.shard import Piece, Shard
+from headway.strategies.data_parallel.decoupled.shard_update import Members, ShardUpdate
 from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
@@ -179,23 +175,20 @@ class GatherParameters:
         groups = {self._layout.group_of[state] for state in taken}
         for group in groups:
             group.stepped = True
+        of_hyper_parameters = torch_private.tensors_in(list(hyper_parameters))
+        members = partial(self._members, taken, defined)
         for number in self._layout.schedule.gather_order:
             bucket, group = self._layout.buckets[number], self._layout.group_at[number]
             if group in groups:
-                of_pieces = partial(self._groups, self._shards[number], hyper_parameters, taken, defined)
-                draft: defaultdict[Any, State] = defaultdict(dict)
-                stand_in = StandIn(optimizer, of_pieces, draft)
-                lent = [
-                    *gradients.values(),
-                    *torch_private.tensors_in(list(hyper_parameters)),
-                    *stand_in.lent,
-                ]
-                step = self._streams.carry(
-                    partial(torch_private.unhooked_step(type(optimizer)), stand_in), lent
-                )
+                shard = self._shards[number]
+                own = {piece: gradients[piece] for piece in shard.pieces if piece in gradients}
+                due = ShardUpdate(shard, kept, hyper_parameters, members, own)
+                stand_in = StandIn(optimizer, due.groups, due.working)
+                step = partial(torch_private.unhooked_step(type(optimizer)), stand_in)
+                lent = [*own.values(), *of_hyper_parameters, *stand_in.lent]
+                update = partial(self._update, due, shard, self._streams.carry(step, lent))
                 kept.asked[number] += 1
-                update = partial(self._update, self._shards[number], kept, draft, step, gradients)
-                commit = partial(kept.commit, number, draft)
+                commit = partial(kept.commit, number, due.draft)
                 earlier = () if bucket.reduce is None else (bucket.reduce,)
                 after = (*earlier, *self._usage.jobs)
                 bucket.gather = self._transport.gathering(bucket, update, after, commit)
@@ -206,39 +199,20 @@ class GatherParameters:
             self._condition.warn_of_aliases(state.name)
             self._settling.settle_value(self._layout.group_of[state])
 
-    def _groups(
-        self,
-        shard: Shard,
-        hyper_parameters: Sequence[dict[str, Any]],
-        taken: Mapping[ParameterState, int],
-        defined: Collection[ParameterState],
-    ) -> list[dict[str, Any]]:
-        """Parameter groups of this rank's pieces; a parameter that no rank used is left out, as without a gradient."""
-        lists: list[list[torch.Tensor]] = [[] for _ in hyper_parameters]
-        for piece in shard.pieces:
-            if piece.owner in taken and (piece.owner in defined or self._usage.anywhere(piece.owner)):
-                lists[taken[piece.owner]].append(piece.parameter)
-        return [{**h, "params": p} for h, p in zip(hyper_parameters, lists, strict=True) if p]
+    def _members(
+        self, taken: Mapping[ParameterState, int], defined: Collection[ParameterState], shard: Shard
+    ) -> Members:
+        """Pieces to update; a parameter that no rank used is left out, as without a gradient."""
+        return [
+            (piece, taken[piece.owner])
+            for piece in shard.pieces
+            if piece.owner in taken and (piece.owner in defined or self._usage.anywhere(piece.owner))
+        ]
 
-    def _update(
-        self,
-        shard: Shard,
-        kept: ShardedState,
-        draft: dict[Any, State],
-        step: Callable[[], object],
-        gradients: Mapping[Piece, torch.Tensor],
-    ) -> None:
-        """Update the shard's values, and a draft of its state: a rank that has yet to step may ask for the old one."""
+    def _update(self, due: ShardUpdate, shard: Shard, step: Callable[[], object]) -> None:
         start_ns = time.monotonic_ns()
         with torch_private.without_user_modes():
-            for piece in shard.pieces:
-                value = piece.parameter.detach()
-                value.copy_(_flat(piece.owner.parameter)[piece.start : piece.end])
-                # Not written over the reduced gradient, which a slower rank may still ask for.
-                piece.parameter.grad = gradients.get(piece, piece.gradient)
-                draft[piece.parameter] = kept.copy_of(piece)
-            if shard.pieces:
-                step()
+            due.run(step)
             shard.publish()
         if shard.on_host:  # elsewhere it has been launched and takes its time later
             observer().background_update(self._owner, shard.bucket.index, start_ns, time.monotonic_ns())

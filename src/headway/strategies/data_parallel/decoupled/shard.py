@@ -45,12 +45,17 @@ def spans_of(layout: Layout, bucket: LiveBucket, rank: int) -> list[Span]:
 
 
 class Piece:
-    """A span of this rank: a flat parameter of its own whose value and gradient lie in the shard's."""
+    """A span of this rank: a flat parameter of its own whose value and gradient are those from ``first`` to ``last``
+    of the shard's.
+    """
 
-    def __init__(self, span: Span, value: torch.Tensor, gradient: torch.Tensor) -> None:
+    def __init__(self, span: Span, first: int, shard: Shard) -> None:
         self.owner, self.start, self.end = span.owner, span.start, span.end
-        self.parameter = nn.Parameter(value, requires_grad=True)
-        self.gradient = gradient
+        self.numel = span.end - span.start
+        self.first, self.last = first, first + self.numel
+        self.value = shard.value[self.first : self.last]
+        self.gradient = shard.gradient[self.first : self.last]
+        self.parameter = nn.Parameter(self.value, requires_grad=True)
 
 
 class Shard:
@@ -73,10 +78,8 @@ class Shard:
         self.changes = 0  # how often ``gradient`` has been clipped or unscaled
         self.kept = CompletionEvents(streams)
         start = bucket.bounds[rank][0]
-        self.pieces = []
-        for span in spans_of(layout, bucket, rank):
-            where = slice(span.offset - start, span.offset - start + span.end - span.start)
-            self.pieces.append(Piece(span, self.value[where], self.gradient[where]))
+        self.pieces = [Piece(span, span.offset - start, self) for span in spans_of(layout, bucket, rank)]
+        self._joined: dict[tuple[int, int], nn.Parameter] = {}
 
     def keep_gradient(self, reduction: int) -> None:
         """Take the reduced gradient out of the buffer, which parameters will need."""
@@ -84,6 +87,15 @@ class Shard:
         self.kept.reach(reduction)
         self.changes = 0
         self.reductions = reduction
+
+    def parameter_of(self, pieces: Sequence[Piece]) -> nn.Parameter:
+        """Neighbouring ``pieces`` as one flat parameter."""
+        if len(pieces) == 1:
+            return pieces[0].parameter
+        ends = (pieces[0].first, pieces[-1].last)
+        if ends not in self._joined:
+            self._joined[ends] = nn.Parameter(self.value[slice(*ends)], requires_grad=True)
+        return self._joined[ends]
 
     def publish(self) -> None:
         """Put the updated value where it is gathered from."""
@@ -109,11 +121,6 @@ class ShardedState:
         )  # whose state the optimizer holds whole, so that it may be changed there
         self.applied: Counter[int] = Counter()  # bucket: how many of them are done
         self.gone = False  # the optimizer was dropped, and what is kept for it with it
-
-    def copy_of(self, piece: Piece) -> State:
-        """A copy of the state of ``piece`` to be updated."""
-        state = self.of[piece.parameter]
-        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def commit(self, bucket: int, draft: Mapping[Any, State]) -> None:
         """The gather behind an update is done: every rank has asked for it, so none wants the state before.
