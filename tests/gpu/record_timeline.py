@@ -89,6 +89,8 @@ def kind_of(name: str) -> str:
         return SPIN
     if "gemm" in lowered or "cutlass" in lowered or "nvjet" in lowered or "xmma" in lowered:
         return "compute"
+    if "multi_tensor" in lowered and "copy" in lowered:  # gradients into buckets, values out of them
+        return "copy"
     return "update" if "multi_tensor" in lowered or "adam" in lowered else "other"
 
 

@@ -9,7 +9,7 @@ from tests.gpu.strategy_cases import STRATEGIES
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 ON_DEVICE, CASES = "tests.gpu.on_device:called", "tests.gpu.strategy_cases"
-FOR_THE_CPU = {"parameter server", "cast to bfloat16"}
+FOR_THE_CPU = {"parameter server"}
 
 
 @needs_gpu
@@ -21,11 +21,12 @@ def test_as_on_the_cpu() -> None:
             if name in FOR_THE_CPU:
                 assert "cuda:0" in values, name
             else:
-                assert values == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+                close = {"rel": 1e-3} if "bfloat16" in name else {"rel": 1e-9, "abs": 1e-12}
+                assert values == pytest.approx(expected[name], **close), name
 
 
 @needs_gpu
-def test_a_pipeline_as_on_the_cpu() -> None:
-    expected = workers.run(2, f"{CASES}:pipelined")[0]
-    found = workers.run(2, ON_DEVICE, f"{CASES}:pipelined")
-    assert found[0] == pytest.approx(expected, rel=1e-9)
+def test_a_pipeline_is_refused_whose_messages_gloo_would_have_to_send() -> None:
+    """Torch itself ends such a process."""
+    for message in workers.run(2, ON_DEVICE, f"{CASES}:pipelined"):
+        assert "Gloo sends tensors on the CPU alone" in message

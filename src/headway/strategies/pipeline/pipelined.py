@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import Optimizer
 
+from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.strategies.pipeline import lost
 from headway.strategies.pipeline.agreement import differing, together
@@ -38,7 +39,7 @@ class PipelinedModel(nn.Module):
     replicas average gradients. ``placement`` says where this rank is; by default in one pipeline of all ranks.
 
     Raises UserError and PlanError where the loss or the number of micro-batches is missing, and where the model cannot
-    be cut so.
+    be cut so; UnsupportedError for a model on a device whose tensors the process group cannot send.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class PipelinedModel(nn.Module):
         self._like = {name: torch.empty_like(each, device="meta") for name, each in state.items()}
         self._device = next((each.device for each in state.values()), torch.device("cpu"))
         _check_alike(self._like, self._device)
+        _check_messages(self._device, self._place.group)
         self._cut = self._agreed_cut(model, strategy.split_points, example)
         self._have_begun = False
         self._targeted = True
@@ -285,3 +287,14 @@ def _keep(optimizer: Optimizer, stage: nn.Module) -> None:
         group["params"] = [each for each in group["params"] if id(each) in own]
     for parameter in [each for each in optimizer.state if id(each) not in own]:
         del optimizer.state[parameter]
+
+
+def _check_messages(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    backends = torch_private.backends_of(group or dist.group.WORLD)
+    if device.type != "cpu" and backends.get(device.type) in (None, "gloo"):
+        raise UnsupportedError(
+            "stages cannot hand their outputs on",
+            got=f"a model on {device}, {', '.join(f'{own} for {kind}' for kind, own in sorted(backends.items()))}",
+            expected="NCCL for CUDA: Gloo sends tensors on the CPU alone",
+            fix="Call init_process_group('cpu:gloo,cuda:nccl').",
+        )  # fmt: skip
