@@ -21,8 +21,8 @@ def test_as_on_the_cpu() -> None:
             if name in FOR_THE_CPU:
                 assert "cuda:0" in values, name
             else:
-                close = {"rel": 1e-3} if "bfloat16" in name else {"rel": 1e-9, "abs": 1e-12}
-                assert values == pytest.approx(expected[name], **close), name
+                off = 1e-3 if "bfloat16" in name else 1e-9
+                assert values == pytest.approx(expected[name], rel=off, abs=off / 1e3), name
 
 
 @needs_gpu

@@ -290,7 +290,9 @@ def _keep(optimizer: Optimizer, stage: nn.Module) -> None:
 
 
 def _check_messages(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    backends = torch_private.backends_of(group or dist.group.WORLD)
+    within = dist.group.WORLD if group is None else group
+    assert within is not None
+    backends = torch_private.backends_of(within)
     if device.type != "cpu" and backends.get(device.type) in (None, "gloo"):
         raise UnsupportedError(
             "stages cannot hand their outputs on",

@@ -32,7 +32,11 @@ class Streams:
 
     def current(self) -> Any:
         """The current stream of this thread; None on the CPU."""
-        return torch.cuda.current_stream(self.device) if self.asynchronous else None
+        if not self.asynchronous:
+            return None
+        # A device's number is looked up much faster than the device, and this is asked all the time.
+        index = self.device.index
+        return torch.cuda.current_stream(self.device if index is None else index)
 
     def mark(self) -> Any:
         """A mark on the current stream; None on the CPU."""

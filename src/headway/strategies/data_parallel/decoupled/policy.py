@@ -28,6 +28,9 @@ from headway.strategies.base import Strategy
 from headway.units import counted
 
 DEFAULT_CAP_BYTES = 4 * 2**20
+DEVICE_CAP_BYTES = 25 * 2**20
+"""Of a module wrapped by hand on a device, whose host takes longer to launch a bucket's work than that takes."""
+
 _PART = re.compile(r"(?P<name>.+?)(?:\[(?P<start>\d+):(?P<end>\d+)\])?")
 
 

@@ -32,6 +32,7 @@ from headway.strategies.data_parallel.decoupled.joining import Joins
 from headway.strategies.data_parallel.decoupled.peers import Peers
 from headway.strategies.data_parallel.decoupled.policy import (
     DEFAULT_CAP_BYTES,
+    DEVICE_CAP_BYTES,
     DecoupledStrategy,
     strategy_of,
 )
@@ -107,7 +108,8 @@ class DecoupledDataParallel(Joins):
         self._wiring = wiring_of(self.device, group)
         spec = model_spec(module)
         if schedule is None:
-            cap_bytes = DEFAULT_CAP_BYTES if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
+            default_bytes = DEFAULT_CAP_BYTES if self.device.type == "cpu" else DEVICE_CAP_BYTES
+            cap_bytes = default_bytes if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
             schedule = DecoupledStrategy(bucket_cap_bytes=cap_bytes).decide(Job.of(spec))
 
         check_casts(schedule, self.device)
