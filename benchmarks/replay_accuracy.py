@@ -86,7 +86,9 @@ def _of_model(model: str, labs: list[Lab], effort: Effort) -> list[dict[str, Any
             _run(subject, lab, effort, folder)
         base = BaseRun(subject, folder)
         recorded_ms = list(base.replayer.recorded_step_times_ms)
-        rows.append(_row(model, BASE_LAB, BASE_PLAN, base.replayer.replay().step_ms, recorded_ms))
+        again = base.replayer.base
+        of_base = (again.step_ms, base.replayer.expect(again).uncertainty_ms)
+        rows.append(_row(model, BASE_LAB, BASE_PLAN, of_base, recorded_ms))
         for lab in labs:
             measured = json.loads((folder / f"{lab.name}.json").read_text())
             predicted = base.predicted_ms(lab)
@@ -97,7 +99,10 @@ def _of_model(model: str, labs: list[Lab], effort: Effort) -> list[dict[str, Any
     return rows
 
 
-def _row(model: str, lab: Lab, plan: str, predicted_ms: float, steps_ms: list[float]) -> dict[str, Any]:
+def _row(
+    model: str, lab: Lab, plan: str, predicted: tuple[float, float], steps_ms: list[float]
+) -> dict[str, Any]:
+    predicted_ms, uncertainty_ms = predicted
     measured_ms = statistics.median(steps_ms)
     low, _, high = statistics.quantiles(steps_ms, n=4)
     return {
@@ -109,6 +114,7 @@ def _row(model: str, lab: Lab, plan: str, predicted_ms: float, steps_ms: list[fl
         "spread_ms": [low, high],
         "steps": len(steps_ms),
         "predicted_ms": predicted_ms,
+        "uncertainty_ms": uncertainty_ms,
         "ratio": predicted_ms / measured_ms,
         "error": predicted_ms / measured_ms - 1,
     }

@@ -31,6 +31,7 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
     lines += _table("what-if, by workers", _grouped(what_if, lambda row: row["lab"].partition("-")[0]))
     lines += _table("what-if, by plan", _grouped(what_if, lambda row: row["method"]))
     lines += _table("what-if, by model", _grouped(what_if, lambda row: row["case"]))
+    lines += choices(rows)
     lines += ["## Every configuration", ""]
     columns = ("case", "lab", "method", "class", "measured ms", "quartiles", "steps", "predicted ms", "error")
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
@@ -43,6 +44,30 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", ", ".join(f"{key} {value}" for key, value in document["environment"].items()), ""]
     return "\n".join(lines)
+
+
+def choices(rows: Sequence[Row]) -> list[str]:
+    """Whether the plan that is predicted to be the best is the best measured, lab by lab; none where no ± is told."""
+    labs = _grouped(
+        [row for row in rows if "uncertainty_ms" in row], lambda row: f"{row['case']} {row['lab']}"
+    )
+    compared = [(name, own) for name, own in labs if len(own) > 1]
+    if not compared:
+        return []
+    wrong, same = [], 0
+    for name, own in compared:
+        taken = min(own, key=lambda row: row["predicted_ms"])
+        best = min(own, key=lambda row: row["time_ms"])
+        same += taken is best
+        if taken["time_ms"] - best["time_ms"] > taken["uncertainty_ms"]:
+            lost = taken["time_ms"] / best["time_ms"] - 1
+            wrong.append(f"{name}: {taken['method']}, {lost:.1%} slower than {best['method']}")
+    right = len(compared) - len(wrong)
+    return [
+        "## The plan that is predicted to be the best", "",
+        f"It is the best measured, or slower by no more than its ±, in {right} of {len(compared)} labs (the very best in "
+        f"{same}; plans are often within a few milliseconds of each other).", *(f"- {each}" for each in wrong), "",
+    ]  # fmt: skip
 
 
 def _grouped(rows: Sequence[Row], key: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:

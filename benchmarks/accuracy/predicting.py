@@ -35,11 +35,14 @@ class BaseRun:
         """The mean recorded step."""
         return self.replayer.recorded_step_ms
 
-    def predicted_ms(self, lab: Lab) -> dict[str, float]:
-        """The step that replay says of every plan on ``lab``."""
+    def predicted_ms(self, lab: Lab) -> dict[str, tuple[float, float]]:
+        """The step that replay says of every plan on ``lab``, and its ±."""
         what_if = WhatIf.parse(_differences(self.subject, lab))
-        plans = plans_of(self.subject, lab)
-        return {name: self.replayer.replay(plan, what_if).step_ms for name, plan in plans.items()}
+        found = {}
+        for name, plan in plans_of(self.subject, lab).items():
+            result = self.replayer.replay(plan, what_if)
+            found[name] = (result.step_ms, self.replayer.expect(result).uncertainty_ms)
+        return found
 
 
 def _differences(subject: Subject, lab: Lab) -> list[str]:
