@@ -65,8 +65,8 @@ def choices(rows: Sequence[Row]) -> list[str]:
     right = len(compared) - len(wrong)
     return [
         "## The plan that is predicted to be the best", "",
-        f"It is the best measured, or slower by no more than its ±, in {right} of {len(compared)} labs (the very best in "
-        f"{same}; plans are often within a few milliseconds of each other).", *(f"- {each}" for each in wrong), "",
+        f"It is the best measured, or slower by no more than its ±, in {right} of {len(compared)} labs (the very best "
+        f"in {same}; plans are often within a few milliseconds of each other).", *(f"- {each}" for each in wrong), "",
     ]  # fmt: skip
 
 
