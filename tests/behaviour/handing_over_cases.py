@@ -80,8 +80,14 @@ def what_is_left(rank: int, world_size: int) -> Any:
         found[name] = _state_of_the_process(wrapped, optimizer)
 
     steps("ours")
+    wrapped.use_stock_ddp(DistributedDataParallelStrategy(bucket_cap_mb=0.0002), keep_connections=True)
+    assert wrapped.strategy.bucket_cap_mb == 0.0002
+    steps("smaller buckets")
+    found["buckets"] = [len(wrapped.reducer._get_zeros_like_grad_buckets())]
     wrapped.use_stock_ddp(keep_connections=True)
+    assert wrapped.strategy == wrapped.stock_strategy
     steps("aside")
+    found["buckets"].append(len(wrapped.reducer._get_zeros_like_grad_buckets()))
     reducer = weakref.ref(wrapped.reducer)
     wrapped.reschedule(schedule_of(model_spec(wrapped.module), 300, "gradients", 2))
     steps("ours again")
@@ -97,7 +103,7 @@ def what_is_left(rank: int, world_size: int) -> Any:
 def what_is_left_alone(world_size: int) -> Any:
     model = net()
     script = Script(model, OPTIMIZERS["adam"](model.parameters()), -1, world_size)
-    for _ in range(5):
+    for _ in range(6):
         script.run(3)
     return seen(model, script.optimizer)
 

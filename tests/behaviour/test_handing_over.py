@@ -21,7 +21,7 @@ def test_nothing_of_ours_is_left_in_the_stock_form_nor_of_stock_in_ours() -> Non
     results = workers.run(2, f"{CASES}:what_is_left")
     agrees(results, handing_over_cases.what_is_left_alone(2))
     for result in results:
-        assert result["calls"] == 15  # a hook of the script stays
+        assert result["calls"] == 18  # a hook of the script stays
         assert result["reducer"]
         found = result["found"]
         for name in ("ours", "ours again", "back"):
@@ -31,7 +31,9 @@ def test_nothing_of_ours_is_left_in_the_stock_form_nor_of_stock_in_ours() -> Non
             assert (here["hooks"] > 0, here["buckets"] > 0, here["threads"] != []) == (True, True, True)
             assert here["watched state"]
             assert here["interval"] < USUAL_INTERVAL_S
-        for name in ("aside", "for good"):
+        smaller, own = found["buckets"]
+        assert smaller > own
+        for name in ("smaller buckets", "aside", "for good"):
             here = found[name]
             assert here["stock"]
             assert here["in force"] == "ddp"

@@ -21,6 +21,7 @@ from headway.strategies.data_parallel.decoupled.tuning import planned
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
+    PlannedProposer,
     choose,
     close_ones,
     guesses,
@@ -71,8 +72,15 @@ def test_the_best_two_are_measured_again_where_they_are_close() -> None:
 STOCK = DistributedDataParallelStrategy()
 
 
-def stock(measured_ms: float, uncertainty_ms: float = math.inf) -> Trial:
-    return Trial(Candidate(name="stock DDP", strategy=STOCK), measured_ms, uncertainty_ms)
+SMALLER, SMALLEST = (DistributedDataParallelStrategy(bucket_cap_mb=cap_mb) for cap_mb in (1, 0.3))
+
+
+def stock(
+    measured_ms: float,
+    uncertainty_ms: float = math.inf,
+    strategy: DistributedDataParallelStrategy = STOCK,
+) -> Trial:
+    return Trial(Candidate(name="stock DDP", strategy=strategy), measured_ms, uncertainty_ms)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +92,12 @@ def stock(measured_ms: float, uncertainty_ms: float = math.inf) -> Trial:
         ([trial(100, 90), stock(100)], 1),
         ([stock(100), trial(99.4, 90)], 1),
         ([stock(100)], 0),
+        ([trial(100, 90), stock(110), stock(95, strategy=SMALLER)], 2),
+        (
+            [trial(100, 90), stock(95.2), stock(95, strategy=SMALLER)],
+            1,
+        ),  # the script's own buckets are as good
+        ([trial(90, 90), stock(110), stock(95, strategy=SMALLER)], 0),
     ],
 )
 def test_stock_ddp_stays_unless_ours_is_measured_to_be_faster(trials: list[Trial], chosen: int) -> None:
@@ -98,6 +112,21 @@ def test_stock_ddp_is_measured_again_between_ours_where_it_is_close() -> None:
     assert close_ones([stock(97), first]) == [stock(97).candidate, first.candidate][::-1]
     assert close_ones([stock(110), second, first]) == [first.candidate, second.candidate]
     assert close_ones([stock(90), first, far]) == []
+
+
+@pytest.mark.parametrize(
+    ("smaller_ms", "tried"), [(105.0, [STOCK, SMALLER]), (95.0, [STOCK, SMALLER, SMALLEST])]
+)
+def test_no_smaller_buckets_are_tried_once_they_are_slower(
+    smaller_ms: float, tried: list[DistributedDataParallelStrategy]
+) -> None:
+    proposer = PlannedProposer()
+    proposer._left = [stock(0, strategy=each).candidate for each in (STOCK, SMALLER, SMALLEST)]
+    found = []
+    while (candidate := proposer.propose()) is not None:
+        found.append(candidate.strategy)
+        proposer.tell(candidate, {STOCK: 100.0, SMALLER: smaller_ms, SMALLEST: 90.0}[candidate.strategy])
+    assert found == tried
 
 
 def test_what_repeated_measurements_have_not_parted_is_measured_again() -> None:
@@ -213,7 +242,9 @@ def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_forc
     assert setting.learned is not None
     found = shortlist(setting, setting.learned) if learns else guesses(setting)
     assert names_of(found)[:2] == (["in force", "before"] if stock_in_force else ["in force", "stock DDP"])
-    assert [candidate.is_stock for candidate in found].count(True) == 1
+    assert [c.strategy.bucket_cap_mb for c in found if isinstance(c.strategy, DistributedDataParallelStrategy)] == [
+        None, *(job.model.size_bytes // share / 2**20 for share in (10, 32)),
+    ]  # fmt: skip
     assert found[0 if stock_in_force else 1].is_stock
     assert found[1 if stock_in_force else 0].strategy.decide(Job.of(job.model)) == in_force
 

@@ -62,18 +62,25 @@ class HandsOver(RefusingDataParallel):
     @property
     def stock_strategy(self) -> DistributedDataParallelStrategy:
         """What stock DDP would decide, with the script's own options."""
-        return self._stock.strategy
+        return self._stock.own_strategy
 
-    def use_stock_ddp(self, *, keep_connections: bool = False) -> None:
+    def use_stock_ddp(
+        self, strategy: DistributedDataParallelStrategy | None = None, *, keep_connections: bool = False
+    ) -> None:
         """Have stock DDP do the steps from here on: on every rank, at the same point of the script, between two steps.
 
-        Its buckets and options are those that the script gave. Optimizers get their whole state, buckets are given up,
-        and so are connections and threads unless ``keep_connections``. ``reschedule`` goes back.
+        Its options are those that the script gave, its buckets those of ``strategy`` or else the script's. Optimizers
+        get their whole state, buckets are given up, and so are connections and threads unless ``keep_connections``.
+        ``reschedule`` goes back.
 
-        Raises UserError where ranks do not agree, UnsupportedError in the middle of a backward, within a ``join()``,
-        and for models that are compiled or that stock DDP refuses; what was in force goes on.
+        Raises UserError where ranks do not agree; UnsupportedError for caps of single buckets, in the middle of a
+        backward, within a ``join()``, and for models that are compiled or that stock DDP refuses; what was in force
+        goes on.
         """
         stock, engine = self._stock, self.engine
+        wanted = strategy or stock.own_strategy
+        if wanted.bucket_caps_mb or wanted.wire:
+            refuse(f"use_stock_ddp() with {wanted.describe()}", fix="Give a bucket_cap_mb alone.")
         if engine is None and not stock.in_force:
             raise UnsupportedError("a copy of a decoupled model cannot be handed over to stock DDP")
         if self._compiled or self.joining:
@@ -83,21 +90,22 @@ class HandsOver(RefusingDataParallel):
             engine.check_usable()
             if engine.running:
                 refuse("use_stock_ddp() in the middle of a backward", fix="Call it between two steps.")
-            replicas.check_agreement(
-                model_spec(self.module), stock.strategy, self.process_group, self.join_device
-            )
+            replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
             engine.stand_aside()
             lifecycle.set_aside(engine, aside=True)
             unbind_unused()
-            self._begin_stock(engine)
+            self._begin_stock(engine, wanted.bucket_cap_mb)
+        elif wanted.bucket_cap_mb != stock.cap_mb:
+            replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
+            stock.begin_again(self, wanted.bucket_cap_mb)
         if engine is not None and not keep_connections:
             lifecycle.release_everywhere(engine)
             self._abandoning.detach()
             self.__dict__["_engine"] = None
 
-    def _begin_stock(self, engine: Engine) -> None:
+    def _begin_stock(self, engine: Engine, bucket_cap_mb: float | None) -> None:
         try:
-            self._stock.begin(self)
+            self._stock.begin(self, bucket_cap_mb)
         except Exception as error:
             self._take_up(engine)
             engine.reschedule(trainable_parameters(self.module), self.schedule)

@@ -55,6 +55,7 @@ class Stock:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        self._cap_mb: float | None = self._options.get("bucket_cap_mb")  # in force, or the last one that was
         # Kept when it is no longer in force: graphs that went through it may yet refer to it.
         self._ddp: DistributedDataParallel | None = None
         self._trained: TrainedSet | None = None
@@ -72,9 +73,14 @@ class Stock:
         return self._trained is not None
 
     @property
-    def strategy(self) -> DistributedDataParallelStrategy:
-        """What it decides."""
+    def own_strategy(self) -> DistributedDataParallelStrategy:
+        """What it decides with the script's own options."""
         return DistributedDataParallelStrategy(bucket_cap_mb=self._options["bucket_cap_mb"])
+
+    @property
+    def strategy(self) -> DistributedDataParallelStrategy:
+        """What it decides, where it is in force."""
+        return DistributedDataParallelStrategy(bucket_cap_mb=self._cap_mb)
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -82,12 +88,14 @@ class Stock:
         assert self._ddp is not None
         return self._ddp
 
-    def begin(self, wrapped: HandingOver) -> None:
+    def begin(self, wrapped: HandingOver, bucket_cap_mb: float | None) -> None:
         """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
 
         Ranks have the same parameters and buffers by then.
         """
-        self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, self._options)
+        options = {**self._options, "bucket_cap_mb": bucket_cap_mb}
+        self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options)
+        self._cap_mb = bucket_cap_mb
         self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
         self._trained = TrainedSet(wrapped.module)
         self.frozen = self.joining = False
@@ -108,6 +116,16 @@ class Stock:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
         self._trained = None
+
+    def begin_again(self, wrapped: HandingOver, bucket_cap_mb: float | None) -> None:
+        """Go on with buckets made anew: other parameters are trained, or the cap is another one."""
+        self.end(wrapped)
+        self.begin(wrapped, bucket_cap_mb)
+
+    @property
+    def cap_mb(self) -> float | None:
+        """The cap of buckets in force, in MiB; None for torch's default."""
+        return self._cap_mb
 
     def trains_otherwise(self, wrapped: HandingOver) -> bool:
         """Whether other parameters may be trained than at the forward before; a look that costs little."""

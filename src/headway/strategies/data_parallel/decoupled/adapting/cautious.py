@@ -30,5 +30,5 @@ class CautiousProposer(PlannedProposer):
         tried = [
             others[number] for predicted_ms, number in sorted(better)[:MOST_TRIED] if predicted_ms < limit_ms
         ]
-        tried += [each for each in others if each.is_stock]
+        tried += [each for each in others if each.is_stock][:1]
         self._left = [home, *tried] if tried else []

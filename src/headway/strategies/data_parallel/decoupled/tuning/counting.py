@@ -83,7 +83,9 @@ class Tunable(Protocol):
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force."""
 
-    def use_stock_ddp(self, *, keep_connections: bool = False) -> None:
+    def use_stock_ddp(
+        self, strategy: DistributedDataParallelStrategy | None = None, *, keep_connections: bool = False
+    ) -> None:
         """Have stock DDP do the steps."""
 
 

@@ -13,6 +13,7 @@ from headway.planning import planner
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
@@ -25,6 +26,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 MOST_PLANNED = 3
 GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
 CAP_SHARES = (4, 16)  # fixed caps, as parts of the model, in case that predictions are far off
+STOCK_SHARES = (10, 32)  # the same for stock DDP
 FORM_GAIN = 0.02  # another form moves the optimizer's state, so it must promise as much
 TIE = 0.005
 CLOSE = 0.05  # the best two, and stock DDP, are measured again where they are no further apart
@@ -71,7 +73,18 @@ class PlannedProposer:
             self._rematches += 1
             trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
             self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
-        return self._left.pop(0) if self._left else None
+        while self._left:
+            candidate = self._left.pop(0)
+            if not (candidate.is_stock and self._smaller_is_slower(candidate)):
+                return candidate
+        return None
+
+    def _smaller_is_slower(self, candidate: Candidate) -> bool:
+        """Whether stock DDP was slower already with buckets between the script's and those of ``candidate``."""
+        if candidate in self._told:
+            return False
+        told = [times[0] for each, times in self._told.items() if each.is_stock]
+        return len(told) > 1 and told[-1] > min(told)
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
         """Keep what was measured."""
@@ -89,7 +102,7 @@ def choose(trials: Sequence[Trial]) -> int:
     """
     stock, ours = _sides(trials)
     if not ours:
-        return stock[0]
+        return _best_stock(trials, stock)
     best_ms = min(trials[i].measured_ms for i in ours)
 
     def preference(index: int) -> tuple[bool, float, float]:
@@ -100,9 +113,17 @@ def choose(trials: Sequence[Trial]) -> int:
         return other, predicted_ms, trials[index].measured_ms
 
     chosen = min((i for i in ours if trials[i].measured_ms <= best_ms * (1 + TIE)), key=preference)
-    if stock and trials[chosen].measured_ms >= trials[stock[0]].measured_ms * (1 - TIE):
-        return stock[0]
+    if stock:
+        rival = _best_stock(trials, stock)
+        if trials[chosen].measured_ms >= trials[rival].measured_ms * (1 - TIE):
+            return rival
     return chosen
+
+
+def _best_stock(trials: Sequence[Trial], stock: Sequence[int]) -> int:
+    """The fastest of stock DDP's; the first one, whose buckets are the script's, where it is within ``TIE`` of it."""
+    best_ms = min(trials[i].measured_ms for i in stock)
+    return next(i for i in stock if trials[i].measured_ms <= best_ms * (1 + TIE))
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
@@ -110,7 +131,8 @@ def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
     stock, ours = _sides(trials)
     ranked = sorted((trials[i] for i in ours), key=lambda trial: trial.measured_ms)[:2]
     again = ranked if len(ranked) == 2 and _close(*ranked) else []
-    rivals = [trials[i] for i in stock if ranked and _close(ranked[0], trials[i])]
+    rivals = [trials[_best_stock(trials, stock)]] if stock else []
+    rivals = [rival for rival in rivals if ranked and _close(ranked[0], rival)]
     if rivals:
         again = [ranked[0], *rivals, *again[1:]]
     return [trial.candidate for trial in again]
@@ -121,7 +143,8 @@ def undecided(trials: Sequence[Trial]) -> list[Candidate]:
     stock, ours = _sides(trials)
     if not stock or not ours:
         return []
-    best, rival = min((trials[i] for i in ours), key=lambda trial: trial.measured_ms), trials[stock[0]]
+    best = min((trials[i] for i in ours), key=lambda trial: trial.measured_ms)
+    rival = trials[_best_stock(trials, stock)]
     apart_ms = abs(best.measured_ms - rival.measured_ms)
     if not _close(best, rival) or apart_ms > math.hypot(best.uncertainty_ms, rival.uncertainty_ms):
         return []
@@ -164,15 +187,28 @@ def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
 def with_stock(ours: Sequence[Candidate], setting: Setting) -> list[Candidate]:
     """``ours``, of which the first is the schedule in force, with stock DDP where it can be tried.
 
-    What is in force comes first.
+    What is in force comes first. Smaller buckets than the script's are tried too, without a prediction: where cores are
+    busy they are what gains most.
     """
     if setting.stock is None:
         return list(ours)
     first, *others = ours
+    others += [
+        Candidate(name=STOCK, strategy=each) for each in _with_smaller_buckets(setting.stock, setting.model)
+    ]
     if setting.stock_in_force:
         earlier = first.model_copy(update={"name": "before"})
         return [Candidate(name="in force", strategy=setting.stock), earlier, *others]
     return [first, Candidate(name=STOCK, strategy=setting.stock), *others]
+
+
+def _with_smaller_buckets(
+    own: DistributedDataParallelStrategy, model: ModelSpec
+) -> Iterator[DistributedDataParallelStrategy]:
+    for share in STOCK_SHARES:
+        smaller_bytes = model.size_bytes // share
+        if 0 < smaller_bytes < min(cap_bytes(own.bucket_cap_mb), model.size_bytes):
+            yield DistributedDataParallelStrategy(bucket_cap_mb=smaller_bytes / 2**20)
 
 
 def guesses(setting: Setting) -> list[Candidate]:

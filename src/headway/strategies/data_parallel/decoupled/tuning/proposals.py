@@ -160,10 +160,10 @@ class Tuned:
         if self.chosen is None or not stock or not ours:
             return self.note
         if not self.candidates[self.chosen].is_stock:
-            return f"faster than stock DDP: {self.measured_ms[self.chosen]:.4g} against {stock[0]:.4g} ms"
-        if stock[0] > min(ours):
-            return f"stock DDP is as fast: {stock[0]:.4g} against {min(ours):.4g} ms"
-        return f"stock DDP was faster: {stock[0]:.4g} against {min(ours):.4g} ms"
+            return f"faster than stock DDP: {self.measured_ms[self.chosen]:.4g} against {min(stock):.4g} ms"
+        taken_ms = self.measured_ms[self.chosen]
+        how = "is as fast" if taken_ms > min(ours) else "was faster"
+        return f"stock DDP {how}: {taken_ms:.4g} against {min(ours):.4g} ms"
 
     @property
     def reason(self) -> str:

@@ -11,6 +11,7 @@ from headway.errors import UnsupportedError, one_line
 from headway.graph.update_cost import update_cost
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import links
 from headway.strategies.data_parallel.decoupled.tuning.counting import (
@@ -62,8 +63,8 @@ class Tuner(StepCount):
         afterwards: Callable[[Tunable, Tuned], None] | None = None,
     ) -> None:
         super().__init__(wrapped)
+        self._began_under = wrapped.strategy
         self._began_in_stock = wrapped.is_stock
-        self._before = wrapped.strategy.describe()
         self._note = ""
         self._afterwards = afterwards
         self._proposer = proposer
@@ -172,16 +173,21 @@ class Tuner(StepCount):
             agreement,
             self._learned,
             # What is cast for its way would not be under stock DDP.
-            stock=None if self._note or in_force.halves else wrapped.stock_strategy,
+            stock=None if self._note or in_force.halves else self._stock_of(wrapped),
             stock_in_force=self._began_in_stock,
         )
+
+    def _stock_of(self, wrapped: Tunable) -> DistributedDataParallelStrategy:
+        """What was in force where that was stock DDP, else that of the script's options."""
+        under = self._began_under
+        return under if isinstance(under, DistributedDataParallelStrategy) else wrapped.stock_strategy
 
     def _try(self, strategy: Alternative, *, for_good: bool = False) -> None:
         wrapped = self._model()
         if isinstance(strategy, DecoupledStrategy):
             self._put_in_force(strategy.decide(Job.of(model_spec(wrapped.module))))
         else:
-            wrapped.use_stock_ddp(keep_connections=not for_good)
+            wrapped.use_stock_ddp(strategy, keep_connections=not for_good)
             self._note_what_is_in_force(wrapped)
 
     def _put_in_force(self, schedule: BucketSchedule) -> None:
@@ -215,7 +221,7 @@ class Tuner(StepCount):
         if chosen is not None:
             self._try(trials[chosen].candidate.strategy, for_good=True)
         elif self._began_in_stock and not keep:
-            self._try(wrapped.stock_strategy, for_good=True)
+            self._try(self._began_under, for_good=True)
         elif not keep:
             self._put_in_force(self._initial)
         wrapped.tuning = Tuned(
@@ -234,7 +240,7 @@ class Tuner(StepCount):
         if self._afterwards is not None:
             self._afterwards(wrapped, wrapped.tuning)
         elif agreement_of(wrapped).rank == 0 and (journal := Journal.wanted()) is not None:
-            journal.add(wrapped.tuning.entry(self._steps, self._before))
+            journal.add(wrapped.tuning.entry(self._steps, self._began_under.describe()))
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -255,7 +261,7 @@ def tune(
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
     Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
-    measured over ``measured_steps``: with three of them all is done within 60 steps. ``afterwards`` is called then.
+    measured over ``measured_steps``: with three of them all is done within 70 steps. ``afterwards`` is called then.
     """
     wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps, afterwards)
 
