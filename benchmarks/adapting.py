@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import commit, interval_ms, parse_arguments, report
+from common import commit, interval_ms, keep_case, parse_arguments, report
 from in_lab import run_in_lab
 from lab_clock import since_lab_s
 from paced_training.cases import PacedCase, PacedPlan
@@ -83,7 +83,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in [arguments.only] if arguments.only else CASES:
         print(f"{name} …", file=sys.stderr, flush=True)
-        rows += _measure(name, QUICK_ROUNDS if arguments.quick else ROUNDS)
+        own = _measure(name, QUICK_ROUNDS if arguments.quick else ROUNDS)
+        if not arguments.quick:
+            keep_case("adapting", own, list(CASES), WORDS)
+        rows += own
     report("adapting", rows, arguments, WORDS)
 
 
