@@ -104,7 +104,9 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
         for phase in ("fast_ms", "slow_ms", "end_ms"):
             values = [block[phase] for block in blocks if block[phase]]
             if values:
-                row |= {phase: statistics.median(values), f"{phase[:-3]}_interval": interval_ms(values)}
+                row[phase] = statistics.median(values)
+                if len(values) > 1:
+                    row[f"{phase[:-3]}_interval"] = interval_ms(values)
         row |= {"rounds": len(blocks), "plan": " | ".join(dict.fromkeys(block["plan"] for block in blocks))}
         rows.append(row | {"time_ms": row["slow_ms" if changes else "fast_ms"], "commit": commit()})
     return rows
