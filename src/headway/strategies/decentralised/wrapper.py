@@ -216,5 +216,13 @@ def _schedule(
                 stacklevel=3,
             )
         return strategy.groups_of(hosts)
+    workers = len(strategy.hosts) if strategy.within_hosts is not None and strategy.hosts else world_size
+    if not strategy.is_static and (strategy.group_size or 0) > workers and dist.get_rank() == 0:
+        warnings.warn(
+            f"groups of {strategy.group_size} are asked for, of {workers} workers: until others join, no group has "
+            "more members than those",
+            HeadwayWarning,
+            stacklevel=3,
+        )
     decided = strategy.decide(Job.of(model_spec(module), world_size))
     return decided if isinstance(decided, GroupSchedule) else None
