@@ -15,7 +15,7 @@ from paced_training.planned import end, settle
 from paced_training.trainer import Memory, Trainer, live_storages
 
 BEGIN_MB = 25.0  # the buckets that training begins with: stock DDP's
-MOST_STEPS = 100
+MOST_STEPS = 1000  # training goes on while rank 0 plans
 
 
 class Ours(Trainer):

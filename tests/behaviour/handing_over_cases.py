@@ -73,7 +73,7 @@ def what_is_left(rank: int, world_size: int) -> Any:
     calls: list[int] = []
     wrapped.register_forward_hook(lambda *_: calls.append(1))
     names = list(wrapped.state_dict())
-    found = {}
+    found: dict[str, Any] = {}
 
     def steps(name: str) -> None:
         script.run(3)
@@ -120,13 +120,16 @@ class AlternatesWithStock:
 
     def begin(self, setting: Setting) -> None:
         self.settings.append(setting)
-        model = setting.model
+        model, stock_ddp = setting.question.model, setting.question.stock
         schedules: list[BucketSchedule] = [
             schedule_of(model, 200, "parameters", 1), schedule_of(model, 400, "gradients", 2)
         ]  # fmt: skip
         ours = [Candidate.of(f"number {n}", schedule, model) for n, schedule in enumerate(schedules)]
-        stock = [] if setting.stock is None else [Candidate(name="stock DDP", strategy=setting.stock)]
+        stock = [] if stock_ddp is None else [Candidate(name="stock DDP", strategy=stock_ddp)]
         self._left = [ours[0], *stock, ours[1], *stock, ours[0], *stock]
+
+    def is_ready(self) -> bool:
+        return True
 
     def propose(self) -> Candidate | None:
         return self._left.pop(0) if self._left else None

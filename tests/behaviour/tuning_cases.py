@@ -139,10 +139,15 @@ class Scripted:
         forms: Sequence[GatherMode] = ("parameters", "gradients", "parameters", "gradients", "parameters")
         self.left = [
             Candidate.of(
-                f"number {n}", schedule_of(setting.model, 200 * (n + 1), form, 1 + n % 2), setting.model
+                f"number {n}",
+                schedule_of(setting.question.model, 200 * (n + 1), form, 1 + n % 2),
+                setting.question.model,
             )
             for n, form in enumerate(forms)
         ]
+
+    def is_ready(self) -> bool:
+        return True
 
     def propose(self) -> Candidate | None:
         return self.left.pop(0) if self.left else None

@@ -21,7 +21,7 @@ from headway.strategies.data_parallel.decoupled.adapting.live import gained, ran
 from headway.strategies.data_parallel.decoupled.adapting.observed import RankWindow, Window, joined
 from headway.strategies.data_parallel.decoupled.adapting.traffic import Sums, Traffic
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planned
+from headway.strategies.data_parallel.decoupled.tuning import planned_proposer
 from headway.strategies.data_parallel.decoupled.tuning.counting import Interval
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Tuned
 
@@ -192,11 +192,12 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
     candidates = tuple(
         Candidate(name=str(n), strategy=strategy, predicted_ms=each) for n, each in enumerate(predicted_ms)
     )
-    short = planned.Shortlist(candidates=candidates)
-    monkeypatch.setattr(planned, "_planned", lambda _: short.model_dump_json())
+    short = planned_proposer.Shortlist(candidates=candidates)
+    monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
     proposer = CautiousProposer()
-    setting: Any = SimpleNamespace(agreement=_Alone())
+    setting: Any = SimpleNamespace(agreement=_Alone(), question=SimpleNamespace(learned=None))
     proposer.begin(setting)
+    assert proposer.is_ready()
     found: list[str] = []
     while (candidate := proposer.propose()) is not None and len(found) < 10:
         found.append(candidate.name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tests.models import layered_model
 from tests.planning.jobs import MS, PlannedJob, layered_job
 
@@ -18,22 +18,23 @@ from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gathe
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned
-from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
-    PlannedProposer,
     choose,
     close_ones,
     guesses,
     shortlist,
     undecided,
 )
+from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
     Learned,
+    Question,
     Setting,
     Trial,
     Tuned,
+    TuningEndedError,
 )
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
 
@@ -122,10 +123,12 @@ def test_no_smaller_buckets_are_tried_once_they_are_slower(
 ) -> None:
     proposer = PlannedProposer()
     proposer._left = [stock(0, strategy=each).candidate for each in (STOCK, SMALLER, SMALLEST)]
-    found = []
+    found: list[DistributedDataParallelStrategy] = []
     while (candidate := proposer.propose()) is not None:
+        assert isinstance(candidate.strategy, DistributedDataParallelStrategy)
         found.append(candidate.strategy)
-        proposer.tell(candidate, {STOCK: 100.0, SMALLER: smaller_ms, SMALLEST: 90.0}[candidate.strategy])
+        times_ms = (100.0, smaller_ms, 90.0)
+        proposer.tell(candidate, times_ms[(STOCK, SMALLER, SMALLEST).index(found[-1])])
     assert found == tried
 
 
@@ -184,9 +187,8 @@ def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
 # The shortlist ---------------------------------------------------------------------------------------
 
 
-def setting_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[GatherMode, ...]) -> Setting:
-    nobody = Agreement(None, torch.device("cpu"))  # type: ignore[arg-type] # planning asks nobody
-    return Setting(job.model, in_force, forms, 2, nobody, Learned(job.profile, job.cluster))
+def question_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[GatherMode, ...]) -> Question:
+    return Question(job.model, in_force, forms, 2, Learned(job.profile, job.cluster))
 
 
 def schedules_of(candidates: list[Candidate], job: PlannedJob) -> list[Any]:
@@ -201,9 +203,9 @@ def names_of(candidates: list[Candidate]) -> list[str]:
 def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather: GatherMode) -> None:
     job = layered_job([200_000] * 12)
     in_force = DecoupledStrategy(gather=gather).decide(Job.of(job.model))
-    setting = setting_of(job, in_force, (gather,))
-    assert setting.learned is not None
-    found = shortlist(setting, setting.learned)
+    question = question_of(job, in_force, (gather,))
+    assert question.learned is not None
+    found = shortlist(question, question.learned)
     assert names_of(found) == ["in force", *["planned"] * (len(found) - 3), "fixed cap", "fixed cap"]
     assert 1 <= names_of(found).count("planned") <= planned.MOST_PLANNED
     schedules = [candidate.strategy.decide(Job.of(job.model)) for candidate in found]
@@ -220,17 +222,17 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
         [400_000] * 8, communication=1.5, optimizer_ms=80.0
     )  # a share of the update is much faster
     in_force = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
-    setting = setting_of(job, in_force, ("gradients", "parameters"))
-    assert setting.learned is not None
-    forms = {schedule.gather for schedule in schedules_of(shortlist(setting, setting.learned), job)}
+    question = question_of(job, in_force, ("gradients", "parameters"))
+    assert question.learned is not None
+    forms = {schedule.gather for schedule in schedules_of(shortlist(question, question.learned), job)}
     assert forms == {"gradients", "parameters"}
 
     job = layered_job([4_000] * 8, communication=0.01, optimizer_ms=0.0, overhead_us=1.0)  # nothing to gain
     for home in ("parameters", "gradients"):
         in_force = DecoupledStrategy(gather=home).decide(Job.of(job.model))
-        setting = setting_of(job, in_force, ("parameters", "gradients"))
-        assert setting.learned is not None
-        assert {s.gather for s in schedules_of(shortlist(setting, setting.learned), job)} == {home}
+        question = question_of(job, in_force, ("parameters", "gradients"))
+        assert question.learned is not None
+        assert {s.gather for s in schedules_of(shortlist(question, question.learned), job)} == {home}
 
 
 @pytest.mark.parametrize("stock_in_force", [False, True])
@@ -238,9 +240,11 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
 def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_force: bool) -> None:
     job = layered_job([200_000] * 12)
     in_force = DecoupledStrategy().decide(Job.of(job.model))
-    setting = replace(setting_of(job, in_force, ("parameters",)), stock=STOCK, stock_in_force=stock_in_force)
-    assert setting.learned is not None
-    found = shortlist(setting, setting.learned) if learns else guesses(setting)
+    question = replace(
+        question_of(job, in_force, ("parameters",)), stock=STOCK, stock_in_force=stock_in_force
+    )
+    assert question.learned is not None
+    found = shortlist(question, question.learned) if learns else guesses(question)
     assert names_of(found)[:2] == (["in force", "before"] if stock_in_force else ["in force", "stock DDP"])
     assert [c.strategy.bucket_cap_mb for c in found if isinstance(c.strategy, DistributedDataParallelStrategy)] == [
         None, *(job.model.size_bytes // share / 2**20 for share in (10, 32)),
@@ -252,7 +256,7 @@ def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_forc
 def test_without_anything_learned_caps_are_tried() -> None:
     job = layered_job([200_000] * 12)
     in_force = DecoupledStrategy().decide(Job.of(job.model))
-    found = guesses(setting_of(job, in_force, ("parameters",)))
+    found = guesses(question_of(job, in_force, ("parameters",)))
     assert found[0].strategy.decide(Job.of(job.model)) == in_force
     assert len(found) >= len(planned.GUESSED_SHARES)
     assert all(candidate.predicted_ms is None for candidate in found)
@@ -321,3 +325,43 @@ def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     plan = Plan.data_parallel(spelled, 2, model)
     assert Plan.model_validate(plan.model_dump(mode="json")).strategy == spelled
     assert forward_gather_order(model, spelled.decide(Job.of(model)).buckets) == spelled.gather_order
+
+
+class Alone:
+    """The ranks of a job of one, which asks nobody."""
+
+    rank = 0
+
+    def text_from_rank_0(self, text: str) -> str:
+        return text
+
+
+@pytest.mark.parametrize("layers", [12, 40])
+def test_a_large_model_is_planned_in_a_process_while_training_goes_on(layers: int) -> None:
+    job = layered_job([20_000] * layers)
+    question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
+    proposer, alone = PlannedProposer(), Alone()
+    proposer.begin(Setting(question, alone))  # type: ignore[arg-type]
+    asked, deadline = 1, time.monotonic() + 100
+    while not proposer.is_ready():
+        asked += 1
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+    assert (asked == 1) == (layers == 12)
+    assert question.learned is not None
+    expected = [each.strategy for each in shortlist(question, question.learned)]
+    assert [each.strategy for each in proposer._left] == expected
+
+
+def test_planning_that_dies_ends_tuning() -> None:
+    job = layered_job([20_000] * 40)
+    question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
+    proposer, alone = PlannedProposer(), Alone()
+    proposer.begin(Setting(question, alone))  # type: ignore[arg-type]
+    assert proposer._planning is not None
+    proposer._planning._process.kill()
+    deadline = time.monotonic() + 60
+    with pytest.raises(TuningEndedError, match="its process ended early"):
+        while not proposer.is_ready():
+            time.sleep(0.01)
+            assert time.monotonic() < deadline

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from headway.strategies.data_parallel.decoupled.tuning.planned import PlannedProposer
-from headway.strategies.data_parallel.decoupled.tuning.proposals import Setting
+from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate
 
 LEAST_GAIN = 0.02
 MOST_TRIED = 2
@@ -17,10 +18,8 @@ class CautiousProposer(PlannedProposer):
     Stock DDP, of which nothing is predicted, is tried too; and where that is in force, the best few.
     """
 
-    def begin(self, setting: Setting) -> None:
-        """As ``PlannedProposer``, of whose list most is left out."""
-        super().begin(setting)
-        home, *others = self._left
+    def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        home, *others = candidates
         limit_ms = math.inf
         if not home.is_stock:
             limit_ms = (home.predicted_ms or 0.0) * (1 - LEAST_GAIN)
@@ -31,4 +30,4 @@ class CautiousProposer(PlannedProposer):
             others[number] for predicted_ms, number in sorted(better)[:MOST_TRIED] if predicted_ms < limit_ms
         ]
         tried += [each for each in others if each.is_stock][:1]
-        self._left = [home, *tried] if tried else []
+        return [home, *tried] if tried else []

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-
-from pydantic import BaseModel, ConfigDict
 
 from headway.model import ModelSpec
 from headway.planning import planner
@@ -18,9 +15,8 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
     Learned,
-    Setting,
+    Question,
     Trial,
-    TuningEndedError,
 )
 
 MOST_PLANNED = 3
@@ -30,69 +26,8 @@ STOCK_SHARES = (10, 32)  # the same for stock DDP
 FORM_GAIN = 0.02  # another form moves the optimizer's state, so it must promise as much
 TIE = 0.005
 CLOSE = 0.05  # the best two, and stock DDP, are measured again where they are no further apart
-MOST_REMATCHES = 2
 STOCK = "stock DDP"
 EFFORT = 200
-
-
-class Shortlist(BaseModel):
-    """What rank 0 tells the others: what to try, or why nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    candidates: tuple[Candidate, ...] = ()
-    problem: str = ""
-
-
-class PlannedProposer:
-    """Tries what is in force, stock DDP, the best few of the planner's schedules and a few fixed caps.
-
-    Then once more, in turns, what cannot be told apart: the best two, and stock DDP, which stays unless one is faster.
-    """
-
-    learns = True
-
-    def __init__(self) -> None:
-        self._left: list[Candidate] = []
-        self._told: dict[Candidate, list[float]] = defaultdict(list)
-        self._rematches = 0
-
-    def begin(self, setting: Setting) -> None:
-        """Have rank 0 plan; every rank gets its shortlist."""
-        text = setting.agreement.text_from_rank_0(_planned(setting) if setting.agreement.rank == 0 else "")
-        short = Shortlist.model_validate_json(text)
-        if short.problem:
-            raise TuningEndedError(short.problem)
-        self._left = list(short.candidates)
-        self._told.clear()
-        self._rematches = 0
-
-    def propose(self) -> Candidate | None:
-        """The next of the list; behind it those that are close once more, and again if that has not parted them."""
-        if not self._left and self._rematches < MOST_REMATCHES:
-            self._rematches += 1
-            trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
-            self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
-        while self._left:
-            candidate = self._left.pop(0)
-            if not (candidate.is_stock and self._smaller_is_slower(candidate)):
-                return candidate
-        return None
-
-    def _smaller_is_slower(self, candidate: Candidate) -> bool:
-        """Whether stock DDP was slower already with buckets between the script's and those of ``candidate``."""
-        if candidate in self._told:
-            return False
-        told = [times[0] for each, times in self._told.items() if each.is_stock]
-        return len(told) > 1 and told[-1] > min(told)
-
-    def tell(self, candidate: Candidate, measured_ms: float) -> None:
-        """Keep what was measured."""
-        self._told[candidate].append(measured_ms)
-
-    def choose(self, trials: Sequence[Trial]) -> int:
-        """The fastest, but for ties; see ``choose``."""
-        return choose(trials)
 
 
 def choose(trials: Sequence[Trial]) -> int:
@@ -162,16 +97,16 @@ def _close(one: Trial, other: Trial) -> bool:
     return high <= low * (1 + CLOSE)
 
 
-def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
+def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     """What is worth a measurement: what is in force, stock DDP, the planner's best, fixed caps; each once."""
-    model = ordered(setting.model, learned)
+    model = ordered(question.model, learned)
     predictor = Predictor(model, learned.profile, learned.cluster)
-    channels = min(2, setting.channels)
+    channels = min(2, question.channels)
     found = planner.plan(
-        learned.job(model), forms=setting.forms, channels=range(1, channels + 1), effort=EFFORT
+        learned.job(model), forms=question.forms, channels=range(1, channels + 1), effort=EFFORT
     )
-    home = setting.in_force.gather
-    schedules = [("in force", setting.in_force)]
+    home = question.in_force.gather
+    schedules = [("in force", question.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]
     schedules += [("fixed cap", schedule) for schedule in _capped(model, home, channels, CAP_SHARES)]
     seen: set[BucketSchedule] = set()
@@ -181,25 +116,25 @@ def shortlist(setting: Setting, learned: Learned) -> list[Candidate]:
             seen.add(schedule)
             predicted_ms = predictor.predict(schedule) / 1e6
             candidates.append(Candidate.of(name, schedule, model, predicted_ms))
-    return with_stock(candidates, setting)
+    return with_stock(candidates, question)
 
 
-def with_stock(ours: Sequence[Candidate], setting: Setting) -> list[Candidate]:
+def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]:
     """``ours``, of which the first is the schedule in force, with stock DDP where it can be tried.
 
     What is in force comes first. Smaller buckets than the script's are tried too, without a prediction: where cores are
     busy they are what gains most.
     """
-    if setting.stock is None:
+    if question.stock is None:
         return list(ours)
     first, *others = ours
     others += [
-        Candidate(name=STOCK, strategy=each) for each in _with_smaller_buckets(setting.stock, setting.model)
+        Candidate(name=STOCK, strategy=each) for each in _with_smaller_buckets(question.stock, question.model)
     ]
-    if setting.stock_in_force:
+    if question.stock_in_force:
         earlier = first.model_copy(update={"name": "before"})
-        return [Candidate(name="in force", strategy=setting.stock), earlier, *others]
-    return [first, Candidate(name=STOCK, strategy=setting.stock), *others]
+        return [Candidate(name="in force", strategy=question.stock), earlier, *others]
+    return [first, Candidate(name=STOCK, strategy=question.stock), *others]
 
 
 def _with_smaller_buckets(
@@ -211,16 +146,16 @@ def _with_smaller_buckets(
             yield DistributedDataParallelStrategy(bucket_cap_mb=smaller_bytes / 2**20)
 
 
-def guesses(setting: Setting) -> list[Candidate]:
+def guesses(question: Question) -> list[Candidate]:
     """What to measure where nothing was learned: the schedule in force, and caps of several sizes."""
-    model, home = setting.model, setting.in_force
-    capped = _capped(model, home.gather, min(2, setting.channels), GUESSED_SHARES)
+    model, home = question.model, question.in_force
+    capped = _capped(model, home.gather, min(2, question.channels), GUESSED_SHARES)
     schedules = dict.fromkeys([home, *capped])
     ours = [
         Candidate.of("fixed cap" if number else "in force", schedule, model)
         for number, schedule in enumerate(schedules)
     ]
-    return with_stock(ours, setting)
+    return with_stock(ours, question)
 
 
 def ordered(model: ModelSpec, learned: Learned) -> ModelSpec:
@@ -231,15 +166,6 @@ def ordered(model: ModelSpec, learned: Learned) -> ModelSpec:
         "ready_order": tuple(sorted(ready_ns, key=ready_ns.__getitem__)),
     }
     return model.model_copy(update=orders)
-
-
-def _planned(setting: Setting) -> str:
-    try:
-        found = guesses(setting) if setting.learned is None else shortlist(setting, setting.learned)
-        short = Shortlist(candidates=tuple(found))
-    except Exception as error:  # the other ranks wait for an answer, and training goes on without a plan
-        short = Shortlist(problem=f"planning failed: {type(error).__name__}: {error}")
-    return short.model_dump_json()
 
 
 def _worth_trying(found: planner.Planned, home: GatherMode) -> list[BucketSchedule]:

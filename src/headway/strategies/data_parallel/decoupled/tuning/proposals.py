@@ -85,8 +85,8 @@ class Learned:
         return Job((model,), self.cluster.world_size, self.cluster, steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+@dataclass(frozen=True)
+class Question:
     """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed.
 
     ``in_force`` is the decoupled schedule in force, or the last one that was where ``stock_in_force``. ``stock`` is
@@ -97,22 +97,35 @@ class Setting:
     in_force: BucketSchedule
     forms: tuple[GatherMode, ...]
     channels: int
-    agreement: Agreement
     learned: Learned | None
     stock: DistributedDataParallelStrategy | None = None
     stock_in_force: bool = False
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A question, and how the ranks that ask it agree."""
+
+    question: Question
+    agreement: Agreement
+
+
 class Proposer(Protocol):
     """Decides what to try, on every rank alike. It may talk to the other ranks in any of its methods.
 
-    ``learns`` says whether it asks for ``Setting.learned``, which is None all the same where a device computes.
+    ``learns`` says whether it asks for ``Question.learned``, which is None all the same where a device computes.
     """
 
     learns: bool
 
     def begin(self, setting: Setting) -> None:
-        """Tuning begins, or begins again. Raises TuningEndedError where there is nothing to tune."""
+        """Tuning begins, or begins again."""
+
+    def is_ready(self) -> bool:
+        """Whether it has something to propose; asked behind each step until it has, and the same on every rank.
+
+        Raises TuningEndedError where there is nothing to tune.
+        """
 
     def propose(self) -> Candidate | None:
         """What to try next, perhaps again; None when enough has been tried."""

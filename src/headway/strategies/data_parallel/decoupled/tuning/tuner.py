@@ -22,12 +22,13 @@ from headway.strategies.data_parallel.decoupled.tuning.counting import (
     typical_ms,
 )
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
-from headway.strategies.data_parallel.decoupled.tuning.planned import PlannedProposer
+from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Alternative,
     Candidate,
     Learned,
     Proposer,
+    Question,
     Setting,
     Trial,
     Tuned,
@@ -108,6 +109,8 @@ class Tuner(StepCount):
             self._learned = self._learn(self._watch)
         setting = self._setting()
         self._proposer.begin(setting)
+        while not self._proposer.is_ready():
+            yield
         while (candidate := self._proposer.propose()) is not None:
             try:
                 self._try(candidate.strategy)
@@ -165,17 +168,17 @@ class Tuner(StepCount):
         agreement = agreement_of(wrapped)
         (most_reductions,) = agreement.slowest([self._most_reductions])
         self._note = "" if most_reductions <= 1 else SEVERAL_BACKWARDS
-        return Setting(
+        question = Question(
             model_spec(wrapped.module),
             in_force,
             forms,
             engine.transport.channels,
-            agreement,
             self._learned,
             # What is cast for its way would not be under stock DDP.
             stock=None if self._note or in_force.halves else self._stock_of(wrapped),
             stock_in_force=self._began_in_stock,
         )
+        return Setting(question, agreement)
 
     def _stock_of(self, wrapped: Tunable) -> DistributedDataParallelStrategy:
         """What was in force where that was stock DDP, else that of the script's options."""

@@ -1,0 +1,132 @@
+"""The proposer of Headway's own schedules: rank 0 plans, while training goes on, and measurements decide."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from headway.strategies.data_parallel.decoupled.tuning.planned import (
+    choose,
+    close_ones,
+    guesses,
+    shortlist,
+    undecided,
+)
+from headway.strategies.data_parallel.decoupled.tuning.planning_process import PlanningProcess
+from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+    Candidate,
+    Question,
+    Setting,
+    Trial,
+    TuningEndedError,
+)
+
+MOST_REMATCHES = 2
+PLANNED_IN_PLACE = 32
+"""Up to so many parameters planning is over before a process would have begun."""
+ASKED_EVERY = 4
+"""So many steps lie between two questions whether rank 0 has a plan."""
+
+
+class Shortlist(BaseModel):
+    """What rank 0 tells the others: what to try, or why nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    candidates: tuple[Candidate, ...] = ()
+    problem: str = ""
+
+
+class PlannedProposer:
+    """Tries what is in force, stock DDP, the best few of the planner's schedules and a few fixed caps.
+
+    Then once more, in turns, what cannot be told apart: the best two, and stock DDP, which stays unless one is faster.
+    """
+
+    learns = True
+
+    def __init__(self) -> None:
+        self._left: list[Candidate] = []
+        self._told: dict[Candidate, list[float]] = defaultdict(list)
+        self._rematches = 0
+        self._setting: Setting | None = None
+        self._planning: PlanningProcess | None = None  # on rank 0
+        self._asked = 0
+
+    def begin(self, setting: Setting) -> None:
+        """Have rank 0 plan: a large model in a process of its own, so that training goes on."""
+        self._setting = setting
+        self._told.clear()
+        self._rematches = self._asked = 0
+        if self._planning is not None:  # for what is trained no more
+            self._planning.stop()
+            self._planning = None
+        if setting.agreement.rank == 0 and not _is_planned_in_place(setting.question):
+            self._planning = PlanningProcess(setting.question)
+
+    def is_ready(self) -> bool:
+        """Whether rank 0 has planned; every rank has its shortlist then. Raises TuningEndedError where it cannot."""
+        assert self._setting is not None
+        agreement, question = self._setting.agreement, self._setting.question
+        self._asked += 1
+        if _is_planned_in_place(question):
+            text = planned(question) if agreement.rank == 0 else ""
+        elif self._asked % ASKED_EVERY:
+            return False
+        else:
+            text = "" if self._planning is None else self._planning.answer()
+        text = agreement.text_from_rank_0(text)
+        if not text:
+            return False
+        short = Shortlist.model_validate_json(text)
+        if short.problem:
+            raise TuningEndedError(short.problem)
+        self._left = self._worth_trying(short.candidates)
+        return True
+
+    def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Which of the shortlist, of which the first is in force, are tried."""
+        return list(candidates)
+
+    def propose(self) -> Candidate | None:
+        """The next of the list; behind it those that are close once more, and again if that has not parted them."""
+        if not self._left and self._rematches < MOST_REMATCHES:
+            self._rematches += 1
+            trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
+            self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
+        while self._left:
+            candidate = self._left.pop(0)
+            if not (candidate.is_stock and self._smaller_is_slower(candidate)):
+                return candidate
+        return None
+
+    def _smaller_is_slower(self, candidate: Candidate) -> bool:
+        """Whether stock DDP was slower already with buckets between the script's and those of ``candidate``."""
+        if candidate in self._told:
+            return False
+        told = [times[0] for each, times in self._told.items() if each.is_stock]
+        return len(told) > 1 and told[-1] > min(told)
+
+    def tell(self, candidate: Candidate, measured_ms: float) -> None:
+        """Keep what was measured."""
+        self._told[candidate].append(measured_ms)
+
+    def choose(self, trials: Sequence[Trial]) -> int:
+        """The fastest, but for ties; see ``choose``."""
+        return choose(trials)
+
+
+def _is_planned_in_place(question: Question) -> bool:
+    return question.learned is None or len(question.model.parameters) <= PLANNED_IN_PLACE
+
+
+def planned(question: Question) -> str:
+    """The shortlist, as JSON."""
+    try:
+        found = guesses(question) if question.learned is None else shortlist(question, question.learned)
+        short = Shortlist(candidates=tuple(found))
+    except Exception as error:  # the other ranks wait for an answer, and training goes on without a plan
+        short = Shortlist(problem=f"planning failed: {type(error).__name__}: {error}")
+    return short.model_dump_json()

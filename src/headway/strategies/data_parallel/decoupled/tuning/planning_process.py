@@ -1,0 +1,69 @@
+"""The process in which rank 0 plans while training goes on: it is given a question, and writes a shortlist.
+
+Planning some hundred parameters takes seconds, for which all ranks would stand still. What it is given is pickled, as
+it is this program's own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import IO
+
+from headway.strategies.data_parallel.decoupled.tuning.proposals import Question
+
+OWN_VARIABLES = "HEADWAY_"
+NICENESS = 10
+FAILED = '{"problem": "planning failed: its process ended early"}'
+
+
+class PlanningProcess:
+    """A plan being made; ``answer`` is empty until it is."""
+
+    def __init__(self, question: Question) -> None:
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+        self._answer: list[str] = []
+        self._reader = threading.Thread(
+            target=_ask, args=(self._process, pickle.dumps(question), self._answer.append),
+            name="headway-planning", daemon=True,
+        )  # fmt: skip
+        self._reader.start()
+        weakref.finalize(self, self._process.kill)
+
+    def answer(self) -> str:
+        """The shortlist as JSON, or why there is none; empty as long as it is being planned."""
+        return self._answer[0] if self._answer else ""
+
+    def stop(self) -> None:
+        """End it; nobody wants to know any more."""
+        self._process.kill()
+        self._reader.join()
+
+
+def _ask(process: subprocess.Popen[bytes], question: bytes, tell: Callable[[str], None]) -> None:
+    said, _ = process.communicate(question)
+    tell(said.decode() if process.returncode == 0 and said else FAILED)
+
+
+def serve(read: IO[bytes], write: IO[bytes]) -> None:
+    """Plan what is read; training goes before on cores that are shared."""
+    from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import planned
+
+    os.nice(NICENESS)
+    write.write(planned(pickle.loads(read.read())).encode())
+    write.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)
