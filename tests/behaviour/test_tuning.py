@@ -62,6 +62,14 @@ def test_schedules_are_planned_from_the_steps(world_size: int, optimizer: str) -
     assert result["hooks"] == hooks
 
 
+def test_training_goes_on_while_a_large_model_is_planned() -> None:
+    results = workers.run(2, f"{CASES}:planned_apart", timeout_s=100)
+    assert results[0] == results[1]
+    assert results[0]["ended early"] == ""
+    assert "planned" in results[0]["planned"]
+    assert results[0]["steps"] > 40, "besides those in which plans were tried"
+
+
 @pytest.mark.parametrize(("places", "workers_of"), [("aabb", [2, 2]), ("abab", [1] * 4), ("aaaa", [1] * 4)])
 def test_schedules_are_planned_for_the_hosts_that_ranks_share(places: str, workers_of: list[int]) -> None:
     """Where a cluster can have them: in the order of ranks."""

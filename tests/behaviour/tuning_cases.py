@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -369,3 +370,23 @@ def _logged() -> Iterator[list[str]]:
     logger.setLevel(logging.INFO)
     yield lines
     logger.removeHandler(handler)
+
+
+def planned_apart(rank: int, world_size: int) -> Any:
+    """A model of many parameters: rank 0's process plans, and all train on until it has."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(20) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    wrapped = DecoupledDataParallel(nn.Sequential(*layers).double(), bucket_cap_mb=0.001)
+    tune(wrapped)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(rank)
+    deadline_s = time.monotonic() + 60
+    while wrapped.tuning is None and time.monotonic() < deadline_s:
+        optimizer.zero_grad()
+        wrapped(torch.randn(4, 6, generator=data, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    tuned = wrapped.tuning
+    assert tuned is not None
+    own = [parameter.sum().item() for parameter in wrapped.parameters()]
+    names = [candidate.name for candidate in tuned.candidates]
+    return {"ended early": tuned.ended_early, "steps": tuned.steps, "planned": names, "own": own}

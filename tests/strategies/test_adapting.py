@@ -172,7 +172,11 @@ class _Alone:
 
     rank = 0
 
+    def number_from_rank_0(self, value: float) -> float:
+        return value
+
     def text_from_rank_0(self, text: str) -> str:
+        assert text
         return text
 
 

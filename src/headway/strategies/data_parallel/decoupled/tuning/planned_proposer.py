@@ -77,10 +77,9 @@ class PlannedProposer:
             return False
         else:
             text = "" if self._planning is None else self._planning.answer()
-        text = agreement.text_from_rank_0(text)
-        if not text:
+        if not agreement.number_from_rank_0(len(text)):
             return False
-        short = Shortlist.model_validate_json(text)
+        short = Shortlist.model_validate_json(agreement.text_from_rank_0(text))
         if short.problem:
             raise TuningEndedError(short.problem)
         self._left = self._worth_trying(short.candidates)
