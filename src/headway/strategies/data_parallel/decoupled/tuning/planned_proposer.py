@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
-
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
     choose,
     close_ones,
-    guesses,
-    shortlist,
     undecided,
 )
+from headway.strategies.data_parallel.decoupled.tuning.planning import Shortlist, planned
 from headway.strategies.data_parallel.decoupled.tuning.planning_process import PlanningProcess
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
@@ -28,15 +25,6 @@ PLANNED_IN_PLACE = 32
 """Up to so many parameters planning is over before a process would have begun."""
 ASKED_EVERY = 4
 """So many steps lie between two questions whether rank 0 has a plan."""
-
-
-class Shortlist(BaseModel):
-    """What rank 0 tells the others: what to try, or why nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    candidates: tuple[Candidate, ...] = ()
-    problem: str = ""
 
 
 class PlannedProposer:
@@ -119,13 +107,3 @@ class PlannedProposer:
 
 def _is_planned_in_place(question: Question) -> bool:
     return question.learned is None or len(question.model.parameters) <= PLANNED_IN_PLACE
-
-
-def planned(question: Question) -> str:
-    """The shortlist, as JSON."""
-    try:
-        found = guesses(question) if question.learned is None else shortlist(question, question.learned)
-        short = Shortlist(candidates=tuple(found))
-    except Exception as error:  # the other ranks wait for an answer, and training goes on without a plan
-        short = Shortlist(problem=f"planning failed: {type(error).__name__}: {error}")
-    return short.model_dump_json()

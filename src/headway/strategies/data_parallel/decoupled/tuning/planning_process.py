@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import IO
 
+from headway.strategies.data_parallel.decoupled.tuning.planning import planned
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Question
 
 OWN_VARIABLES = "HEADWAY_"
@@ -58,8 +59,6 @@ def _ask(process: subprocess.Popen[bytes], question: bytes, tell: Callable[[str]
 
 def serve(read: IO[bytes], write: IO[bytes]) -> None:
     """Plan what is read; training goes before on cores that are shared."""
-    from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import planned
-
     os.nice(NICENESS)
     write.write(planned(pickle.loads(read.read())).encode())
     write.flush()
