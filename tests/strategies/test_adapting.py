@@ -23,6 +23,7 @@ from headway.strategies.data_parallel.decoupled.adapting.traffic import Sums, Tr
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned_proposer
 from headway.strategies.data_parallel.decoupled.tuning.counting import Interval
+from headway.strategies.data_parallel.decoupled.tuning.planning import Shortlist
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Tuned
 
 
@@ -196,7 +197,7 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
     candidates = tuple(
         Candidate(name=str(n), strategy=strategy, predicted_ms=each) for n, each in enumerate(predicted_ms)
     )
-    short = planned_proposer.Shortlist(candidates=candidates)
+    short = Shortlist(candidates=candidates)
     monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
     proposer = CautiousProposer()
     setting: Any = SimpleNamespace(agreement=_Alone(), question=SimpleNamespace(learned=None))
