@@ -128,3 +128,16 @@ def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> fl
     played = play(graph.close())
     ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
     return float(ends[-1] - ends[-2])
+
+
+class Alone:
+    """The ranks of a job of one, which asks nobody."""
+
+    rank = 0
+
+    def number_from_rank_0(self, value: float) -> float:
+        return value
+
+    def text_from_rank_0(self, text: str) -> str:
+        assert text
+        return text

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.planning.jobs import Alone
 
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.adapting.adapter import (
@@ -168,19 +169,6 @@ def test_a_tuning_that_chose_nothing_gained_nothing() -> None:
     assert gained(Tuned(strategy, (), (), None, 40, ended_early="why")) == 0
 
 
-class _Alone:
-    """An agreement of one rank."""
-
-    rank = 0
-
-    def number_from_rank_0(self, value: float) -> float:
-        return value
-
-    def text_from_rank_0(self, text: str) -> str:
-        assert text
-        return text
-
-
 @pytest.mark.parametrize(
     ("predicted_ms", "tried"),
     [
@@ -200,7 +188,7 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
     short = Shortlist(candidates=candidates)
     monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
     proposer = CautiousProposer()
-    setting: Any = SimpleNamespace(agreement=_Alone(), question=SimpleNamespace(learned=None))
+    setting: Any = SimpleNamespace(agreement=Alone(), question=SimpleNamespace(learned=None))
     proposer.begin(setting)
     assert proposer.is_ready()
     found: list[str] = []

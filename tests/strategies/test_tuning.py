@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.models import layered_model
-from tests.planning.jobs import MS, PlannedJob, layered_job
+from tests.planning.jobs import MS, Alone, PlannedJob, layered_job
 
 from headway.graph.update_cost import UpdateCost
 from headway.job import Job
@@ -325,19 +325,6 @@ def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     plan = Plan.data_parallel(spelled, 2, model)
     assert Plan.model_validate(plan.model_dump(mode="json")).strategy == spelled
     assert forward_gather_order(model, spelled.decide(Job.of(model)).buckets) == spelled.gather_order
-
-
-class Alone:
-    """The ranks of a job of one, which asks nobody."""
-
-    rank = 0
-
-    def number_from_rank_0(self, value: float) -> float:
-        return value
-
-    def text_from_rank_0(self, text: str) -> str:
-        assert text
-        return text
 
 
 @pytest.mark.parametrize("layers", [12, 40])

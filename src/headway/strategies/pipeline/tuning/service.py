@@ -6,20 +6,18 @@ It reads steps and writes decisions, a line of JSON each. Where it ends early, t
 from __future__ import annotations
 
 import json
-import os
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
+from headway.strategies import helper_process
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, number_and_candidate
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner
 
-OWN_VARIABLES = "HEADWAY_"
 ARROW = ">"  # between the ranks of a way, in JSON's keys
 
 
@@ -27,13 +25,7 @@ class TunerProcess:
     """A tuner in a process of its own."""
 
     def __init__(self, tuner: Tuner) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
+        self._process = helper_process.begin(__name__)
         self._decisions: queue.SimpleQueue[Decision | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="headway-decisions", daemon=True).start()
         self.is_alive = True

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import IO
 
+from headway.strategies import helper_process
 from headway.strategies.data_parallel.decoupled.tuning.planning import planned
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Question
 
-OWN_VARIABLES = "HEADWAY_"
 NICENESS = 10
 FAILED = '{"problem": "planning failed: its process ended early"}'
 
@@ -27,13 +27,7 @@ class PlanningProcess:
     """A plan being made; ``answer`` is empty until it is."""
 
     def __init__(self, question: Question) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
+        self._process = helper_process.begin(__name__)
         self._answer: list[str] = []
         self._reader = threading.Thread(
             target=_ask, args=(self._process, pickle.dumps(question), self._answer.append),
