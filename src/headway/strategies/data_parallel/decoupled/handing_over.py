@@ -95,7 +95,7 @@ class HandsOver(RefusingDataParallel):
             lifecycle.set_aside(engine, aside=True)
             unbind_unused()
             self._begin_stock(engine, wanted.bucket_cap_mb)
-        elif wanted.bucket_cap_mb != stock.cap_mb:
+        elif wanted != stock.strategy:
             replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
             stock.begin_again(self, wanted.bucket_cap_mb)
         if engine is not None and not keep_connections:

@@ -122,11 +122,6 @@ class Stock:
         self.end(wrapped)
         self.begin(wrapped, bucket_cap_mb)
 
-    @property
-    def cap_mb(self) -> float | None:
-        """The cap of buckets in force, in MiB; None for torch's default."""
-        return self._cap_mb
-
     def trains_otherwise(self, wrapped: HandingOver) -> bool:
         """Whether other parameters may be trained than at the forward before; a look that costs little."""
         assert self._trained is not None

@@ -307,7 +307,7 @@ class DecoupledDataParallel(Joins):
         spec = model_spec(self.module)
         replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
         if self._stock.in_force:
-            self._stock.begin_again(self, self._stock.cap_mb)
+            self._stock.begin_again(self, self._stock.strategy.bucket_cap_mb)
         else:
             assert engine is not None
             engine.reschedule(trainable, self.schedule)

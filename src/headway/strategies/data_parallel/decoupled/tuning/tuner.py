@@ -65,7 +65,6 @@ class Tuner(StepCount):
     ) -> None:
         super().__init__(wrapped)
         self._began_under = wrapped.strategy
-        self._began_in_stock = wrapped.is_stock
         self._note = ""
         self._afterwards = afterwards
         self._proposer = proposer
@@ -179,6 +178,10 @@ class Tuner(StepCount):
             stock_in_force=self._began_in_stock,
         )
         return Setting(question, agreement)
+
+    @property
+    def _began_in_stock(self) -> bool:
+        return isinstance(self._began_under, DistributedDataParallelStrategy)
 
     def _stock_of(self, wrapped: Tunable) -> DistributedDataParallelStrategy:
         """What was in force where that was stock DDP, else that of the script's options."""
