@@ -403,6 +403,7 @@ class Recorder:
         while self._written:
             self._written.pop(0)()
         self.writing = False
+        atexit.unregister(self._finish_at_exit)  # not before: in a thread it would end unwritten with the main one
 
     def _finish_at_exit(self) -> None:
         failed = getattr(sys, "last_value", None) is not None  # then others may be gone too
@@ -416,6 +417,7 @@ class Recorder:
         if not self.finished:
             self._stop(True)
             self._forget()
+            atexit.unregister(self._finish_at_exit)
 
     def _stop(self, may_use_store: bool) -> None:
         self.finished = True
@@ -425,7 +427,6 @@ class Recorder:
         if self._profiled is not None:
             self._profiled.end()
         self.detach()
-        atexit.unregister(self._finish_at_exit)
         while self._undo:
             self._undo.pop()()
 
