@@ -63,7 +63,7 @@ def test_schedules_are_planned_from_the_steps(world_size: int, optimizer: str) -
 
 
 def test_training_goes_on_while_a_large_model_is_planned() -> None:
-    results = workers.run(2, f"{CASES}:planned_apart", timeout_s=100)
+    results = workers.run(2, f"{CASES}:planned_apart", timeout_s=200)
     assert results[0] == results[1]
     assert results[0]["ended early"] == ""
     assert "planned" in results[0]["planned"]
