@@ -3,8 +3,9 @@
     python benchmarks/decentralised.py [--quick] [--only CASE] [--json FILE]
 
 Cases `homogeneous-…`, `slow2-…`, `slow5-…`, `slowlink-…`, `random-…` measure throughput (15 to 20 minutes each),
-`loss-…` the time to a loss with real gradients (some 15 minutes each), `contraction` how fast models mix, and
-`faults-N` play the schedules of the seeds N to N + 19 (some 5 minutes each). Each is kept as soon as it is done.
+`loss-…` the time to a loss with real gradients (some 15 minutes each), `rates-…` which learning rates those methods
+have, `contraction` how fast models mix, and `faults-N` play the schedules of the seeds N to N + 19 (some 5 minutes
+each). Each is kept as soon as it is done.
 """
 
 from __future__ import annotations

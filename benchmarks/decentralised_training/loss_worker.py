@@ -25,7 +25,6 @@ from decentralised_training.losses import (
     QUICK_METHODS,
     QUICK_RUN_S,
     QUICK_SEEDS,
-    SEEDS,
     SLOW_RANK,
     LossCase,
 )
@@ -47,7 +46,7 @@ class Task:
     make: Callable[[], nn.Module]
     batch: Callable[[int, int, int], Batch]
     held_out: Batch
-    optimizer: Callable[[nn.Module], Optimizer]
+    optimizer: Callable[[nn.Module, float], Optimizer]  # with this learning rate
     samples: int
 
 
@@ -68,7 +67,7 @@ def digits() -> Task:
 
     return Task(
         lambda: convolutional_net(DIGITS_WIDTH), batch, (images[trained:], labels[trained:]),
-        lambda module: torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9), DIGITS_BATCH,
+        lambda module, rate: torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9), DIGITS_BATCH,
     )  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def gpt() -> Task:
     window = torch.stack([others[each] for each in range(len(others))])
     return Task(
         lambda: GPT(GPT_WIDTH, GPT_DEPTH), batch, (window[:, :-1], window[:, 1:]),
-        lambda module: torch.optim.AdamW(module.parameters(), lr=2e-3), GPT_BATCH * CONTEXT,
+        lambda module, rate: torch.optim.AdamW(module.parameters(), lr=rate), GPT_BATCH * CONTEXT,
     )  # fmt: skip
 
 
@@ -151,21 +150,25 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     coordinators = Coordinators()
     runs: list[dict[str, Any]] = []
     computing_s: list[float] = []
-    for number, seed in enumerate(QUICK_SEEDS if quick else SEEDS):
-        shift = number * len(methods) // max(1, len(SEEDS))
-        for method in (*methods[shift:], *methods[:shift]):
+    seeds = QUICK_SEEDS if quick else case.seeds
+    for number, seed in enumerate(seeds):
+        shift = number * len(methods) // max(1, len(seeds))
+        turns = [
+            (each, rate) for each in (*methods[shift:], *methods[:shift]) for rate in case.rates_of(each.name)
+        ]
+        for method, rate in turns:
             strategy = method.options(1.0)[-1 if method.name == "parameter-server" else 0]
             torch.manual_seed(seed)
             module = task.make()
             learning = Learning(case, task, module, seed)
             trainer = Trainer(
-                module, task.optimizer(module), strategy, learning.step, case.hosts, coordinators
+                module, task.optimizer(module, rate), strategy, learning.step, case.hosts, coordinators
             )
             run = _run(case, task, trainer, learning, QUICK_RUN_S if quick else case.run_s)
             computing_s += learning.computing_s
-            runs.append({"method": method.name, "seed": seed, **run})
+            runs.append({"method": method.name, "seed": seed, "learning_rate": rate, **run})
             if dist.get_rank() == 0:
-                print(f"{method.name} {seed}: {run['losses'][-1]:.3f}", file=sys.stderr, flush=True)
+                print(f"{method.name} {seed} {rate:g}: {run['losses'][-1]:.3f}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         size_bytes = sum(p.numel() * 4 for p in module.parameters())
         ratio = size_bytes / (case.rate_mbit / 8e-6) / case.step_s

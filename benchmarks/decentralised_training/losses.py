@@ -13,6 +13,7 @@ from typing import Any
 from common import commit
 from in_lab import run_in_lab
 
+from decentralised_training import learning_rates
 from decentralised_training.cases import SITUATIONS, SLOW_TIMES, Situation
 from decentralised_training.methods import BASELINE, Method, method_named
 
@@ -37,7 +38,8 @@ class LossCase:
     """A model that really learns, on ``hosts`` x ``workers_per_host`` workers whose iterations last ``step_s``.
 
     ``iterations_to_target`` is what synchronous training in one process needs, about. Gradients are computed and then
-    the worker sleeps for the rest, as an accelerator would leave the CPU free.
+    the worker sleeps for the rest, as an accelerator would leave the CPU free. With ``tries_rates`` every method trains
+    with every learning rate of its model, on one seed.
     """
 
     situation: Situation
@@ -48,10 +50,21 @@ class LossCase:
     iterations_to_target: int
     hosts: int = 4
     workers_per_host: int = 2
+    tries_rates: bool = False
 
     @property
     def name(self) -> str:
-        return f"loss-{self.situation.name}-{self.model}"
+        return f"rates-{self.model}" if self.tries_rates else f"loss-{self.situation.name}-{self.model}"
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return (learning_rates.SEED,) if self.tries_rates else SEEDS
+
+    def rates_of(self, method: str) -> tuple[float, ...]:
+        """The learning rates that ``method`` trains with, each from the start."""
+        if self.tries_rates:
+            return learning_rates.TRIED[self.model]
+        return (learning_rates.rate_of(self.model, method),)
 
     @property
     def world_size(self) -> int:
@@ -70,8 +83,15 @@ CASES = {
         ("digits", 0.15, 80.0, 0.08, 36),
         ("gpt", 2.6, 80.0, 0.16, 75),
     )
-    for situation in SITUATIONS.values()
-    for case in (LossCase(situation, model, target_loss, rate_mbit, step_s, iterations),)
+    for case in (
+        LossCase(
+            SITUATIONS["homogeneous"], model, target_loss, rate_mbit, step_s, iterations, tries_rates=True
+        ),
+        *(
+            LossCase(situation, model, target_loss, rate_mbit, step_s, iterations)
+            for situation in SITUATIONS.values()
+        ),
+    )
 }
 QUICK = "loss-slow5-digits"
 Run = Mapping[str, Any]
@@ -86,7 +106,8 @@ def measure(case: LossCase, worker: Sequence[str], *, quick: bool) -> list[dict[
             [*worker, case.name, str(out), str(int(quick))], TIMEOUT_S,
         )  # fmt: skip
         found = json.loads(out.read_text())
-    return rows_of(case, found["runs"], found["shared"])
+    rows = rows_of_rates if case.tries_rates else rows_of
+    return rows(case, found["runs"], found["shared"])
 
 
 def rows_of(case: LossCase, runs: Sequence[Run], shared: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -105,6 +126,7 @@ def rows_of(case: LossCase, runs: Sequence[Run], shared: Mapping[str, Any]) -> l
         rows.append(
             {
                 "case": case.name, "method": name, "seeds": len(own), "target_loss": case.target_loss,
+                "learning_rate": own[0]["learning_rate"],
                 "time_to_loss_s": median(known) if len(known) == len(own) else "",
                 "time_to_loss_spread": _spread(known), "reached": f"{len(known)} of {len(own)}",
                 "loss_at_equal_samples": median(equal), "loss_spread": _spread(equal), "equal_samples": least,
@@ -114,6 +136,22 @@ def rows_of(case: LossCase, runs: Sequence[Run], shared: Mapping[str, Any]) -> l
             }
         )  # fmt: skip
     _compare(rows)
+    return rows
+
+
+def rows_of_rates(case: LossCase, runs: Sequence[Run], shared: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row a method and learning rate: the loss where the run that came least far ended."""
+    least = min(run["samples"][-1] for run in runs)
+    rows = [
+        {
+            "case": case.name, "method": run["method"], "learning_rate": run["learning_rate"],
+            "loss_at_equal_samples": loss_at(run, least), "equal_samples": least, **shared, "commit": commit(),
+        }
+        for run in runs
+    ]  # fmt: skip
+    for row in rows:
+        own = [each["loss_at_equal_samples"] for each in rows if each["method"] == row["method"]]
+        row["is_best"] = row["loss_at_equal_samples"] == min(own)
     return rows
 
 

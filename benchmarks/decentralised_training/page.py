@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from decentralised_training import fault_rows
+from decentralised_training import fault_rows, learning_rates
 from decentralised_training.cases import MOST_LAYERS, NETWORKS, SITUATIONS, THROUGHPUT
 from decentralised_training.losses import CASES as LOSSES
 
@@ -32,7 +32,8 @@ WORDS = (
     "next iteration computes (staleness 1), as `ad-psgd` does; the others wait. "
     "**Losses**: real gradients on real data (scikit-learn's digits; a small GPT on the standard library's sources); "
     "after its computation a worker sleeps for the rest of its iteration. A loss is that of the mean of all workers' "
-    "models on data held out, of copies kept four times a second. "
+    "models on data held out, of copies kept four times a second. Every method has the learning rate that was best for "
+    "it among those of the `rates-…` tables, on a seed of its own. "
     "**Mixing**: workers begin with random models and only average. `left` is what a group leaves of the squared "
     "distance from the mean: measured, by the product of the very groups' matrices, in expectation if all groups "
     "were equally likely and independent (second eigenvalue of E[W'W]), and of the groups of a co-simulation. "
@@ -55,11 +56,16 @@ THROUGHPUT_COLUMNS = (
     ("plan", "plan", "{}"),
 )  # fmt: skip
 LOSS_COLUMNS = (
-    ("method", "method", "{}"), ("s to loss", "time_to_loss_s", "{:.1f}"), ("seeds", "time_to_loss_spread", "{}"),
+    ("method", "method", "{}"), ("rate", "learning_rate", "{:g}"),
+    ("s to loss", "time_to_loss_s", "{:.1f}"), ("seeds", "time_to_loss_spread", "{}"),
     ("reached", "reached", "{}"), ("sooner than all-reduce", "sooner_than_all-reduce", "{:.2f}"),
     ("loss at equal samples", "loss_at_equal_samples", "{:.3f}"), ("seeds", "loss_spread", "{}"),
     ("within", "within_spread", "{}"), ("last loss", "final_loss", "{:.3f}"),
     ("iterations/s", "iterations_per_s", "{:.1f}"), ("models apart", "spread_of_models", "{:.4f}"),
+)  # fmt: skip
+RATE_COLUMNS = (
+    ("method", "method", "{}"), ("rate", "learning_rate", "{:g}"), ("loss", "loss_at_equal_samples", "{:.3f}"),
+    ("best", "best", "{}"),
 )  # fmt: skip
 MIXING_COLUMNS = (
     ("method", "method", "{}"), ("groups", "groups", "{}"), ("mean size", "group_size", "{:.2f}"),
@@ -79,6 +85,9 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
         own = [row for row in rows if row["case"] == case]
         if case in THROUGHPUT:
             lines += ["", f"## {case}", "", _facts(own), "", *_table(THROUGHPUT_COLUMNS, own), *_errors(own)]
+        elif case in LOSSES and LOSSES[case].tries_rates:
+            shown = [{**row, "best": "yes" if row["is_best"] else ""} for row in own]
+            lines += ["", f"## {case}", "", _rate_facts(own[0]), "", *_table(RATE_COLUMNS, shown)]
         elif case in LOSSES:
             lines += ["", f"## {case}", "", _loss_facts(own[0]), "", *_table(LOSS_COLUMNS, own)]
         elif case == "contraction":
@@ -125,6 +134,13 @@ def _facts(rows: Sequence[Row]) -> str:
         f"t_f {row['t_f_ms']:.0f} ms, t_b {row['t_b_ms']:.0f} ms; {row['size_mib']:.2f} MiB (1/{row['shrink']}) on "
         f"links of {row['rate_mbit']:g} Mbit/s; ratio {row['ratio_measured']:.3f}, that imitated "
         f"{row['ratio_imitated']:.3f}; paced; commit {row['commit']}."
+    )
+
+
+def _rate_facts(row: Row) -> str:
+    return (
+        f"The loss after {row['equal_samples']:,.0f} samples, homogeneous workers, seed {learning_rates.SEED}; "
+        f"commit {row['commit']}."
     )
 
 
