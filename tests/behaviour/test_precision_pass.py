@@ -28,6 +28,42 @@ def test_it_trains_as_a_single_process_under_autocast_does() -> None:
             assert found[strategy] == pytest.approx(reference, rel=1e-6, abs=distance / 50), strategy
 
 
+def test_in_float16_it_trains_as_a_single_process_with_a_scaler_does() -> None:
+    """All ranks leave out the step in which the gradients of one overflow."""
+    results = workers.run(2, "tests.behaviour.float16_pass_cases:trained")
+    for found in results:
+        reference, scale = found["alone"]
+        assert scale == 2.0**15
+        assert reference != pytest.approx(found["untrained"], abs=1e-2)
+        for strategy in STRATEGIES:
+            values, own_scale = found[strategy]
+            assert own_scale == scale, strategy
+            assert values == pytest.approx(reference, rel=1e-5, abs=1e-6), strategy
+
+
+def test_float16_is_refused_where_ranks_would_leave_out_steps_by_themselves() -> None:
+    for said in workers.run(2, "tests.behaviour.float16_pass_cases:refused"):
+        assert "would leave out steps on single ranks" in said
+
+
+def test_an_unmodified_script_trains_in_float16(tmp_path: Path) -> None:
+    losses = [tmp_path / "stock.json", tmp_path / "lower.json"]
+    script = ("train_small.py", "--width", 400)
+    recorded(tmp_path / "stock", *script, "--losses", losses[0])
+    planned = headway("optimize", tmp_path / "stock", "-o", tmp_path / "plan.yaml", "--strategy", "ddp")
+    assert planned.returncode == 0, planned.stderr
+    plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    plan["passes"] = [{"precision": {"dtype": "float16"}}]
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    trained = headway(
+        "run", "--plan", tmp_path / "plan.yaml", "--", *torchrun(*script, "--losses", losses[1])
+    )
+    assert trained.returncode == 0, trained.stderr
+    first, second = (json.loads(each.read_text())["losses"] for each in losses)
+    assert second != first
+    assert second == pytest.approx(first, rel=0.1)
+
+
 def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
     stock, path, cluster = tmp_path / "stock", tmp_path / "plan.yaml", fast_cluster(tmp_path)
     losses = [tmp_path / "stock.json", tmp_path / "lower.json"]

@@ -101,11 +101,17 @@ def test_models_that_it_is_not_for_are_refused_in_replay() -> None:
 def test_it_needs_a_permission_and_says_what_it_changes() -> None:
     assert WHOLE.permission == MIDDLE.permission == "precision"
     assert WHOLE.changes_training == "the model computes in bfloat16"
+    lower = Precision(dtype="float16")
+    assert lower.permission == "precision"
+    assert (
+        lower.changes_training
+        == "the model computes in float16, and steps whose gradients overflow are left out"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"dtype": "float16"}, "scales its losses"), ({"dtype": "float8"}, "bfloat16"), ({}, "dtype"),
+    [({"dtype": "float16", "modules": ["a"]}, "whole models"), ({"dtype": "float8"}, "bfloat16"), ({}, "dtype"),
      ({"dtype": "bfloat16", "modules": ["a", "a.b"]}, "lies within another")],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

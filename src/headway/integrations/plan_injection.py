@@ -68,6 +68,8 @@ def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None)
     assert isinstance(injection, Injection)
     wrapper = injection.wrapper_under(plan.strategy)
     init = None if wrapper is None else wrapper.__init__
+    for each in plan.passes:
+        each.prepare()
     hook = before_every_step(_refuse_fully_sharded)
     _installed = _Installed(plan, injection, wrapper, init, on_refusal, hook)
     torch.compile = _compile

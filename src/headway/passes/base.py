@@ -45,6 +45,9 @@ class Pass(BaseModel):
         """``job`` as it would be under this pass. Pure. Raises UnsupportedError if that is unknown."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Whatever has to happen in a process before the script makes its optimizers; nothing by default."""
+
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
         """``module`` as it is trained under this pass, before a strategy wraps it. ``optimizer`` may be None.
 

@@ -1,13 +1,13 @@
-"""Mixed precision: modules compute under autocast, in bfloat16 where torch deems that safe.
+"""Mixed precision: modules compute under autocast, in bfloat16 or float16 where torch deems that safe.
 
 After Micikevicius et al., "Mixed precision training" (arXiv 1710.03740), with parameters and gradients in float32.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from headway.errors import UnsupportedError
 from headway.model import ModelSpec
@@ -25,27 +25,27 @@ class Precision(MeasuredModules):
 
     name: ClassVar[str] = "precision"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "precision TRACE [MODULE ...]"
+    measured_by: ClassVar[str] = "precision TRACE [dtype=float16] [MODULE ...]"
 
-    dtype: Literal["bfloat16"]
-    """What is computed with. float16 is refused: its gradients vanish unless the script scales its losses."""
+    dtype: Literal["bfloat16", "float16"]
+    """What is computed with. In float16 gradients are scaled, and steps are left out whose gradients overflow."""
 
     modules: tuple[str, ...] = Field(default=(), max_length=4096)
     """Paths of modules within the wrapped model, as ``named_modules`` has them; none for the whole model."""
 
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _needs_no_scaling(cls, dtype: Any) -> Any:
-        if dtype == "float16":
+    @model_validator(mode="after")
+    def _scales_a_whole_model(self) -> Self:
+        if self.dtype == "float16" and self.modules:
             raise ValueError(
-                "gradients of float16 vanish unless the script scales its losses, which a plan cannot do; use bfloat16"
+                "float16 is for whole models, whose losses are scaled; leave out modules, or use bfloat16"
             )
-        return dtype
+        return self
 
     @property
     def changes_training(self) -> str:
-        """That it is computed with fewer digits."""
-        return f"{self._part()} computes in {self.dtype}"
+        """That it is computed with fewer digits, and that steps may be left out."""
+        left_out = ", and steps whose gradients overflow are left out" if self.dtype == "float16" else ""
+        return f"{self._part()} computes in {self.dtype}{left_out}"
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise UnsupportedError for modules that do not train, and parameters that are not float32."""
@@ -57,11 +57,19 @@ class Precision(MeasuredModules):
                 expected="float32", fix="Leave the pass out of the plan.",
             )  # fmt: skip
 
+    def prepare(self) -> None:
+        """Ask before each step from now on: in float16 some are left out."""
+        if self.dtype == "float16":
+            from headway.passes.loss_scale import watch_steps
+
+            watch_steps()
+
     def apply(self, module: nn.Module, optimizer: Any) -> nn.Module:
         """``module`` itself, which computes under autocast.
 
         Raises UnsupportedError for a path that it does not have, and parameters that are not float32; in forward, where
-        the script is under autocast itself.
+        the script is under autocast itself; in float16, in backward or in a step, where a loss uses parameters besides
+        through the model, or a step cannot be left out.
         """
         del optimizer
         from headway.passes.autocast import compute_under_autocast

@@ -69,6 +69,7 @@ from headway.torch_private.loading import data_loader_iterator
 from headway.torch_private.optimizers import (
     Unscaling,
     around_unscaling,
+    gradients_are_finite,
     steps_in_backward,
     unhooked_step,
     unscale,
@@ -128,6 +129,7 @@ __all__ = [
     "gloo_context",
     "gloo_device",
     "gloo_devices",
+    "gradients_are_finite",
     "group_name",
     "group_timeout",
     "has_compiled",

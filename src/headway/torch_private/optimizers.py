@@ -39,6 +39,20 @@ def unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scal
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
+def gradients_are_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``GradScaler`` would have ``optimizer`` step, where gradients need no unscaling.
+
+    Strategies answer for gradients that are not whole, and agree between ranks.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    if device is None:
+        return True
+    scaler = torch.amp.GradScaler(device.type)
+    one, found = torch.ones((), device=device), torch.zeros((), device=device)
+    found_by_device = scaler._unscale_grads_(optimizer, one, found, True)
+    return not any(bool(each) for each in found_by_device.values())
+
+
 def steps_in_backward(parameter: torch.Tensor) -> bool:
     """Whether an optimizer was applied to ``parameter`` within backward."""
     return hasattr(parameter, "_in_backward_optimizers")

@@ -1,0 +1,259 @@
+"""Models in float16, whose gradients are scaled within them: against torch's own autocast and GradScaler."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.errors import HeadwayWarning, UnsupportedError
+from headway.passes import loss_scale
+from headway.passes.accumulate import Accumulate
+from headway.passes.base import Pass
+from headway.passes.loss_scale import LossScale
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
+
+FLOAT16 = Precision(dtype="float16")
+WIDTH = 8
+Optimizer = torch.optim.Optimizer
+MAKERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda own: torch.optim.Adam(own, lr=0.01, foreach=True),
+    "fused": lambda own: torch.optim.AdamW(own, lr=0.01, fused=True),
+}
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    each = (nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*each)
+
+
+def planned(*others: Pass) -> nn.Module:
+    model: nn.Module = blocks()
+    for each in (FLOAT16, *others):
+        model = each.apply(model, None)
+    return model
+
+
+def scale_of(model: nn.Module) -> LossScale:
+    return loss_scale._scales[model]
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def values(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def loss(out: torch.Tensor, times: float = 1.0) -> torch.Tensor:
+    return out.square().mean() * times
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Models of other tests, which may not be collected yet, are none of a test's."""
+    yield
+    loss_scale._scales.clear()
+
+
+@pytest.mark.parametrize("made", MAKERS)
+def test_training_is_that_of_torchs_own_scaler_bit_for_bit(made: str) -> None:
+    """With steps that overflow, after which the scale is another one."""
+    times = [1.0, 1e3, 1e34, 1.0, 1e36, 1e-5, 1.0, 1.0]
+    mine, reference = planned(), blocks()
+    optimizer = MAKERS[made](mine.parameters())
+    for step, factor in enumerate(times):
+        optimizer.zero_grad()
+        loss(mine(batch(step)), factor).backward()
+        optimizer.step()
+    theirs, scaler = MAKERS[made](reference.parameters()), torch.amp.GradScaler("cpu")
+    for step, factor in enumerate(times):
+        theirs.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = reference(batch(step))
+        scaler.scale(loss(out.float(), factor)).backward()
+        scaler.step(theirs)
+        scaler.update()
+    assert scaler.get_scale() == scale_of(mine).value < loss_scale.FIRST_SCALE
+    assert torch.equal(values(mine), values(reference))
+    assert not torch.equal(values(mine), values(blocks()))
+
+
+def test_gradients_that_would_vanish_do_not() -> None:
+    exact, mine, unscaled = blocks(), planned(), blocks()
+    loss(exact(batch(0)), 1e-5).backward()
+    loss(mine(batch(0)), 1e-5).backward()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss(unscaled(batch(0)).float(), 1e-5).backward()
+    (one, two, three) = (each[0][1].weight.grad for each in (exact, mine, unscaled))  # type: ignore[index]
+    assert float((two - one).norm() / one.norm()) < 0.01
+    assert float((three - one).norm() / one.norm()) > 0.1
+
+
+def test_who_looks_sees_gradients_not_scaled_ones() -> None:
+    mine, exact = planned(), blocks()
+    given, same = (batch(0).requires_grad_() for _ in range(2))
+    loss(mine(given)).backward()
+    loss(exact(same)).backward()
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad, same.grad, rtol=0.05, atol=1e-3)
+    norms = [float(nn.utils.clip_grad_norm_(each.parameters(), 0.1)) for each in (mine, exact)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(Recompute(modules=("0", "1", "2")),), (Accumulate(micro_batches=2),)],
+    ids=["recompute", "accumulate"],
+)
+def test_other_passes_go_along(others: Sequence[Pass]) -> None:
+    alone, both = planned(), planned(*others)
+    for each in (alone, both):
+        loss(each(batch(0))).backward()
+    for one, two in zip(alone.parameters(), both.parameters(), strict=True):
+        assert one.grad is not None
+        exact = others[0].name == "recompute"
+        torch.testing.assert_close(
+            two.grad, one.grad, rtol=0, atol=0 if exact else 0.02 * float(one.grad.abs().max())
+        )
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, step: int, times: float = 1.0) -> None:
+    optimizer.zero_grad()
+    loss(model(batch(step)), times).backward()
+    optimizer.step()
+
+
+def test_the_scale_grows_when_many_steps_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "GROWS_AFTER", 3)
+    model = planned()
+    optimizer, other = (MAKERS["sgd"](each.parameters()) for each in (model[:2], model[2:]))  # type: ignore[index]
+    for step in range(6):
+        stepped(model, optimizer, step)
+        other.step()
+    assert scale_of(model).value == loss_scale.FIRST_SCALE * 4, "once for each three steps of both"
+    stepped(model, optimizer, 7, 1e38)
+    assert scale_of(model).value == loss_scale.FIRST_SCALE * 2
+
+
+def test_a_model_that_does_not_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "MANY_LEFT_OUT", 3)
+    model = planned()
+    optimizer, before = MAKERS["sgd"](model.parameters()), values(model)
+    stepped(model, optimizer, 0, 1e38)
+    stepped(model, optimizer, 0, 1e38)
+    with pytest.warns(HeadwayWarning, match="3 steps in a row were left out"):
+        stepped(model, optimizer, 0, 1e38)
+    assert torch.equal(values(model), before)
+    assert scale_of(model).left_out == 3
+
+
+def test_parameters_that_train_later_are_scaled_too() -> None:
+    model = planned()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    optimizer = MAKERS["sgd"](model.parameters())
+    stepped(model, optimizer, 0)
+    model[0].requires_grad_(True)  # type: ignore[index]
+    reference = copy.deepcopy(model)
+    assert type(reference) is nn.Sequential
+    optimizer.zero_grad()
+    for each in (model, reference):
+        loss(each(batch(1))).backward()
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=0.1, atol=2e-3)
+
+
+def test_closures_that_compute_gradients_are_called_once() -> None:
+    mine, plain = planned(), planned()
+    optimizer, other = (MAKERS["sgd"](each.parameters()) for each in (mine, plain))
+    calls: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(mine(batch(0)))
+        value.backward()
+        calls.append(float(value.detach()))
+        return value
+
+    assert optimizer.step(closure).item() == calls[0]  # type: ignore[arg-type]
+    assert len(calls) == 1
+    stepped(plain, other, 0)
+    assert torch.equal(values(mine), values(plain))
+
+
+def test_copies_and_pickles_are_plain_and_say_nothing() -> None:
+    model = planned()
+    loss(model(batch(0))).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        back = pickle.loads(pickle.dumps(model))
+    assert type(back) is nn.Sequential
+    assert torch.equal(values(back), values(model))
+    with torch.no_grad():
+        assert model(batch(0)).dtype is torch.float32
+
+
+def test_optimizers_of_other_models_step_as_ever() -> None:
+    planned()
+    other = blocks()
+    optimizer = torch.optim.LBFGS(other.parameters(), max_iter=2)
+    before = values(other)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(other(batch(0)))
+        value.backward()
+        return value
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert not torch.equal(values(other), before)
+
+
+def _penalty(model: Any, _optimizer: Optimizer) -> None:
+    (loss(model(batch(0))) + 0.01 * model[0][1].weight.square().sum()).backward()
+
+
+def _a_part_alone(model: Any, _optimizer: Optimizer) -> None:
+    model(batch(0))
+    torch.autograd.grad(loss(model[1](batch(0))), list(model[1].parameters()))
+
+
+def _in_backward(model: Any, optimizer: Optimizer) -> None:
+    model(batch(0))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loss(model(batch(0))).backward()
+
+
+def _lbfgs(model: Any, _optimizer: Optimizer) -> None:
+    loss(model(batch(0))).backward()
+    torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [(_penalty, "besides through what their model puts out.*shape \\(8, 8\\)"), (_a_part_alone, "besides through"),
+     (_in_backward, "a step in backward|step in backward"), (_lbfgs, "once a step; got LBFGS")],
+)  # fmt: skip
+def test_what_would_train_otherwise_is_refused(use: Callable[[Any, Optimizer], None], said: str) -> None:
+    model = planned()
+    with pytest.raises(UnsupportedError, match=said):
+        use(model, MAKERS["sgd"](model.parameters()))
+
+
+def test_a_scheduler_that_holds_the_step_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned()
+    optimizer = MAKERS["sgd"](model.parameters())
+    loss(model(batch(0))).backward()
+    ungated = torch.optim.Optimizer.profile_hook_step(torch.optim.SGD.step.__wrapped__)  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"cannot be left out.*scheduler"):
+        ungated(optimizer)
