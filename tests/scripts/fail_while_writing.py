@@ -17,13 +17,13 @@ from headway.recording.recorder import Recorder, RecordOptions
 
 
 def main() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     recorder = Recorder(RecordOptions(folder=Path(sys.argv[1])))
     recorder.attach()
 
     writing = threading.Event()
 
-    def write(_self: Recorder) -> None:
+    def write(self: Recorder) -> None:
         writing.set()
         time.sleep(1)
         print("written", flush=True)

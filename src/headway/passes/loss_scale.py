@@ -70,7 +70,7 @@ class LossScale:
                 parameter.register_hook(self._unscaled)
                 self._watched[id(parameter)] = weakref.ref(parameter)
 
-    @unserializable_hook
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient / self.value
 
@@ -222,7 +222,7 @@ def _refuse_other_uses(roots: Sequence[Any]) -> None:
                 got=f"a parameter of shape {tuple(parameter.shape)}",
                 expected="a loss of the model's outputs", fix=f"Use the optimizer's weight_decay. {USE_BFLOAT16}",
             )  # fmt: skip
-        if isinstance(node, _Leaving._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, _Leaving._backward_cls):
             continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -51,7 +51,8 @@ def is_asked(optimizer: Optimizer) -> bool:
 
 
 def _subclasses(of: type) -> Iterator[type[Any]]:
-    for each in type.__subclasses__(of):
+    known: list[type[Any]] = type.__subclasses__(of)
+    for each in known:
         yield each
         yield from _subclasses(each)
 
