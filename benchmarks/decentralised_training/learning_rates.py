@@ -8,7 +8,7 @@ from __future__ import annotations
 
 TRIED: dict[str, tuple[float, ...]] = {
     "digits": (0.01, 0.02, 0.04, 0.08),
-    "gpt": (1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+    "gpt": (2e-3, 8e-3, 16e-3, 32e-3),
 }
 SEED = 7
 USUAL = {"digits": 0.02, "gpt": 2e-3}

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from headway.errors import HeadwayWarning, UnsupportedError
+from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.passes import loss_scale
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.loss_scale import LossScale
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
+from headway.trace.events import Read
 
 FLOAT16 = Precision(dtype="float16")
 WIDTH = 8
@@ -220,6 +223,109 @@ def test_optimizers_of_other_models_step_as_ever() -> None:
     assert not torch.equal(values(other), before)
 
 
+def test_who_looked_before_the_plan_sees_gradients_too() -> None:
+    model, seen = blocks(), []
+    model[0][1].weight.register_hook(lambda gradient: seen.append(float(gradient.abs().max())))  # type: ignore[index]
+    FLOAT16.apply(model, None)
+    loss(model(batch(0))).backward()
+    assert seen[0] < 1
+
+
+def test_outputs_may_be_written_into_and_inputs_are_the_scripts_own() -> None:
+    class Telling(nn.Linear):
+        def forward(self, given: torch.Tensor, told: list[Any] | None = None) -> torch.Tensor:  # type: ignore[override]
+            out = super().forward(given)
+            if told is not None:
+                told.append(out.float().square().mean())
+            return out
+
+    written, plain = (Telling(WIDTH, WIDTH) for _ in range(2))
+    plain.load_state_dict(written.state_dict())
+    for each in (written, plain):
+        FLOAT16.apply(each, None)
+    told: list[Any] = []
+    out = written(batch(0), told)
+    out[0] = 0.0
+    out /= 2
+    loss(out).backward()
+    (one,) = told
+    assert one > 0
+    loss(torch.cat([torch.zeros(1, WIDTH), plain(batch(0))[1:] / 2])).backward()
+    assert torch.equal(written.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_models_that_recompute_by_themselves(reentrant: bool) -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = blocks()
+
+        def forward(self, given: torch.Tensor) -> Any:
+            for each in self.all:
+                given = checkpoint(each, given, use_reentrant=reentrant)
+            return given
+
+    mine, plain = Recomputing(), planned()
+    FLOAT16.apply(mine, None)
+    loss(mine(batch(0).requires_grad_())).backward()
+    loss(plain(batch(0).requires_grad_())).backward()
+    for one, two in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
+
+
+def test_optimizers_of_one_backward_halve_the_scale_once() -> None:
+    model = planned()
+    optimizers = [MAKERS["sgd"](each.parameters()) for each in (model[:2], model[2:])]  # type: ignore[index]
+    for _ in range(2):
+        loss(model(batch(0)), 1e38).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert scale_of(model).value == loss_scale.FIRST_SCALE / 4
+
+
+def test_gradients_that_nobody_steps_with_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "MANY_BACKWARDS", 3)
+    model = planned()
+    optimizer = MAKERS["sgd"](model.parameters())
+    for _ in range(2):
+        loss(model(batch(0))).backward()
+    optimizer.step()
+    for _ in range(2):
+        loss(model(batch(0))).backward()
+    with pytest.warns(HeadwayWarning, match="no optimizer has asked in 3 backwards"):
+        loss(model(batch(0))).backward()
+
+
+def test_the_replay_knows_that_gradients_are_looked_at() -> None:
+    items = FLOAT16.rearranged(Timeline(0, 1, (Item(Part.BACKWARD, duration_ns=5), Item(Point.STEP)))).items
+    assert [item.kind for item in items] == [Part.BACKWARD, Part.READ, Point.STEP]
+    assert items[1].name == Read.UNSCALE
+
+
+def _by_value(model: Any, optimizer: Optimizer) -> None:
+    loss(model(batch(0)), 1e38).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    for each in model.parameters():
+        each.grad.nan_to_num_()
+    optimizer.step()
+
+
+def _no_parameter(model: Any, _optimizer: Optimizer) -> None:
+    other = torch.ones(WIDTH, requires_grad=True)
+    model[2].register_forward_hook(lambda _module, _given, out: out * other)
+    loss(model(batch(0))).backward()
+
+
+def _own_class(model: Any, _optimizer: Optimizer) -> None:
+    class Own(torch.optim.SGD):
+        """It may call its closure twice."""
+
+    model(batch(0))
+    Own(model.parameters(), lr=0.1).step(lambda: 0.0)
+
+
 def _penalty(model: Any, _optimizer: Optimizer) -> None:
     (loss(model(batch(0))) + 0.01 * model[0][1].weight.square().sum()).backward()
 
@@ -243,7 +349,9 @@ def _lbfgs(model: Any, _optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     ("use", "said"),
     [(_penalty, "besides through what their model puts out.*shape \\(8, 8\\)"), (_a_part_alone, "besides through"),
-     (_in_backward, "a step in backward|step in backward"), (_lbfgs, "once a step; got LBFGS")],
+     (_in_backward, "step in backward"), (_lbfgs, "call it once, before all else; got LBFGS"),
+     (_own_class, "got Own"), (_by_value, "made finite before the optimizer's step"),
+     (_no_parameter, "no parameter of its own.*shape \\(8,\\)")],
 )  # fmt: skip
 def test_what_would_train_otherwise_is_refused(use: Callable[[Any, Optimizer], None], said: str) -> None:
     model = planned()

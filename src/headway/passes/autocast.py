@@ -64,8 +64,9 @@ class _UnderAutocast:
             args, kwargs = self._scale.entering((args, kwargs))
         with torch.autocast(self._device, dtype=self._dtype):
             out = forward(*args, **kwargs)
-        out = each_tensor(out, self._widened)
-        return out if self._scale is None else self._scale.leaving(out)
+        if self._scale is not None:
+            out = self._scale.leaving(out)
+        return each_tensor(out, self._widened)
 
     def _widened(self, value: torch.Tensor) -> torch.Tensor:
         """Float32 is what the script, and the modules behind, expect."""

@@ -11,17 +11,18 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import unserializable_hook
 
 from headway import torch_private
 from headway.errors import HeadwayWarning, UnsupportedError
+from headway.passes import scaled_losses
 from headway.passes.each_tensor import each_tensor
+from headway.passes.scaled_losses import FIX
 from headway.torch_private.step_gates import Step, gate_steps, is_asked
 from headway.torch_private.step_hooks import before_every_step
 
@@ -29,7 +30,7 @@ FIRST_SCALE = 2.0**16
 GROWS, GROWS_AFTER = 2.0, 2000  # steps in a row that were made
 SHRINKS = 0.5
 MANY_LEFT_OUT = 25  # in a row
-USE_BFLOAT16 = "Use bfloat16, or leave the pass precision out of the plan."
+MANY_BACKWARDS = 1000  # without a step
 
 
 class LossScale:
@@ -40,16 +41,25 @@ class LossScale:
         _watch_backward()
         self._module = weakref.ref(module)
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; tensors cannot be compared
-        self._leader: weakref.ref[Optimizer] | None = None  # the optimizer whose steps count
-        self._made = 0  # steps since the scale has changed
+        self._made: weakref.WeakKeyDictionary[Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )  # since it has changed
+        self._overflowed: torch.Tensor | None = (
+            None  # whether this rank has seen a gradient that is not finite
+        )
         self.value = FIRST_SCALE
         self.left_out = 0
         """Steps in a row that were left out."""
+        self.backwards = 0
+        self.looked_within = 0
+        self._was_halved = False  # behind the last backward
         _scales[module] = self
         self._watch_parameters()  # a closure's first forward is in a step that has asked
 
     def entering(self, value: Any) -> Any:
         """What the model is given: its gradients are themselves again behind it."""
+        if not torch.is_grad_enabled():
+            return value
         self._watch_parameters()
         return each_tensor(value, functools.partial(_passed, _Entering, self))
 
@@ -67,55 +77,93 @@ class LossScale:
         assert module is not None, "a model that is called"
         for parameter in module.parameters():
             if parameter.requires_grad and not self.trains(parameter):
-                parameter.register_hook(self._unscaled)
+                torch_private.put_gradient_hook_first(parameter, self._unscaled)
                 self._watched[id(parameter)] = weakref.ref(parameter)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / self.value
+        unscaled = gradient / self.value
+        if self._overflowed is None:
+            self._overflowed = torch.zeros((), device=gradient.device)
+        with torch.no_grad():
+            finite = torch.isfinite(unscaled.sum())  # a sum of finite numbers is finite in float32
+            self._overflowed += (~finite).to(self._overflowed.device)
+        return unscaled
+
+    def backward_begins(self) -> None:
+        """One of the model's: see whether steps are asked for at all."""
+        self.backwards += 1
+        self._was_halved = False
+        if self.backwards == MANY_BACKWARDS:
+            warnings.warn(
+                f"no optimizer has asked in {MANY_BACKWARDS} backwards whether its step is to be left out: in float16 "
+                "gradients may overflow, which only optimizer.step() of torch.optim finds out",
+                HeadwayWarning, stacklevel=4,
+            )  # fmt: skip
 
     def stepped(self, optimizer: Optimizer, *, finite: bool) -> None:
-        """Change the scale as the gradients with which ``optimizer`` would step have it."""
-        if self._leader is None or self._leader() is None:
-            self._leader = weakref.ref(optimizer)
+        """Change the scale as the gradients with which ``optimizer`` would step have it.
+
+        Raises UnsupportedError where they were not finite behind backward and are now: what was wrong is hidden.
+        """
+        hidden = finite and self._overflowed is not None and bool(self._overflowed)
+        self._overflowed, self.backwards = None, 0
+        if hidden and self._updates_all(optimizer):
+            raise UnsupportedError(
+                "gradients overflowed in float16, and were made finite before the optimizer's step",
+                got="a step with finite gradients behind a backward whose gradients were not",
+                expected="gradients that are not clipped by value, nor have their NaN replaced",
+                fix=f"Clip by norm. {FIX}",
+            )  # fmt: skip
         if not finite:
-            self.value *= SHRINKS
-            self._made = 0
-            self.left_out += 1
-            if self.left_out == MANY_LEFT_OUT:
-                warnings.warn(
-                    f"{MANY_LEFT_OUT} steps in a row were left out, since gradients were not finite, down to a scale "
-                    f"of {self.value:g}: this model does not train in float16",
-                    HeadwayWarning, stacklevel=2,
-                )  # fmt: skip
+            self._leave_out()
             return
         self.left_out = 0
-        self._made += self._leader() is optimizer
-        if self._made == GROWS_AFTER:
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        if self._made[optimizer] == GROWS_AFTER:
             self.value *= GROWS
-            self._made = 0
+            self._made.clear()
+
+    def _leave_out(self) -> None:
+        self._made.clear()
+        if self._was_halved:  # for another optimizer of the same backward
+            return
+        self._was_halved = True
+        self.value *= SHRINKS
+        self.left_out += 1
+        if self.left_out == MANY_LEFT_OUT:
+            warnings.warn(
+                f"{MANY_LEFT_OUT} steps in a row were left out, since gradients were not finite, down to a scale "
+                f"of {self.value:g}: this model does not train in float16",
+                HeadwayWarning, stacklevel=3,
+            )  # fmt: skip
+
+    def _updates_all(self, optimizer: Optimizer) -> bool:
+        own = set(map(id, _updated(optimizer)))
+        return all(number in own for number, known in self._watched.items() if known() is not None)
 
 
 _scales: weakref.WeakKeyDictionary[nn.Module, LossScale] = weakref.WeakKeyDictionary()
 
 
 class _Leaving(torch.autograd.Function):
+    """The output in float32, in memory of its own: a script may write into it."""
+
     @staticmethod
     def forward(ctx: Any, scale: LossScale, value: torch.Tensor) -> torch.Tensor:
-        ctx.scale = scale
-        return value.view_as(value)
+        ctx.scale, ctx.dtype = scale, value.dtype
+        return value.float() if value.dtype is torch.float16 else value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        return None, gradient * ctx.scale.value
+        return None, (gradient * ctx.scale.value).to(ctx.dtype)
 
 
 class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: LossScale, value: torch.Tensor) -> torch.Tensor:
         ctx.scale = scale
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -128,6 +176,11 @@ def _passed(function: type[Any], scale: LossScale, value: torch.Tensor) -> torch
         return value
     passed: torch.Tensor = function.apply(scale, value)
     return passed
+
+
+@functools.cache
+def _watch_backward() -> None:
+    scaled_losses.watch_backward(lambda: list(_scales.values()), _Entering, _Leaving)
 
 
 # Steps
@@ -147,7 +200,7 @@ def _step(optimizer: Optimizer, step: Step, args: tuple[Any, ...], kwargs: dict[
     if torch_private.inside_backward():
         raise UnsupportedError(
             "float16 needs the gradients of a whole backward before a step", got="an optimizer's step in backward",
-            fix=USE_BFLOAT16,
+            fix=FIX,
         )  # fmt: skip
     loss, args, kwargs = _closed(optimizer, args, kwargs)
     finite = torch_private.gradients_are_finite(optimizer)
@@ -165,10 +218,11 @@ def _closed(
     closure = args[0] if args else others.pop("closure", None)
     if closure is None:
         return None, args, kwargs
-    if isinstance(optimizer, torch.optim.LBFGS):
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind or kind is torch.optim.LBFGS:
         raise UnsupportedError(
-            "float16 needs an optimizer that computes gradients once a step", got=type(optimizer).__name__,
-            fix=USE_BFLOAT16,
+            "in float16 a step that is given a closure has to call it once, before all else", got=kind.__name__,
+            expected="an optimizer of torch.optim but LBFGS", fix=FIX,
         )  # fmt: skip
     with torch.enable_grad():
         return closure(), args[1:], others
@@ -187,44 +241,3 @@ def _refuse_unasked(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _updated(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
-
-
-# Losses
-
-
-@functools.cache
-def _watch_backward() -> None:
-    """Look at every loss before its backward: parameters may be used by the model alone."""
-    for name in ("backward", "grad"):
-        setattr(torch.autograd, name, _looking_first(getattr(torch.autograd, name)))
-
-
-def _looking_first(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def looking(*args: Any, **kwargs: Any) -> Any:
-        if _scales:
-            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
-            _refuse_other_uses([roots] if isinstance(roots, torch.Tensor) else roots)
-        return stock(*args, **kwargs)
-
-    return looking
-
-
-def _refuse_other_uses(roots: Sequence[Any]) -> None:
-    waiting = [each.grad_fn for each in roots if isinstance(each, torch.Tensor) and each.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        parameter = getattr(node, "variable", None)
-        if parameter is not None and any(scale.trains(parameter) for scale in list(_scales.values())):
-            raise UnsupportedError(
-                "a loss uses parameters that train in float16 besides through what their model puts out",
-                got=f"a parameter of shape {tuple(parameter.shape)}",
-                expected="a loss of the model's outputs", fix=f"Use the optimizer's weight_decay. {USE_BFLOAT16}",
-            )  # fmt: skip
-        if isinstance(node, _Leaving._backward_cls):
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)

@@ -5,13 +5,16 @@ After Micikevicius et al., "Mixed precision training" (arXiv 1710.03740), with p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headway.errors import UnsupportedError
+from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.model import ModelSpec
 from headway.passes.measured import MeasuredModules
+from headway.trace.events import Read
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +59,16 @@ class Precision(MeasuredModules):
                 "this model has parameters that autocast is not for", got=", ".join(others),
                 expected="float32", fix="Leave the pass out of the plan.",
             )  # fmt: skip
+
+    def rearranged(self, timeline: Timeline) -> Timeline:
+        """In float16 gradients are looked at before the step."""
+        if self.dtype != "float16":
+            return timeline
+        items = timeline.items
+        at = next(
+            (at for at, item in enumerate(items) if item.kind in (Point.STEP, Part.OPTIMIZER)), len(items)
+        )
+        return replace(timeline, items=(*items[:at], Item(Part.READ, Read.UNSCALE), *items[at:]))
 
     def prepare(self) -> None:
         """Ask before each step from now on: in float16 some are left out."""

@@ -81,6 +81,7 @@ class ModuleWatch:
         self._backward: _Backward | None = None  # the one in progress
         self._backwards: list[_Backward] = []
         self._original_backward: Callable[..., Any] | None = None
+        self._own_backward: Callable[..., Any] | None = None
         self._to_mark: list[tuple[Any, Callable[..., None]]] = []  # nodes of this pass, and what marks them
         self._stop_counting: Callable[[], int] | None = None
 
@@ -138,8 +139,9 @@ class ModuleWatch:
             _remove(handles)
         self._to_mark.clear()
         if self._original_backward is not None:
-            torch.autograd.backward = self._original_backward
-            self._original_backward = None
+            if torch.autograd.backward is self._own_backward:  # else somebody looks on behind us
+                torch.autograd.backward = self._original_backward
+            self._original_backward = self._own_backward = None
 
     def rows(self) -> list[Event]:
         """What was observed, as events."""
@@ -216,7 +218,7 @@ class ModuleWatch:
             self.compute_ends_ns[current.end_ns] = current.compute_end_ns or current.end_ns
             self._between.backward_ended()
 
-        torch.autograd.backward = backward
+        torch.autograd.backward = self._own_backward = backward
 
     def backward(self) -> _Backward | None:
         """The backward in progress, told of the end of its graph later: DDP waits for its buckets after that."""

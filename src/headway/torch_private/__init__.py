@@ -7,6 +7,7 @@ from headway.torch_private.autograd import (
     inside_backward,
     inside_transform,
     preserved_versions,
+    put_gradient_hook_first,
     queue_backward_callback,
     version_of,
 )
@@ -156,6 +157,7 @@ __all__ = [
     "pipeline_stage",
     "preserved_versions",
     "process_group",
+    "put_gradient_hook_first",
     "queue_backward_callback",
     "returns_given_memory",
     "returns_view",

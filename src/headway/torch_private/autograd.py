@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -27,6 +29,18 @@ def inside_backward() -> bool:
 def inside_transform() -> bool:
     """Whether a transform of torch.func is in progress, whose wrapped tensors nobody can tell from ordinary ones."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def put_gradient_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have ``hook`` change the gradient of ``tensor`` before any other hook sees it. Pickles do without it."""
+    marked: Any = unserializable_hook(functools.partial(hook))  # a bound method cannot be
+    handle = tensor.register_hook(marked)
+    hooks: Any = tensor._backward_hooks
+    own = hooks.pop(handle.id)
+    others = list(hooks.items())
+    hooks.clear()  # autograd goes through them as they were put in
+    hooks[handle.id] = own
+    hooks.update(others)
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
