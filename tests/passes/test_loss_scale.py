@@ -233,7 +233,7 @@ def test_who_looked_before_the_plan_sees_gradients_too() -> None:
 
 def test_outputs_may_be_written_into_and_inputs_are_the_scripts_own() -> None:
     class Telling(nn.Linear):
-        def forward(self, given: torch.Tensor, told: list[Any] | None = None) -> torch.Tensor:  # type: ignore[override]
+        def forward(self, given: torch.Tensor, told: list[Any] | None = None) -> torch.Tensor:
             out = super().forward(given)
             if told is not None:
                 told.append(out.float().square().mean())
