@@ -48,6 +48,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 PASSES: dict[str, Pass] = {
     "fused": OptimizerImplementation(implementation="fused"),
     "bfloat16": Precision(dtype="bfloat16"),
+    "float16": Precision(dtype="float16"),
     "recompute": Recompute(modules=BLOCKS),
     "compile": Compile(modules=BLOCKS),
 }

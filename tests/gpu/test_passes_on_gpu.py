@@ -49,6 +49,15 @@ def test_autocast(backend: str, ranks: int) -> None:
             assert found[strategy] == pytest.approx(reference, rel=1e-5, abs=distance / 20), strategy
 
 
+def test_float16(backend: str, ranks: int) -> None:
+    for found in on_device(backend, ranks, "float16_pass_cases:trained"):
+        reference, scale = found["alone"]
+        for strategy in STRATEGIES:
+            values, own_scale = found[strategy]
+            assert own_scale == scale, strategy
+            assert values == pytest.approx(reference, rel=1e-3, abs=1e-4), strategy
+
+
 def test_compiled_modules(backend: str, ranks: int) -> None:
     for found in on_device(backend, ranks, "compile_pass_cases:trained"):
         for strategy in STRATEGIES:
