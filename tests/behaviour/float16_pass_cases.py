@@ -60,10 +60,12 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def refused(rank: int, world_size: int) -> str:
-    """What local SGD says, whose ranks would leave out steps by themselves."""
+    """What local SGD says, whose ranks would leave out steps by themselves, where no plan has refused both."""
     inner = model(plain=True).float()
     optimizer = momentum(inner.parameters())
-    wrapped = _planned(inner, optimizer, LocalSGDStrategy(), world_size)
+    del world_size
+    Precision(dtype="float16").apply(inner, optimizer)
+    wrapped = parallelize(inner, optimizer, LocalSGDStrategy())
     wrapped(batches(rank, torch.float32)[0]).square().mean().backward()
     try:
         optimizer.step()

@@ -155,6 +155,18 @@ def test_mixed_precision_is_taken_where_it_was_measured_to_help(
     assert bool(best.changes_training) == taken
 
 
+def test_steps_are_not_left_out_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    known = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    lower = Precision(dtype="float16")
+    effects = {lower.effect_name(part): MeasuredEffect(0.5) for part in (Part.FORWARD, Part.BACKWARD)}
+    monkeypatch.setattr(known, "job", replace(known.job, measured=effects))
+    found = search(known, allow=("precision", "asynchronous")).candidates
+    assert any(each.strategy.counts_steps for each in found)
+    assert any(each.passes == (lower,) for each in found)
+    assert not any(each.passes and each.strategy.counts_steps for each in found)
+
+
 def test_what_changes_training_needs_a_permission(
     replayer: Replayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.plan.plan import PlannedModel
 from headway.replayer.simulate import simulate
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 
 WHOLE = Precision(dtype="bfloat16")
 MIDDLE = Precision(dtype="bfloat16", modules=("1",))
@@ -129,6 +133,19 @@ def test_it_stands_first_in_a_plan() -> None:
     for wrong in ((recompute, WHOLE), (WHOLE, MIDDLE)):
         with pytest.raises(ValidationError, match="precision has to be the first pass"):
             plan(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "counts"),
+    [(LocalSGDStrategy(), True), (PartialAllReduceStrategy(groups="static"), True),
+     (PartialAllReduceStrategy(groups="first-come"), False), (DDP, False)],
+)  # fmt: skip
+def test_steps_are_not_left_out_where_they_are_counted(strategy: Strategy, counts: bool) -> None:
+    model = PlannedModel(parameters=0, size_bytes=0, fingerprint="")
+    for dtype in ("bfloat16", "float16"):
+        refused = counts and dtype == "float16"
+        with pytest.raises(ValidationError, match="counts them") if refused else nullcontext():
+            Plan(mesh={"data": 2}, parallel={"data": strategy}, model=model, passes=(Precision(dtype=dtype),))
 
 
 def gradients(model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:

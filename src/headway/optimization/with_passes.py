@@ -122,6 +122,8 @@ class _Tried:
         applied = tuple(sorted((*candidate.passes, added), key=lambda each: not each.stands_first))
         if any(each.stands_first for each in applied[1:]):  # what two do together was not measured
             return None
+        if added.leaves_out_steps and candidate.strategy.counts_steps:
+            return None
         self.replays += 1
         try:
             played = self._replayer.replay(candidate.strategy, passes=applied)

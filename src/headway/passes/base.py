@@ -41,6 +41,11 @@ class Pass(BaseModel):
         """The permission without which it is never chosen (``headway.permission``); "" for none."""
         return PRECISION if self.changes_training else ""
 
+    @property
+    def leaves_out_steps(self) -> bool:
+        """Whether steps of the optimizer may be left out under it, on ranks whose gradients are not finite."""
+        return False
+
     def rewrite(self, job: Job) -> Job:
         """``job`` as it would be under this pass. Pure. Raises UnsupportedError if that is unknown."""
         raise NotImplementedError

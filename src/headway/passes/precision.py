@@ -50,6 +50,11 @@ class Precision(MeasuredModules):
         left_out = ", and steps whose gradients overflow are left out" if self.dtype == "float16" else ""
         return f"{self._part()} computes in {self.dtype}{left_out}"
 
+    @property
+    def leaves_out_steps(self) -> bool:
+        """In float16, where gradients overflow."""
+        return self.dtype == "float16"
+
     def check_model(self, model: ModelSpec) -> None:
         """Raise UnsupportedError for modules that do not train, and parameters that are not float32."""
         super().check_model(model)

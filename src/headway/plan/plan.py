@@ -219,6 +219,12 @@ class Plan(BaseModel):
             raise ValueError(
                 f"passes are not applied to the stages of a pipeline, has {', '.join(one.name for one in self.passes)}"
             )
+        for one in self.passes:
+            for strategy in self.parallel.values():
+                if one.leaves_out_steps and strategy.counts_steps:
+                    raise ValueError(
+                        f"under {one.describe()} a rank may leave out a step, and {strategy.name} counts them"
+                    )
         return self
 
     @field_serializer("parallel", mode="wrap")

@@ -49,6 +49,11 @@ class Strategy(BaseModel):
         return ""
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether ranks meet after so many steps of each, with gradients of their own: none may leave out a step."""
+        return False
+
+    @property
     def decides_while_training(self) -> bool:
         """Whether something is decided while the job trains, which ``headway run --decisions`` writes down."""
         return False

@@ -164,6 +164,11 @@ class PartialAllReduceStrategy(Strategy):
         return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     @property
+    def counts_steps(self) -> bool:
+        """Rounds of static groups are counted in steps."""
+        return self.is_static
+
+    @property
     def changes_training(self) -> str:
         """Models of their own, whom they are averaged with, and how late."""
         one, many, several = (

@@ -55,6 +55,11 @@ class LocalSGDStrategy(Strategy):
         return self
 
     @property
+    def counts_steps(self) -> bool:
+        """Ranks average at the end of a period."""
+        return True
+
+    @property
     def outer(self) -> OuterStep | None:
         """The outer step with all of its options; None where the mean is taken as it is."""
         if self.outer_optimizer == "none":
