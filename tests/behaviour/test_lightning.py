@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from tests.commands import headway, torchrun
 
 from headway.diagnosis import diagnose
+from headway.passes.accumulate import Accumulate
+from headway.passes.base import Pass
+from headway.passes.precision import Precision
 from headway.plan import Plan
 from headway.replayer.replayer import Replayer
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
@@ -60,3 +65,32 @@ def test_a_decoupled_plan_trains_tests_and_saves_the_same(recorded: Path) -> Non
     stock, ours = (json.loads((recorded / name).read_text()) for name in ("stock.json", "ours.json"))
     for what in stock:  # in another order of summing, because gradients are clipped by norm
         assert ours[what] == pytest.approx(stock[what], rel=1e-5, abs=1e-6), what
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_its_steps_of_training_compute_under_autocast(
+    recorded: Path, dtype: Literal["bfloat16", "float16"]
+) -> None:
+    lower = Precision(dtype=dtype)
+    found, out = ran(recorded, lower, dtype)
+    assert found.returncode == 0, found.stderr
+    stock, ours = (json.loads(each.read_text()) for each in (recorded / "stock.json", out))
+    assert ours != stock, "something is rounded"
+    for what in stock:
+        assert ours[what] == pytest.approx(stock[what], rel=0.05, abs=0.05), what
+
+
+def test_batches_that_its_steps_take_are_not_split(recorded: Path) -> None:
+    found, _ = ran(recorded, Accumulate(micro_batches=2), "split")
+    assert found.returncode == 2
+    assert "another one in its place, as Lightning puts there" in found.stderr
+
+
+def ran(recorded: Path, changed: Pass, name: str) -> tuple[Any, Path]:
+    """What came of the job under a plan of stock DDP with a pass, and the file of its results."""
+    trace = load_trace(recorded / "trace")
+    plan = Plan.data_parallel(DistributedDataParallelStrategy(), 2, trace.model)
+    path, out = recorded / f"{name}.yaml", recorded / f"{name}.json"
+    plan.model_copy(update={"passes": (changed,), "changes_training": changed.changes_training}).save(path)
+    job = torchrun("train_lightning.py", out, STEPS)
+    return headway("run", "--plan", path, "--", *job, timeout_s=180), out

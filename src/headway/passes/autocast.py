@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from headway.errors import UnsupportedError
 from headway.passes.each_tensor import each_tensor
 from headway.passes.loss_scale import LossScale
-from headway.passes.other_forward import give_forward, module_at
+from headway.passes.other_forward import give_call, module_at
 
 _LEAVE_OUT = "Leave the pass precision out of the plan."
 
@@ -39,11 +40,10 @@ def compute_under_autocast(root: nn.Module, paths: Sequence[str], dtype: str) ->
     assert dtype != "float16" or not paths, "of a part of a model gradients are not told apart"
     scale = LossScale(root) if dtype == "float16" else None
     for path in paths or ("",):
-        give_forward(
+        give_call(
             module_at(root, path, "compute under autocast"),
             repr(path) if path else type(root).__name__,
             _UnderAutocast(device, dtype, scale),
-            may_be_wrapped=True,
         )
 
 
@@ -52,8 +52,11 @@ class _UnderAutocast:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._scale = scale
+        self._inside = threading.local()
 
     def __call__(self, forward: Callable[..., Any], _module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self._inside, "depth", 0):  # the module calls itself, as a step of Lightning's does
+            return forward(*args, **kwargs)
         if torch.is_autocast_enabled(self._device):
             raise UnsupportedError(
                 "the script calls its model under autocast already",
@@ -62,8 +65,12 @@ class _UnderAutocast:
             )  # fmt: skip
         if self._scale is not None:
             args, kwargs = self._scale.entering((args, kwargs))
-        with torch.autocast(self._device, dtype=self._dtype):
-            out = forward(*args, **kwargs)
+        self._inside.depth = 1
+        try:
+            with torch.autocast(self._device, dtype=self._dtype):
+                out = forward(*args, **kwargs)
+        finally:
+            self._inside.depth = 0
         if self._scale is not None:
             out = self._scale.leaving(out)
         return each_tensor(out, self._widened)

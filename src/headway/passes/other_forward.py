@@ -33,12 +33,44 @@ def module_at(root: nn.Module, path: str, wanted: str) -> nn.Module:
         ) from None  # fmt: skip
 
 
-def give_forward(module: nn.Module, path: str, forward: Forward, *, may_be_wrapped: bool = False) -> None:
+def give_forward(module: nn.Module, path: str, forward: Forward) -> None:
     """Have ``module``, which an error names as ``path``, compute ``forward`` around its own.
 
     Copies and pickles of it are of the class that it had. Raises as ``give_class`` does.
     """
-    give_class(module, path, with_forward(type(module), forward, may_be_wrapped=may_be_wrapped))
+    give_class(module, path, with_forward(type(module), forward))
+
+
+def give_call(module: nn.Module, path: str, around: Forward) -> None:
+    """Have calls of ``module`` go through ``around``: its hooks too, and a forward that somebody puts there later.
+
+    Lightning does that: the module that is wrapped is called with another forward, which is a step of training.
+    Raises as ``give_class`` does.
+    """
+    original = type(module)
+
+    class OtherCall(original, Changed):  # type: ignore[misc, valid-type]
+        may_be_wrapped = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return around(partial(original.__call__, self), self, *args, **kwargs)
+
+        __reduce_ex__ = _reduced_as(original)
+
+    give_class(module, path, _named_like(OtherCall, original))
+
+
+def refuse_forwards_put_there(module: nn.Module, what: str, fix: str) -> None:
+    """Have calls of ``module`` raise UnsupportedError where its forward is not that of its class, as in Lightning."""
+    module.register_forward_pre_hook(partial(_look_for_another, what, fix))
+
+
+def _look_for_another(what: str, fix: str, module: nn.Module, _given: Any) -> None:
+    if "forward" in vars(module):
+        raise UnsupportedError(
+            f"{what} needs calls of the model's own forward", got="another one in its place, as Lightning puts there",
+            fix=fix,
+        )  # fmt: skip
 
 
 def give_class(module: nn.Module, path: str, changed: type[nn.Module]) -> None:
@@ -59,24 +91,29 @@ def give_class(module: nn.Module, path: str, changed: type[nn.Module]) -> None:
     module.__class__ = changed
 
 
-def with_forward(
-    original: type[nn.Module], around: Forward, *, may_be_wrapped: bool = False, besides: type = Changed
-) -> type[nn.Module]:
+def with_forward(original: type[nn.Module], around: Forward, *, besides: type = Changed) -> type[nn.Module]:
     """A class like ``original`` with another forward, which is one of ``besides``, a kind of ``Changed``, too."""
-    wrapped_later = may_be_wrapped
 
     class OtherForward(original, besides):  # type: ignore[misc, valid-type]
-        may_be_wrapped = wrapped_later
-
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return around(partial(original.forward, self), self, *args, **kwargs)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # Later protocols have pickle compare the class that is made with this one.
-            reduced: Any = super().__reduce_ex__(min(1, protocol))
-            made, arguments, *state = reduced
-            return made, tuple(original if each is type(self) else each for each in arguments), *state
+        __reduce_ex__ = _reduced_as(original)
 
-    OtherForward.__name__, OtherForward.__qualname__ = original.__name__, original.__qualname__
-    OtherForward.__module__ = original.__module__
-    return OtherForward
+    return _named_like(OtherForward, original)
+
+
+def _reduced_as(original: type[nn.Module]) -> Callable[[Any, Any], Any]:
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Later protocols have pickle compare the class that is made with this one.
+        reduced: Any = original.__reduce_ex__(self, min(1, protocol))
+        made, arguments, *state = reduced
+        return made, tuple(original if each is type(self) else each for each in arguments), *state
+
+    return reduce_ex
+
+
+def _named_like(changed: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    changed.__name__, changed.__qualname__ = original.__name__, original.__qualname__
+    changed.__module__ = original.__module__
+    return changed

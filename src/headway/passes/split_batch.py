@@ -11,7 +11,7 @@ from torch import nn
 
 from headway.errors import UnsupportedError
 from headway.passes.checkpointed import recomputed
-from headway.passes.other_forward import give_forward
+from headway.passes.other_forward import give_forward, refuse_forwards_put_there
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MIXED = 1e-3  # by how much outputs of samples alone may differ from those of samples together
@@ -28,6 +28,7 @@ def split(module: nn.Module, parts: int) -> None:
                 fix=LEAVE_OUT,
             )  # fmt: skip
     give_forward(module, type(module).__name__, _InParts(parts))
+    refuse_forwards_put_there(module, "a batch in parts", LEAVE_OUT)
 
 
 class _InParts:
