@@ -47,7 +47,7 @@ def watch_backward(scales: Any, entering: type[Any], leaving: type[Any]) -> None
             if present and not torch_private.inside_backward():  # as recomputation does
                 roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
                 roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
-                _refuse_wrong_uses(roots, present, entering._backward_cls, leaving._backward_cls)
+                _refuse_wrong_uses(roots, present, *map(torch_private.node_type_of, (entering, leaving)))
             return stock(*args, **kwargs)
 
         return looking

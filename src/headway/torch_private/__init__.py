@@ -6,6 +6,7 @@ Callers write ``torch_private.name``; ``pipelining`` is imported where it is use
 from headway.torch_private.autograd import (
     inside_backward,
     inside_transform,
+    node_type_of,
     preserved_versions,
     put_gradient_hook_first,
     queue_backward_callback,
@@ -146,6 +147,7 @@ __all__ = [
     "let_go_of_reducer",
     "moved_as_ddp_does",
     "new_gloo_group",
+    "node_type_of",
     "operator_name",
     "operator_packet",
     "outputs_kept",

@@ -31,6 +31,12 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def node_type_of(function: type[torch.autograd.Function]) -> type[Any]:
+    """The type of the nodes that ``function`` leaves in graphs."""
+    made: type[Any] = cast(Any, function)._backward_cls
+    return made
+
+
 def put_gradient_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Have ``hook`` change the gradient of ``tensor`` before any other hook sees it. Pickles do without it."""
     marked: Any = unserializable_hook(functools.partial(hook))  # a bound method cannot be
