@@ -359,7 +359,7 @@ def test_what_would_train_otherwise_is_refused(use: Callable[[Any, Optimizer], N
         use(model, MAKERS["sgd"](model.parameters()))
 
 
-def test_a_scheduler_that_holds_the_step_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_holds_the_step_already_is_refused() -> None:
     model = planned()
     optimizer = MAKERS["sgd"](model.parameters())
     loss(model(batch(0))).backward()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headway.recording import recorder as recorders
 from headway.recording.recorder import Recorder, RecordOptions
 
 
@@ -28,7 +27,7 @@ def main() -> None:
         time.sleep(1)
         print("written", flush=True)
 
-    recorders.Recorder._write_status = write  # type: ignore[method-assign]
+    Recorder._write_status = write  # type: ignore[method-assign]
     threading.Thread(target=recorder.finish, daemon=True).start()
     writing.wait()
     raise RuntimeError("the job failed")

@@ -55,7 +55,7 @@ class _UnderAutocast:
         self._inside = threading.local()
 
     def __call__(self, forward: Callable[..., Any], _module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self._inside, "depth", 0):  # the module calls itself, as a step of Lightning's does
+        if getattr(self._inside, "forward", False):  # the module calls itself, as a step of Lightning's does
             return forward(*args, **kwargs)
         if torch.is_autocast_enabled(self._device):
             raise UnsupportedError(
@@ -65,12 +65,12 @@ class _UnderAutocast:
             )  # fmt: skip
         if self._scale is not None:
             args, kwargs = self._scale.entering((args, kwargs))
-        self._inside.depth = 1
+        self._inside.forward = True
         try:
             with torch.autocast(self._device, dtype=self._dtype):
                 out = forward(*args, **kwargs)
         finally:
-            self._inside.depth = 0
+            self._inside.forward = False
         if self._scale is not None:
             out = self._scale.leaving(out)
         return each_tensor(out, self._widened)

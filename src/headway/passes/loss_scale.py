@@ -41,12 +41,10 @@ class LossScale:
         _watch_backward()
         self._module = weakref.ref(module)
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; tensors cannot be compared
-        self._made: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )  # since it has changed
-        self._overflowed: torch.Tensor | None = (
-            None  # whether this rank has seen a gradient that is not finite
-        )
+        # Steps since the scale has changed.
+        self._made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # Whether this rank has seen a gradient that is not finite since a step was asked for.
+        self._overflowed: torch.Tensor | None = None
         self.value = FIRST_SCALE
         self.left_out = 0
         """Steps in a row that were left out."""

@@ -47,7 +47,7 @@ class Precision(MeasuredModules):
     @property
     def changes_training(self) -> str:
         """That it is computed with fewer digits, and that steps may be left out."""
-        left_out = ", and steps whose gradients overflow are left out" if self.dtype == "float16" else ""
+        left_out = ", and steps whose gradients overflow are left out" if self.leaves_out_steps else ""
         return f"{self._part()} computes in {self.dtype}{left_out}"
 
     @property
@@ -67,7 +67,7 @@ class Precision(MeasuredModules):
 
     def rearranged(self, timeline: Timeline) -> Timeline:
         """In float16 gradients are looked at before the step."""
-        if self.dtype != "float16":
+        if not self.leaves_out_steps:
             return timeline
         items = timeline.items
         at = next(
@@ -77,7 +77,7 @@ class Precision(MeasuredModules):
 
     def prepare(self) -> None:
         """Ask before each step from now on: in float16 some are left out."""
-        if self.dtype == "float16":
+        if self.leaves_out_steps:
             from headway.passes.loss_scale import watch_steps
 
             watch_steps()

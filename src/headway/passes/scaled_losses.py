@@ -7,7 +7,7 @@ it is given.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +22,8 @@ FIX = "Use bfloat16, or leave the pass precision out of the plan."
 class Scale(Protocol):
     """What scales the gradients of a model."""
 
-    backwards: int
-    """Since an optimizer has asked whether it may step."""
-
     looked_within: int
+    """Of how many backwards the graph within the model was looked at."""
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether gradients of ``parameter`` are unscaled."""
@@ -34,7 +32,7 @@ class Scale(Protocol):
         """Another one."""
 
 
-def watch_backward(scales: Any, entering: type[Any], leaving: type[Any]) -> None:
+def watch_backward(scales: Callable[[], Sequence[Scale]], entering: type[Any], leaving: type[Any]) -> None:
     """Look before every backward from now on, where there are ``scales()``. Called once.
 
     ``entering`` and ``leaving`` are the autograd functions of what goes into a scaled model and comes out.
@@ -43,7 +41,7 @@ def watch_backward(scales: Any, entering: type[Any], leaving: type[Any]) -> None
     def looking_first(stock: Any) -> Any:
         @functools.wraps(stock)
         def looking(*args: Any, **kwargs: Any) -> Any:
-            present: list[Scale] = scales()
+            present = scales()
             if present and not torch_private.inside_backward():  # as recomputation does
                 roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
                 roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)

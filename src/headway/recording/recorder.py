@@ -403,9 +403,8 @@ class Recorder:
         while self._written:
             self._written.pop(0)()
         self.writing = False
-        atexit.unregister(
-            self._finish_at_exit
-        )  # not before: in a thread it would end unwritten with the main one
+        # Not before: a thread that writes would end with the main one.
+        atexit.unregister(self._finish_at_exit)
 
     def _finish_at_exit(self) -> None:
         failed = getattr(sys, "last_value", None) is not None  # then others may be gone too

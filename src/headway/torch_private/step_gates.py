@@ -73,7 +73,6 @@ def _gate_class(owner: type[Any]) -> None:
             _asked.discard(id(self))
 
     gated.gated = True  # type: ignore[attr-defined]
-    gated.__wrapped__ = getattr(
-        step, "__wrapped__", step
-    )  # the step without torch's hooks, as without a gate
+    # The step without torch's hooks, as it is found where there is no gate.
+    gated.__wrapped__ = getattr(step, "__wrapped__", step)
     owner.step = gated
