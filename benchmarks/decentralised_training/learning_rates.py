@@ -11,5 +11,10 @@ TRIED: dict[str, tuple[float, ...]] = {
     "gpt": (2e-3, 8e-3, 16e-3, 32e-3),
 }
 SEED = 7
-BEST = {"digits": 0.02, "gpt": 16e-3}
-"""It turned out to be the same one for every method. That of the digits has not been chosen so."""
+_BEST = {"digits": 0.04, "gpt": 16e-3}
+_BEST_OF_OTHERS = {("digits", "ad-psgd"): 0.08}
+
+
+def best(model: str, method: str) -> float:
+    """The rate of those in ``TRIED`` that left the lowest loss, as the cases ``rates-…`` measured."""
+    return _BEST_OF_OTHERS.get((model, method), _BEST[model])

@@ -153,7 +153,9 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     seeds = QUICK_SEEDS if quick else case.seeds
     for number, seed in enumerate(seeds):
         shift = number * len(methods) // max(1, len(seeds))
-        turns = [(each, rate) for each in (*methods[shift:], *methods[:shift]) for rate in case.rates]
+        turns = [
+            (each, rate) for each in (*methods[shift:], *methods[:shift]) for rate in case.rates(each.name)
+        ]
         for method, rate in turns:
             strategy = method.options(1.0)[-1 if method.name == "parameter-server" else 0]
             torch.manual_seed(seed)

@@ -60,10 +60,11 @@ class LossCase:
     def seeds(self) -> tuple[int, ...]:
         return (learning_rates.SEED,) if self.tries_rates else SEEDS
 
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """The learning rates that every method trains with, each from the start."""
-        return learning_rates.TRIED[self.model] if self.tries_rates else (learning_rates.BEST[self.model],)
+    def rates(self, method: str) -> tuple[float, ...]:
+        """The learning rates that ``method`` trains with, each from the start."""
+        if self.tries_rates:
+            return learning_rates.TRIED[self.model]
+        return (learning_rates.best(self.model, method),)
 
     @property
     def world_size(self) -> int:
