@@ -3,9 +3,10 @@
     python benchmarks/decentralised.py [--quick] [--only CASE] [--json FILE]
 
 Cases `homogeneous-…`, `slow2-…`, `slow5-…`, `slowlink-…`, `random-…` measure throughput (15 to 20 minutes each),
-`loss-…` the time to a loss with real gradients (some 15 minutes each), `rates-…` which learning rates those methods
-have, `contraction` how fast models mix, and `faults-N` play the schedules of the seeds N to N + 19 (some 5 minutes
-each). Each is kept as soon as it is done.
+`loss-…` the time to a loss with real gradients (8 to 25 minutes each), `rates-…` which learning rates those methods
+have, `causes-…` what of those losses is the algorithm's (5 minutes each, in one process), `contraction` how fast models
+mix, and `faults-N` play the schedules of the seeds N to N + 19 (some 5 minutes each). Each is kept as soon as it is
+done.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common import keep_case, parse_arguments, report
-from decentralised_training import contraction, fault_rows, losses, throughput
+from decentralised_training import contraction, fault_rows, loss_causes, losses, throughput
 from decentralised_training.cases import QUICK_THROUGHPUT, THROUGHPUT
 from decentralised_training.page import WORDS, page
 
@@ -30,7 +31,7 @@ THROUGHPUT_WORKER, LOSS_WORKER = "--throughput-worker", "--loss-worker"
 CONTRACTION = "contraction"
 ROUNDS, QUICK_ROUNDS = 60, 12
 QUICK_SEEDS, QUICK_METHODS = 4, 2
-CASES = (*THROUGHPUT, *losses.CASES, CONTRACTION, *fault_rows.CASES)
+CASES = (*THROUGHPUT, *losses.CASES, *loss_causes.CASES, CONTRACTION, *fault_rows.CASES)
 QUICK = (QUICK_THROUGHPUT, losses.QUICK, CONTRACTION, next(iter(fault_rows.CASES)))
 KEPT = Path(tempfile.gettempdir()) / "headway-faults"
 
@@ -54,6 +55,8 @@ def _measure(name: str, *, quick: bool) -> list[dict[str, Any]]:
         )
     if name in losses.CASES:
         return losses.measure(losses.CASES[name], [sys.executable, __file__, LOSS_WORKER], quick=quick)
+    if name in loss_causes.CASES:
+        return loss_causes.measure(name, quick=quick)
     if name == CONTRACTION:
         methods = contraction.METHODS[: QUICK_METHODS if quick else None]
         with tempfile.TemporaryDirectory() as temporary:

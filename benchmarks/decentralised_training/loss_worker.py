@@ -7,15 +7,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from decentralised_training.live import Coordinators, Trainer
@@ -28,74 +25,10 @@ from decentralised_training.losses import (
     SLOW_RANK,
     LossCase,
 )
-from headway.demo.train_digits import convolutional_net
-from headway.demo.train_gpt import CONTEXT, GPT, Sources
+from decentralised_training.tasks import TASKS, Task, held_out_loss, loss_of, tensors_of
 
 SWITCH_INTERVAL_S = 1e-4
 LOOK_S = 0.25  # a copy of the model is kept so often
-DIGITS_WIDTH, DIGITS_BATCH = 16, 16
-GPT_WIDTH, GPT_DEPTH, GPT_BATCH = 64, 2, 8
-HELD_OUT = 360  # digits nobody trains on; of text as many windows
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model, its data and its optimizer: ``batch(rank, seed, iteration)`` is what a rank trains on."""
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int, int, int], Batch]
-    held_out: Batch
-    optimizer: Callable[[nn.Module, float], Optimizer]  # with this learning rate
-    samples: int
-
-
-def digits() -> Task:
-    """A convolutional net on scikit-learn's digits."""
-    from sklearn.datasets import load_digits
-
-    loaded = load_digits()
-    order = torch.randperm(len(loaded.target), generator=torch.Generator().manual_seed(0))
-    images = (torch.tensor(loaded.images, dtype=torch.float32).unsqueeze(1) / 16)[order]
-    labels = torch.tensor(loaded.target)[order]
-    trained = len(labels) - HELD_OUT
-
-    def batch(rank: int, seed: int, iteration: int) -> Batch:
-        draw = torch.Generator().manual_seed(1_000_003 * seed + 10_007 * rank + iteration)
-        chosen = torch.randint(trained, (DIGITS_BATCH,), generator=draw)
-        return images[chosen], labels[chosen]
-
-    return Task(
-        lambda: convolutional_net(DIGITS_WIDTH), batch, (images[trained:], labels[trained:]),
-        lambda module, rate: torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9), DIGITS_BATCH,
-    )  # fmt: skip
-
-
-def gpt() -> Task:
-    """A small GPT on the standard library's sources."""
-    windows: dict[tuple[int, int], Sources] = {}
-
-    def batch(rank: int, seed: int, iteration: int) -> Batch:
-        own = windows.setdefault((rank, seed), Sources(100 * seed + rank, 4096 * GPT_BATCH))
-        rows = [own[(iteration * GPT_BATCH + each) % len(own)] for each in range(GPT_BATCH)]
-        window = torch.stack(rows)
-        return window[:, :-1], window[:, 1:]
-
-    others = Sources(-1, HELD_OUT // 4)
-    window = torch.stack([others[each] for each in range(len(others))])
-    return Task(
-        lambda: GPT(GPT_WIDTH, GPT_DEPTH), batch, (window[:, :-1], window[:, 1:]),
-        lambda module, rate: torch.optim.AdamW(module.parameters(), lr=rate), GPT_BATCH * CONTEXT,
-    )  # fmt: skip
-
-
-TASKS = {"digits": digits, "gpt": gpt}
-
-
-def loss_of(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """The cross entropy of a batch, a class a digit or a byte."""
-    output = module(batch[0])
-    return cross_entropy(output.flatten(0, -2), batch[1].flatten())
 
 
 class Learning:
@@ -132,11 +65,14 @@ class Learning:
 
 def flat(module: nn.Module) -> torch.Tensor:
     """All parameters and statistics in one vector."""
-    return torch.cat([each.detach().flatten().float() for each in _tensors(module)])
+    return torch.cat([each.detach().flatten().float() for each in tensors_of(module)])
 
 
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *(each for each in module.buffers() if each.is_floating_point())]
+def _parts(task: Task, values: torch.Tensor) -> list[torch.Tensor]:
+    """What ``flat`` of a model of ``task`` has put together."""
+    tensors = tensors_of(task.make())
+    parts = values.split([each.numel() for each in tensors])
+    return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
 
 
 def work(case_name: str, out: Path, *, quick: bool) -> None:
@@ -206,8 +142,6 @@ def _run(case: LossCase, task: Task, trainer: Trainer, learning: Learning, secon
 
 def _losses(task: Task, learning: Learning, until_s: float) -> dict[str, Any]:
     """At every look the loss of the mean of all models, and all samples so far."""
-    measured, (images, _) = task.make(), task.held_out
-    del images
     times, losses, samples, apart = [], [], [], 0.0
     moments = [LOOK_S * number for number in range(1, int(until_s / LOOK_S) + 1)]
     for moment in moments:
@@ -225,15 +159,5 @@ def _losses(task: Task, learning: Learning, until_s: float) -> dict[str, Any]:
         apart = float((distance[0] / distance[1]).sqrt())
         times.append(moment)
         samples.append(float(total) * task.samples)
-        losses.append(_loss(measured, mean, task.held_out) if dist.get_rank() == 0 else 0.0)
+        losses.append(held_out_loss(task, _parts(task, mean)) if dist.get_rank() == 0 else 0.0)
     return {"times_s": times, "losses": losses, "samples": samples, "apart": apart}
-
-
-def _loss(module: nn.Module, values: torch.Tensor, held_out: Batch) -> float:
-    place = 0
-    with torch.no_grad():
-        for tensor in _tensors(module):
-            tensor.copy_(values[place : place + tensor.numel()].view_as(tensor))
-            place += tensor.numel()
-        module.eval()
-        return float(loss_of(module, held_out))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from decentralised_training import fault_rows, learning_rates
+from decentralised_training import fault_rows, learning_rates, loss_causes
 from decentralised_training.cases import MOST_LAYERS, NETWORKS, SITUATIONS, THROUGHPUT
 from decentralised_training.losses import CASES as LOSSES
 
@@ -32,8 +32,9 @@ WORDS = (
     "next iteration computes (staleness 1), as `ad-psgd` does; the others wait. "
     "**Losses**: real gradients on real data (scikit-learn's digits; a small GPT on the standard library's sources); "
     "after its computation a worker sleeps for the rest of its iteration. A loss is that of the mean of all workers' "
-    "models on data held out, of copies kept four times a second. The GPT has the learning rate that was best in "
-    "`rates-gpt`, the same one for every method, on a seed of its own; the digits' was not chosen so. "
+    "models on data held out, of copies kept four times a second. Every method has the learning rate that was best for "
+    "it in `rates-…`, on a seed of its own. `causes-…` train in one process without Headway, one ingredient after the "
+    "other: what of a loss is the algorithm's. "
     "**Mixing**: workers begin with random models and only average. `left` is what a group leaves of the squared "
     "distance from the mean: measured, by the product of the very groups' matrices, in expectation if all groups "
     "were equally likely and independent (second eigenvalue of E[W'W]), and of the groups of a co-simulation. "
@@ -67,6 +68,10 @@ RATE_COLUMNS = (
     ("method", "method", "{}"), ("rate", "learning_rate", "{:g}"), ("loss", "loss_at_equal_samples", "{:.3f}"),
     ("best", "best", "{}"),
 )  # fmt: skip
+CAUSE_COLUMNS = (
+    ("method", "method", "{}"), ("what", "what", "{}"), ("loss", "first_loss", "{:.3f}"),
+    ("seeds", "first_spread", "{}"), ("later", "last_loss", "{:.3f}"), ("seeds", "last_spread", "{}"),
+)  # fmt: skip
 MIXING_COLUMNS = (
     ("method", "method", "{}"), ("groups", "groups", "{}"), ("mean size", "group_size", "{:.2f}"),
     ("left", "left_by_a_group", "{:.3f}"), ("by matrices", "left_by_its_matrices", "{:.3f}"),
@@ -90,6 +95,8 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
             lines += ["", f"## {case}", "", _rate_facts(own[0]), "", *_table(RATE_COLUMNS, shown)]
         elif case in LOSSES:
             lines += ["", f"## {case}", "", _loss_facts(own[0]), "", *_table(LOSS_COLUMNS, own)]
+        elif case in loss_causes.CASES:
+            lines += ["", f"## {case}", "", _cause_facts(own[0]), "", *_table(CAUSE_COLUMNS, own)]
         elif case == "contraction":
             lines += ["", "## contraction", "", *_table(MIXING_COLUMNS, own)]
     faults = [row for row in rows if row["case"] in fault_rows.CASES]
@@ -149,6 +156,13 @@ def _loss_facts(row: Row) -> str:
         f"Target {row['target_loss']:g}, {row['seeds']} seeds; an iteration lasts {row['step_ms']:.0f} ms, of which "
         f"{row['computing_ms']:.0f} compute; {row['size_mib']:.2f} MiB on links of {row['rate_mbit']:g} Mbit/s, ratio "
         f"{row['ratio_measured']:.2f}; commit {row['commit']}."
+    )
+
+
+def _cause_facts(row: Row) -> str:
+    return (
+        f"After {row['first_iterations']} and {row['last_iterations']} iterations of {loss_causes.WORKERS} workers in "
+        f"one process, {row['seeds']} seeds, learning rate {row['learning_rate']:g}; commit {row['commit']}."
     )
 
 

@@ -32,8 +32,9 @@ class Ours(Trainer):
             self._others = {a: storage for a, storage in live_storages().items() if a not in own}
         decided = strategy if isinstance(strategy, DecoupledStrategy) else DecoupledStrategy()
         wrapped = DecoupledDataParallel(
-            inner, schedule=decided.decide(Job.of(model_spec(inner))), bucket_cap_mb=BEGIN_MB * job.scale
-        )
+            inner, schedule=decided.decide(Job.of(model_spec(inner))), bucket_cap_mb=BEGIN_MB * job.scale,
+            gradient_as_bucket_view=True,  # as tuned DDP has it
+        )  # fmt: skip
         if decided is not strategy:
             wrapped.use_stock_ddp()
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))

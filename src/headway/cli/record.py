@@ -74,7 +74,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 @click.option(
     "--no-measuring",
     is_flag=True,
-    help="Do not interrupt the job for some ten seconds after the last recorded step to measure links and cores.",
+    help="Do not interrupt the job after the last recorded step (ten seconds to a minute) to measure links and cores.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context

@@ -37,7 +37,8 @@ def measure(token: str, folder: Path, *, wanted: bool) -> None:
             return
         if rank == 0:
             print(
-                "headway: the steps are recorded; now measuring links and cores for some ten seconds, for predictions",
+                "headway: the steps are recorded; now measuring links and cores, for ten seconds to a minute, for "
+                "predictions (--no-measuring leaves it out)",
                 file=sys.stderr,
                 flush=True,
             )
