@@ -47,5 +47,5 @@ def test_groups_leave_models_apart_and_staleness_farther() -> None:
 
 def test_every_worker_is_in_one_group() -> None:
     groups = drawn_groups(4, random.Random(1))
-    assert sorted(sum(groups, [])) == list(range(WORKERS))
+    assert sorted(each for group in groups for each in group) == list(range(WORKERS))
     assert {len(each) for each in groups} == {4}
