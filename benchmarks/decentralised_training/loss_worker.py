@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from decentralised_training.live import Coordinators, Trainer
+from decentralised_training.looks import Looks
 from decentralised_training.losses import (
     CASES,
     METHODS,
@@ -25,21 +26,17 @@ from decentralised_training.losses import (
     SLOW_RANK,
     LossCase,
 )
-from decentralised_training.tasks import TASKS, Task, held_out_loss, loss_of, tensors_of
+from decentralised_training.tasks import TASKS, Task, loss_of
 
 SWITCH_INTERVAL_S = 1e-4
-LOOK_S = 0.25  # a copy of the model is kept so often
 
 
 class Learning:
-    """Iterations that compute real gradients and sleep for the rest of their time; keeps copies of the model."""
+    """Iterations that compute real gradients and sleep for the rest of their time."""
 
-    def __init__(self, case: LossCase, task: Task, module: nn.Module, seed: int) -> None:
-        self._case, self._task, self._module, self._seed = case, task, module, seed
+    def __init__(self, case: LossCase, task: Task, seed: int) -> None:
+        self._case, self._task, self._seed = case, task, seed
         self._rank = dist.get_rank()
-        self.begun_s = time.monotonic()
-        self._iterations = 0
-        self.looks: list[tuple[float, int, torch.Tensor]] = []  # seconds, iterations, the model
         self.computing_s: list[float] = []
 
     def step(self, wrapped: nn.Module, optimizer: Optimizer, iteration: int) -> None:
@@ -54,25 +51,6 @@ class Learning:
         self.computing_s.append(time.thread_time() - used)
         time.sleep(max(0.0, middle + 2 * lasts_s / 3 - time.monotonic()))
         optimizer.step()
-
-    def look(self) -> None:
-        """Keep a copy where it is time. Called after each iteration."""
-        self._iterations += 1
-        since = time.monotonic() - self.begun_s
-        if len(self.looks) * LOOK_S <= since:
-            self.looks.append((since, self._iterations, flat(self._module)))
-
-
-def flat(module: nn.Module) -> torch.Tensor:
-    """All parameters and statistics in one vector."""
-    return torch.cat([each.detach().flatten().float() for each in tensors_of(module)])
-
-
-def _parts(task: Task, values: torch.Tensor) -> list[torch.Tensor]:
-    """What ``flat`` of a model of ``task`` has put together."""
-    tensors = tensors_of(task.make())
-    parts = values.split([each.numel() for each in tensors])
-    return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
 
 
 def work(case_name: str, out: Path, *, quick: bool) -> None:
@@ -96,15 +74,19 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
             strategy = method.options(1.0)[-1 if method.name == "parameter-server" else 0]
             torch.manual_seed(seed)
             module = task.make()
-            learning = Learning(case, task, module, seed)
+            learning, looks = Learning(case, task, seed), Looks(module)
             trainer = Trainer(
                 module, task.optimizer(module, rate), strategy, learning.step, case.hosts, coordinators
             )
-            run = _run(case, task, trainer, learning, QUICK_RUN_S if quick else case.run_s)
+            found = _run(case, trainer, looks, QUICK_RUN_S if quick else case.run_s)
+            found |= looks.found(task, found["seconds"], out.parent)
+            trainer.close()
             computing_s += learning.computing_s
-            runs.append({"method": method.name, "seed": seed, "learning_rate": rate, **run})
+            runs.append({"method": method.name, "seed": seed, "learning_rate": rate, **found})
             if dist.get_rank() == 0:
-                print(f"{method.name} {seed} {rate:g}: {run['losses'][-1]:.3f}", file=sys.stderr, flush=True)
+                print(
+                    f"{method.name} {seed} {rate:g}: {found['losses'][-1]:.3f}", file=sys.stderr, flush=True
+                )
     if dist.get_rank() == 0:
         size_bytes = sum(p.numel() * 4 for p in module.parameters())
         ratio = size_bytes / (case.rate_mbit / 8e-6) / case.step_s
@@ -118,8 +100,8 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     os._exit(0)
 
 
-def _run(case: LossCase, task: Task, trainer: Trainer, learning: Learning, seconds: float) -> dict[str, Any]:
-    """Train for about so long; the losses of the mean model meanwhile."""
+def _run(case: LossCase, trainer: Trainer, looks: Looks, seconds: float) -> dict[str, Any]:
+    """Train for about so long: how many iterations all ranks made, and in which time."""
     trainer.block(2, 0.0 if not trainer.by_itself else 2 * case.step_s)  # connections, the order of readiness
     steps = 0
     if not trainer.by_itself:
@@ -128,36 +110,10 @@ def _run(case: LossCase, task: Task, trainer: Trainer, learning: Learning, secon
         dist.all_reduce(step_s, dist.ReduceOp.MAX)
         steps = max(4, round(seconds / float(step_s)))
     dist.barrier()
-    learning.begun_s = time.monotonic()
-    learning.looks.clear()
-    block = trainer.block(steps, seconds, learning.look)
+    looks.begin()
+    block = trainer.block(steps, seconds, looks.look)
     took_s = torch.tensor([block.ends_s[-1] - block.begin_s])
     counts = torch.tensor([float(len(block.ends_s))])
     dist.all_reduce(took_s, dist.ReduceOp.MAX)
     dist.all_reduce(counts)
-    found = _losses(task, learning, float(took_s))
-    trainer.close()
-    return {**found, "iterations": float(counts), "seconds": float(took_s)}
-
-
-def _losses(task: Task, learning: Learning, until_s: float) -> dict[str, Any]:
-    """At every look the loss of the mean of all models, and all samples so far."""
-    times, losses, samples, apart = [], [], [], 0.0
-    moments = [LOOK_S * number for number in range(1, int(until_s / LOOK_S) + 1)]
-    for moment in moments:
-        _, iterations, own = max(
-            (look for look in learning.looks if look[0] <= moment),
-            default=learning.looks[0],
-            key=lambda look: look[0],
-        )
-        mean, total = own.clone(), torch.tensor([float(iterations)])
-        dist.all_reduce(mean)
-        dist.all_reduce(total)
-        mean /= dist.get_world_size()
-        distance = torch.stack([(own - mean).square().sum(), mean.square().sum()])
-        dist.all_reduce(distance)
-        apart = float((distance[0] / distance[1]).sqrt())
-        times.append(moment)
-        samples.append(float(total) * task.samples)
-        losses.append(held_out_loss(task, _parts(task, mean)) if dist.get_rank() == 0 else 0.0)
-    return {"times_s": times, "losses": losses, "samples": samples, "apart": apart}
+    return {"iterations": float(counts), "seconds": float(took_s)}
