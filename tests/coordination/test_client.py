@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from tests import limits
 from tests.coordination.simple_generators import All
 
 from headway.coordination.client import CoordinatorClient
+from headway.coordination.link import Link
 from headway.coordination.membership import Coordinator, GroupStart, Member
 from headway.coordination.service.options import ServiceOptions
 from headway.coordination.service.server import ServerThread
@@ -166,6 +168,47 @@ def test_a_worker_outlives_an_outage(job: Job, caplog: pytest.LogCaptureFixture)
     wait_until(lambda: one.is_reachable and other.is_reachable)
     assert len(granted(one, other).members) == 2
     assert (one.incarnation, one.rejoined) == (1, 0)
+
+
+def test_a_worker_that_writes_before_it_reads_that_its_stream_has_ended_connects_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(Link):
+        deaf = True
+
+        async def _read(self, call: Any) -> None:
+            if Deaf.deaf:
+                await asyncio.Event().wait()
+            await super()._read(call)
+
+    monkeypatch.setattr("headway.coordination.client.Link", Deaf)
+    job = Job(tmp_path / "journal")
+    client = job.worker(0)
+    client.ask(0)
+    job.server.close()
+    Deaf.deaf = False
+    job.restart()
+    client.ask(1)  # which is written to the stream that has ended
+    assert client.granted(long_s()) is None
+    wait_until(lambda: client.is_reachable)
+    assert len(granted(client).members) == 1
+    job.close()
+
+
+def test_a_link_that_fails_tells_who_waits(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    async def fails(*_: Any) -> None:
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Link, "_read", fails)
+    client = job.worker(0)
+    client.ask(0)
+    asked.set()
+    assert client.granted(long_s()) is None
+    assert not client.is_reachable
 
 
 def test_a_vote_is_repeated_after_an_outage(job: Job) -> None:

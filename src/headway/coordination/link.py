@@ -90,6 +90,9 @@ class Link:
                     pause_s = FIRST_PAUSE_S
                 await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        except Exception as failure:  # a defect: whoever waits for an answer is told that none will come
+            self._lost(f"{type(failure).__name__}: {failure}", True)
+            raise
         finally:
             self._unsent = None
             await channel.close()
@@ -113,7 +116,7 @@ class Link:
             self._refused = self._refused + 1 if _shows_another_secret(failure) else 0
             hopeless = not self._incarnation and self._refused >= MOST_REFUSED
             return _reason(failure), hopeless or failure.code().name in FINAL
-        except grpc.aio.UsageError as failure:  # written to after it has ended
+        except asyncio.InvalidStateError as failure:  # written to after it has ended
             return str(failure), False
         except TimeoutError:
             return "no answer in time", False
