@@ -47,8 +47,8 @@ VARIANTS = (
     Variant(ALL_REDUCE, "the optimizer steps with the mean gradient"),
     Variant("own-steps", "each worker's optimizer steps with its own gradient, then all average", WORKERS),
     Variant("groups", "as before, then groups of four average, drawn anew in each iteration", 4),
-    Variant("groups-stale", "as before, one iteration stale", 4, is_stale=True),
-    Variant("groups-stale-moments", "as before, the optimizer's moments too", 4, True, averages_moments=True),
+    Variant("groups-stale", "groups, one iteration stale", 4, is_stale=True),
+    Variant("groups-moments", "groups that average the optimizer's moments too", 4, averages_moments=True),
 )
 CASES = {f"causes-{model}": model for model in TASKS}
 
