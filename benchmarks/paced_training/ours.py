@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from headway.job import Job
 from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -74,27 +76,29 @@ class Ours(Trainer):
         end(self.decoupled)
 
 
-def tuned(job: PacedJob, effort: Effort) -> Tuned:
-    """What a training run that is tuned comes to."""
+def tuned(job: PacedJob, effort: Effort) -> tuple[Tuned, list[float]]:
+    """What a training run that is tuned comes to, and how long each of its steps took until then (ms)."""
     cap_bytes = max(1, round(BEGIN_MB * job.scale * 2**20))
     trainer = Ours(job, DecoupledStrategy(bucket_cap_bytes=cap_bytes))
     tune(trainer.decoupled, measured_steps=min(MEASURED_STEPS, effort.trial_steps + 1))
     trainer.training.restart()
-    for _ in range(MOST_STEPS):
-        if trainer.decoupled.tuning is None:
-            trainer.step()
+    steps_ms: list[float] = []
+    while trainer.decoupled.tuning is None and len(steps_ms) < MOST_STEPS:
+        begun_s = time.perf_counter()
+        trainer.step()
+        steps_ms.append((time.perf_counter() - begun_s) * 1e3)
     found = trainer.decoupled.tuning
     assert found is not None
     trainer.finish()
     trainer.close()
-    return found
+    return found, steps_ms
 
 
 def ours(job: PacedJob, effort: Effort) -> tuple[Ours, dict[str, float]]:
     """What a tuned run came to, from the start, so that every method has taken equally many steps; what was tried."""
-    found = tuned(job, effort)
+    found, steps_ms = tuned(job, effort)
     trainer = Ours(job, found.strategy, counted=True)
-    trainer.note = found.describe()
+    trainer.note, trainer.tuning_steps_ms = found.describe(), steps_ms
     tried = {
         f"{number} {candidate.name}, {candidate.strategy.describe()}": round(measured_ms, 1)
         for number, (candidate, measured_ms) in enumerate(

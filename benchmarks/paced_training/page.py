@@ -103,7 +103,17 @@ def _case(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row.get("error") or row.get("note")
     ]
+    lines += [f"- {row['method']}: {tuning_words(row)}" for row in rows if "tuning_steps" in row]
     return lines
+
+
+def tuning_words(row: Row) -> str:
+    """What a row says of the cost of tuning."""
+    steps, paid = (
+        row["tuning_steps"],
+        _text("; paid back {:.0f} steps later", row.get("tuning_paid_back_steps")),
+    )
+    return f"{steps} steps until tuned took as long as {steps + row['tuning_lost_steps']:.1f} of default DDP's{paid}"
 
 
 def _method(row: Row) -> str:

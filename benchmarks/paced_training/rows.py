@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
             "exposed_ms": max(0.0, time_ms - computing_ms),
         }
         row |= method["memory"]
+        row |= tuning_cost(method["tuning_steps_ms"], time_ms, medians[DEFAULT])
         row["cpu"] = f"{sum(method['samples']['cpu_s']) / sum(method['samples']['step_s']) / _cores():.0%}"
         row["busiest_core"] = f"{statistics.median(method['samples']['busiest_core']):.0%}"
         if name != ALONE:
@@ -77,6 +78,16 @@ def _dependency(time_ms: float, kind: str, found: Mapping[str, Any]) -> dict[str
         return {}
     bound_ms = found["dependency_bound_s"] * 1e3
     return {"dependency_bound_ms": bound_ms, "dependency_ratio": time_ms / bound_ms}
+
+
+def tuning_cost(steps_ms: Sequence[float], time_ms: float, default_ms: float) -> dict[str, float]:
+    """What tuning in a running job costs: the steps it took, and by how many of default DDP's they were longer than as
+    many of those; where it gains, after how many steps with what was found that is paid back."""
+    if not steps_ms:
+        return {}
+    lost_ms, gain_ms = sum(steps_ms) - len(steps_ms) * default_ms, default_ms - time_ms
+    found = {"tuning_steps": len(steps_ms), "tuning_lost_steps": lost_ms / default_ms}
+    return found | ({"tuning_paid_back_steps": max(0.0, lost_ms) / gain_ms} if gain_ms > 0 else {})
 
 
 def _shared(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -41,6 +41,7 @@ class Trainer:
         self.job, self.wrapped, self.inner, self.optimizer = job, wrapped, inner, optimizer
         self.training = Training(job, wrapped, inner)
         self.note = ""
+        self.tuning_steps_ms: Sequence[float] = ()  # those of training that a method was tuned in
         self.gradient_bytes = 0
 
     def restart(self) -> None:

@@ -87,6 +87,7 @@ def _methods(built: Built) -> list[dict[str, Any]]:
             "steps": trainer.training.steps,
             "disagreement": disagreement(trainer.values(), reference),
             "memory": trainer.memory().row(),
+            "tuning_steps_ms": list(trainer.tuning_steps_ms),
         }
         for name, trainer in built.trainers.items()
     ]
