@@ -37,9 +37,9 @@ QUICK_METHODS = ("all-reduce", "ad-psgd", "inter-intra-punctual")
 class LossCase:
     """A model that really learns, on ``hosts`` x ``workers_per_host`` workers whose iterations last ``step_s``.
 
-    ``iterations_to_target`` is what synchronous training in one process needs, about. Gradients are computed and then
-    the worker sleeps for the rest, as an accelerator would leave the CPU free. With ``tries_rates`` every method trains
-    with every learning rate of its model, on one seed.
+    ``iterations_to_target`` is what synchronous training needs at its best learning rate, about. Gradients are computed
+    and then the worker sleeps for the rest, as an accelerator would leave the CPU free. With ``tries_rates`` every
+    method trains with every learning rate of its model, on one seed.
     """
 
     situation: Situation
@@ -47,6 +47,7 @@ class LossCase:
     target_loss: float
     rate_mbit: float
     step_s: float
+    model_mib: float
     iterations_to_target: int
     hosts: int = 4
     workers_per_host: int = 2
@@ -74,22 +75,24 @@ class LossCase:
     def run_s(self) -> float:
         """How long each method trains: all-reduce, which waits for the slowest, must reach the target."""
         slowest = max(self.situation.slow_times, SLOW_TIMES if self.situation.by_chance else 1.0)
-        return max(LEAST_RUN_S, SPARE_ITERATIONS * self.iterations_to_target * slowest * self.step_s)
+        ring_mbit = 2 * (1 - 1 / self.world_size) * self.model_mib * 2**20 * 8 / 1e6
+        step_s = max(slowest * self.step_s, ring_mbit / (self.rate_mbit * self.situation.slow_link))
+        return max(LEAST_RUN_S, SPARE_ITERATIONS * self.iterations_to_target * step_s)
 
 
 CASES = {
     case.name: case
-    for model, target_loss, rate_mbit, step_s, iterations in (
-        ("digits", 0.15, 80.0, 0.08, 36),
-        ("gpt", 2.6, 80.0, 0.16, 75),
+    for model, target_loss, rate_mbit, step_s, model_mib, iterations in (
+        ("digits", 0.15, 80.0, 0.08, 1.05, 30),
+        ("gpt", 2.6, 80.0, 0.16, 0.52, 26),
+    )
+    for tries_rates, situation in (
+        (True, SITUATIONS["homogeneous"]),
+        *((False, each) for each in SITUATIONS.values()),
     )
     for case in (
         LossCase(
-            SITUATIONS["homogeneous"], model, target_loss, rate_mbit, step_s, iterations, tries_rates=True
-        ),
-        *(
-            LossCase(situation, model, target_loss, rate_mbit, step_s, iterations)
-            for situation in SITUATIONS.values()
+            situation, model, target_loss, rate_mbit, step_s, model_mib, iterations, tries_rates=tries_rates
         ),
     )
 }
