@@ -198,6 +198,33 @@ def test_workers_that_are_killed_or_stopped_are_not_waited_for(
     second.end()
 
 
+def test_a_coordinator_whose_words_nobody_reads_goes_on() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "coordinate",
+        "--json",
+        "--listen",
+        "127.0.0.1:0",
+        "--lease",
+        "2s",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    address = json.loads(process.stdout.readline())["address"]
+    process.stderr.close()
+    for worker in range(2):
+        client = CoordinatorClient(address)
+        client.join(Member(worker, 0, f"{worker}:1", f"{worker}"), limits.stretched(LIMIT_S))
+        client.leave()
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(limits.stretched(LIMIT_S)) == 0
+    process.stdout.close()
+
+
 def test_workers_outlive_a_coordinator_that_is_stopped(
     tmp_path: Path, started: list[Coordinator | Worker]
 ) -> None:

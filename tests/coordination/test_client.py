@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from tests.coordination.simple_generators import All
 from headway.coordination.client import CoordinatorClient
 from headway.coordination.link import Link
 from headway.coordination.membership import Coordinator, GroupStart, Member
+from headway.coordination.messages import Welcome
 from headway.coordination.service.options import ServiceOptions
 from headway.coordination.service.server import ServerThread
 from headway.errors import CommunicationError, UnsupportedError, UserError
@@ -209,6 +211,72 @@ def test_a_link_that_fails_tells_who_waits(job: Job, monkeypatch: pytest.MonkeyP
     asked.set()
     assert client.granted(long_s()) is None
     assert not client.is_reachable
+
+
+def test_who_leaves_in_the_middle_of_a_vote_does_not_wait_for_it(job: Job) -> None:
+    one, other = job.worker(0), job.worker(1)
+    start = granted(one, other)
+
+    def leaves() -> bool:
+        wait_until(lambda: start.number in one._state.votes)
+        one.leave()
+        return True
+
+    begun_s = time.monotonic()
+    assert together(lambda: one.vote(start.number, True, 1000.0), leaves) == [False, True]
+    assert time.monotonic() - begun_s < 500
+    assert one.granted(1000.0) is None
+
+
+def test_who_has_left_does_not_come_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, stops = job.worker(0), CoordinatorClient._stop
+
+    def late(client: CoordinatorClient) -> None:
+        time.sleep(0.5)  # longer than a link rests before it connects again
+        stops(client)
+
+    monkeypatch.setattr(CoordinatorClient, "_stop", late)
+    one.leave()
+    monkeypatch.undo()
+    assert (one.incarnation, one.rejoined) == (1, 0)
+    client = CoordinatorClient(job.address)
+    assert client.join(Member(1, 0, "1:1", "host"), long_s()) == ()
+    client.leave()
+
+
+def test_a_new_incarnation_is_noticed_though_its_first_welcome_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Told:
+        def __init__(self, *_: Any, welcomed: Callable[[Welcome], None], **__: Any) -> None:
+            self._welcomed = welcomed
+
+        def say(self, _: Any) -> None:
+            pass
+
+        async def run(self) -> None:
+            for incarnation in (1, 3):  # told of in vain: that 2 was no resumption
+                self._welcomed(
+                    Welcome(incarnation=incarnation, resumed=True, lease_s=1, members=[], running=None)
+                )
+
+    monkeypatch.setattr("headway.coordination.client.Link", Told)
+    monkeypatch.setattr("headway.coordination.client.LEAVE_S", 0.1)
+    client = CoordinatorClient("127.0.0.1:1")
+    client.join(Member(0, 0, "0:1", "0"), long_s())
+    wait_until(lambda: client.incarnation == 3)
+    assert client.rejoined == 1
+    client.leave()
+
+
+def test_what_is_missing_for_secrets_is_said_where_a_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: bytes) -> None:
+        raise UserError("the coordinator needs cryptography")
+
+    monkeypatch.setattr("headway.coordination.certificates.client_credentials", missing)
+    client = CoordinatorClient("127.0.0.1:1", secret=b"s" * 32)
+    with pytest.raises(UserError, match="needs cryptography"):
+        client.join(Member(0, 0, "0:1", "0"), long_s())
 
 
 def test_a_vote_is_repeated_after_an_outage(job: Job) -> None:

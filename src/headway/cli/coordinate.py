@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,8 @@ def coordinate(
 
 
 def _say(line: str) -> None:
-    click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
+    with suppress(OSError):  # nobody may read it any more: the job goes on
+        click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
 
 
 def _planned(path: Path) -> GeneratorChoice:

@@ -237,11 +237,12 @@ class CoordinatorClient:
             self._state.connected = False
             self._state.ended = self._state.ended or "the worker has left"
             self._state.asked = False
+            self._state.granted = self._state.current = None
             self._condition.notify_all()
 
     def _say(self, message: messages.AnyToCoordinator) -> None:
-        if self._link is not None:
-            background.loop().call_soon_threadsafe(self._link.say, message)
+        if (link := self._link) is not None:  # another thread may end it
+            background.loop().call_soon_threadsafe(link.say, message)
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> None:
         self._condition.wait_for(until, max(0.0, timeout_s))
@@ -251,7 +252,9 @@ class CoordinatorClient:
             before, state.incarnation = state.incarnation, welcome.incarnation
             state.connected, state.generator = True, welcome.generator
             state.others = tuple(member.value() for member in welcome.members)
-            if before and not welcome.resumed:
+            if before and (
+                not welcome.resumed or welcome.incarnation != before
+            ):  # the first welcome may be lost
                 state.rejoined += 1
                 state.current = None
                 _log.warning(

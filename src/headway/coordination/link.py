@@ -52,7 +52,7 @@ class Link:
         transport.require_grpc()
         self._host, self._port = transport.parse_address(address)
         transport.check_secret(self._host, secret)
-        self._secret = secret
+        self._credentials = transport.client_credentials(secret)
         self._member = member
         self._session = secrets.token_hex(16)
         self._incarnation = 0
@@ -63,6 +63,7 @@ class Link:
         self._beats: tuple[int, float] = (0, 0.0)
         self._heard_at = 0.0
         self._refused = 0  # times in a row
+        self._has_left = False
 
     def say(self, message: messages.AnyToCoordinator) -> None:
         """Send a message where there is a connection."""
@@ -76,26 +77,29 @@ class Link:
 
     async def run(self) -> None:
         """Stay connected until cancelled, or another connection would be of no use."""
-        channel = transport.channel(self._host, self._port, self._secret)
-        pause_s = FIRST_PAUSE_S
         try:
-            while True:
-                begun = time.monotonic()
-                reason, final = await self._connected(channel)
-                self._unsent = None
-                self._lost(reason, final)
-                if final:
-                    return
-                if time.monotonic() - begun > MAX_PAUSE_S:
-                    pause_s = FIRST_PAUSE_S
-                await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            async with transport.channel(self._host, self._port, self._credentials) as channel:
+                await self._stay_connected(channel)
         except Exception as failure:  # a defect: whoever waits for an answer is told that none will come
             self._lost(f"{type(failure).__name__}: {failure}", True)
             raise
         finally:
             self._unsent = None
-            await channel.close()
+
+    async def _stay_connected(self, channel: grpc.aio.Channel) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            begun = time.monotonic()
+            reason, final = await self._connected(channel)
+            final = final or self._has_left  # another hello would make it a member again
+            self._unsent = None
+            self._lost(reason, final)
+            if final:
+                return
+            if time.monotonic() - begun > MAX_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _connected(self, channel: grpc.aio.Channel) -> tuple[str, bool]:
         """Serve one connection to its end; returns why it ended, and whether that is final."""
@@ -104,7 +108,8 @@ class Link:
         call: Any = channel.stream_stream(f"/{transport.SERVICE}/{transport.METHOD}")()
         tasks: list[asyncio.Task[None]] = []
         try:
-            lease_s = await asyncio.wait_for(self._greet(call), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                lease_s = await self._greet(call)
             tasks = [
                 asyncio.create_task(work)
                 for work in (self._read(call), self._write(call), self._beat(lease_s))
@@ -173,6 +178,7 @@ class Link:
             message = await unsent.get()
             await call.write(messages.encode(message))
             if isinstance(message, messages.Leave):
+                self._has_left = True
                 await call.done_writing()
 
     async def _beat(self, lease_s: float) -> None:

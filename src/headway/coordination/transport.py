@@ -97,8 +97,20 @@ def server_options(handshake_s: float, idle_s: float, max_connections: int) -> O
     ]
 
 
-def channel(host: str, port: int, secret: bytes | None) -> grpc.aio.Channel:
-    """A channel to a coordinator; with a secret, one that proves itself and demands the same. Connects when used."""
+def client_credentials(secret: bytes | None) -> grpc.ChannelCredentials | None:
+    """What proves a worker's secret, and demands the same of its coordinator; None without a secret.
+
+    Raises UserError where what makes certificates is not installed.
+    """
+    if secret is None:
+        return None
+    from headway.coordination import certificates
+
+    return certificates.client_credentials(secret)
+
+
+def channel(host: str, port: int, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    """A channel to a coordinator, of ``client_credentials``. Connects when used."""
     import grpc.aio
 
     options: Options = [
@@ -117,9 +129,7 @@ def channel(host: str, port: int, secret: bytes | None) -> grpc.aio.Channel:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ]
     target = format_address(host, port)
-    if secret is None:
+    if credentials is None:
         return grpc.aio.insecure_channel(target, options)
-    from headway.coordination.certificates import client_credentials
-
     options.append(("grpc.ssl_target_name_override", SERVER_NAME))
-    return grpc.aio.secure_channel(target, client_credentials(secret), options)
+    return grpc.aio.secure_channel(target, credentials, options)

@@ -109,7 +109,7 @@ class CoordinatorProcess:
                 return
             try:
                 self._process, _ = self._started(self.address)
-            except LaunchError as failure:
+            except (LaunchError, OSError) as failure:
                 _log.warning("%s", failure)
             if self._closing.is_set():
                 self._process.terminate()
