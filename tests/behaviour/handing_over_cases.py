@@ -273,3 +273,25 @@ def refused_by_stock_ddp(rank: int, world_size: int) -> Any:
         "digest": seen(wrapped, script.optimizer)["digest"], "forms": forms_of(wrapped.tuning),
         "said": wrapped.tuning.describe(), "hooks": _hooks(wrapped.module),
     }  # fmt: skip
+
+
+def refused_on_one_rank(rank: int, world_size: int) -> Any:
+    """A rank that alone has no memory for stock DDP's buckets: no rank goes over."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256))
+    script = Script(wrapped, OPTIMIZERS["sgd"](wrapped.parameters()), rank, world_size)
+    script.run(2)
+    begin = wrapped._stock.begin
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    if rank == 1:
+        wrapped._stock.begin = fails
+    with pytest.raises(UnsupportedError, match="no room" if rank == 1 else "another rank has failed"):
+        wrapped.use_stock_ddp()
+    was_stock = wrapped.is_stock
+    script.run(2)
+    wrapped._stock.begin = begin
+    wrapped.use_stock_ddp()
+    script.run(2)
+    return was_stock, wrapped.is_stock, seen(wrapped, script.optimizer)["digest"]

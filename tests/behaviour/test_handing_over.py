@@ -98,3 +98,9 @@ def test_a_model_that_stock_ddp_refuses_stays_decoupled() -> None:
         assert "stock" not in result["forms"]
         assert "SyncBatchNorm" in result["said"]
         assert result["hooks"] > 0
+
+
+def test_where_stock_ddp_fails_on_one_rank_none_goes_over() -> None:
+    first, second = workers.run(2, f"{CASES}:refused_on_one_rank")
+    assert first == second
+    assert list(first[:2]) == [False, True]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +18,10 @@ from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order
+from headway.strategies import helper_process
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planned
+from headway.strategies.data_parallel.decoupled.tuning import planned, planning
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
     choose,
@@ -111,7 +115,8 @@ def test_stock_ddp_is_measured_again_between_ours_where_it_is_close() -> None:
     assert close_ones([far, second, near, first]) == [first.candidate, near.candidate, second.candidate]
     assert close_ones([far, near, first]) == [first.candidate, near.candidate]
     assert close_ones([stock(97), first]) == [stock(97).candidate, first.candidate][::-1]
-    assert close_ones([stock(110), second, first]) == [first.candidate, second.candidate]
+    slow = stock(110)  # perhaps disturbed
+    assert close_ones([slow, second, first]) == [first.candidate, slow.candidate, second.candidate]
     assert close_ones([stock(90), first, far]) == []
 
 
@@ -130,6 +135,25 @@ def test_no_smaller_buckets_are_tried_once_they_are_slower(
         times_ms = (100.0, smaller_ms, 90.0)
         proposer.tell(candidate, times_ms[(STOCK, SMALLER, SMALLEST).index(found[-1])])
     assert found == tried
+
+
+def test_buckets_that_are_left_out_do_not_end_it_before_what_is_close_was_measured_again() -> None:
+    proposer, ours = PlannedProposer(), trial(99, 1).candidate
+    proposer._left = [ours, *(stock(0, strategy=each).candidate for each in (STOCK, SMALLER, SMALLEST))]
+    found = []
+    while (candidate := proposer.propose()) is not None:
+        found.append(candidate)
+        # In the second and third turn ours is not faster any more.
+        proposer.tell(candidate, 105.0 if not candidate.is_stock or candidate.strategy == SMALLER else 100.0)
+    own, smaller = (stock(0, strategy=each).candidate for each in (STOCK, SMALLER))
+    assert found[:5] == [ours, own, smaller, ours, own]
+
+
+def test_what_repeated_measurements_have_not_parted_is_no_reason_to_leave_stock_ddp() -> None:
+    faster = replace(trial(97, 1), uncertainty_ms=2.0)
+    assert choose([faster, stock(100, 2.5)]) == 1
+    assert choose([faster, stock(100, 1.0)]) == 0
+    assert choose([faster, stock(100)]) == 0, "no measurement again was asked for"
 
 
 def test_what_repeated_measurements_have_not_parted_is_measured_again() -> None:
@@ -344,15 +368,90 @@ def test_a_large_model_is_planned_in_a_process_while_training_goes_on(layers: in
     assert [each.strategy for each in proposer._left] == expected
 
 
-def test_planning_that_dies_ends_tuning() -> None:
+def _answers(proposer: PlannedProposer, question: Question) -> list[Candidate]:
+    deadline = time.monotonic() + 60
+    while not proposer.is_ready():
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+    assert proposer._left == guesses(question)
+    assert any(each.is_stock for each in proposer._left)
+    return proposer._left
+
+
+def _large_question() -> Question:
+    job = layered_job([20_000] * 40)
+    asked = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
+    return replace(asked, stock=STOCK)
+
+
+def test_where_planning_dies_stock_ddp_and_caps_are_tried(caplog: pytest.LogCaptureFixture) -> None:
+    question, proposer = _large_question(), PlannedProposer()
+    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
+    assert proposer._planning is not None
+    assert proposer._planning._process is not None
+    proposer._planning._process.kill()
+    _answers(proposer, question)
+    assert "its process ended early" in caplog.text
+
+
+def test_where_no_process_can_be_had_stock_ddp_and_caps_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: str) -> None:
+        raise BlockingIOError("no process")
+
+    monkeypatch.setattr(helper_process, "begin", none)
+    question, proposer = _large_question(), PlannedProposer()
+    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
+    _answers(proposer, question)
+
+
+@pytest.mark.parametrize("said", [b"", b"no shortlist", b"\xff", b"{}\n{"])
+def test_what_is_no_shortlist_is_a_failure(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def saying(_: str) -> subprocess.Popen[bytes]:
+        code = f"import sys; sys.stdin.buffer.read(); sys.stdout.buffer.write({said!r})"
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(helper_process, "begin", saying)
+    question, proposer = _large_question(), PlannedProposer()
+    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
+    _answers(proposer, question)
+
+
+def test_neither_the_folder_nor_what_libraries_print_disturbs_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit(3)")
+    (tmp_path / "printing").mkdir()
+    (tmp_path / "printing" / "sitecustomize.py").write_text("print('loaded')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "printing")
     job = layered_job([20_000] * 40)
     question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
-    proposer, alone = PlannedProposer(), Alone()
-    proposer.begin(Setting(question, alone))  # type: ignore[arg-type]
-    assert proposer._planning is not None
-    proposer._planning._process.kill()
-    deadline = time.monotonic() + 60
-    with pytest.raises(TuningEndedError, match="its process ended early"):
-        while not proposer.is_ready():
-            time.sleep(0.01)
-            assert time.monotonic() < deadline
+    proposer = PlannedProposer()
+    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
+    deadline = time.monotonic() + 100
+    while not proposer.is_ready():
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+    assert any(each.predicted_ms is not None for each in proposer._left)
+
+
+def test_what_nothing_was_learned_for_and_cannot_be_guessed_ends_tuning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Question) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(planning, "guesses", fails)
+    proposer = PlannedProposer()
+    proposer.begin(Setting(replace(_large_question(), learned=None), Alone()))  # type: ignore[arg-type]
+    with pytest.raises(TuningEndedError, match="ZeroDivisionError"):
+        proposer.is_ready()
+
+
+def test_the_scripts_own_buckets_stay_a_candidate_where_smaller_ones_are_in_force() -> None:
+    question = replace(_large_question(), stock=SMALLER, stock_in_force=True, script_stock=STOCK)
+    found = [each.strategy for each in guesses(question) if each.is_stock]
+    assert found[:2] == [SMALLER, STOCK]
+    plain = guesses(replace(question, script_stock=SMALLER))
+    assert next(each.strategy for each in plain if each.is_stock) == SMALLER
+    assert STOCK not in [each.strategy for each in plain]

@@ -104,14 +104,21 @@ class HandsOver(RefusingDataParallel):
             self.__dict__["_engine"] = None
 
     def _begin_stock(self, engine: Engine, bucket_cap_mb: float | None) -> None:
+        cause: Exception | None = None
         try:
             self._stock.begin(self, bucket_cap_mb)
         except Exception as error:
+            cause = error
+        # One rank alone may have no memory for its buckets: none goes on without the others.
+        if replicas.is_so_anywhere(cause is not None, self.process_group, self.join_device):
+            if cause is None:
+                self._stock.end(self)
             self._take_up(engine)
             engine.reschedule(trainable_parameters(self.module), self.schedule)
             raise UnsupportedError(
-                "stock DDP cannot have this model", got=one_line(str(error)), fix="Keep it decoupled."
-            ) from error
+                "stock DDP cannot have this model", got=one_line(str(cause or "another rank has failed")),
+                fix="Keep it decoupled.",
+            ) from cause  # fmt: skip
 
     def _take_up(self, engine: Engine) -> None:
         """Get ``engine``, which stood aside, ready to go on."""

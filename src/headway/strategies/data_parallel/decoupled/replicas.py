@@ -39,6 +39,13 @@ def check_agreement(
             )
 
 
+def is_so_anywhere(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``mine`` holds on any rank of ``group``, which takes tensors on ``device``. Collective."""
+    found = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return bool(found)
+
+
 def hosts_of(group: dist.ProcessGroup, device: torch.device) -> Hosts:
     """Which ranks of ``group``, which takes tensors on ``device``, share a host. Collective."""
     mine = torch.tensor([_digest(interface.host_name())], device=device)

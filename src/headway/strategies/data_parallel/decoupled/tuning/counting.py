@@ -118,7 +118,7 @@ class StepCount(ABC):
             self._disturb()
         elif wrapped.joining:  # what is in force is its own for as long as it lasts
             self.join_begins()
-        elif wrapped.trainable is not self._trainable:
+        elif wrapped.trainable is not self._trainable and wrapped.trainable != self._trainable:
             self._trained_otherwise(wrapped)
         elif wrapped.schedule is not self._schedule or wrapped.is_stock != self._is_stock:
             self._scheduled_otherwise(wrapped)

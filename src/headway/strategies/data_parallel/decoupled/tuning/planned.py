@@ -31,7 +31,8 @@ EFFORT = 200
 
 
 def choose(trials: Sequence[Trial]) -> int:
-    """Stock DDP, unless ours is measured to be faster by more than ``TIE``, or it was not tried.
+    """Stock DDP, unless ours is measured to be faster by more than ``TIE`` and than the measurements of both are apart,
+    or it was not tried.
 
     Of ours the fastest; of those within ``TIE`` of it one that gathers parameters, then the better predicted.
     """
@@ -50,7 +51,9 @@ def choose(trials: Sequence[Trial]) -> int:
     chosen = min((i for i in ours if trials[i].measured_ms <= best_ms * (1 + TIE)), key=preference)
     if stock:
         rival = _best_stock(trials, stock)
-        if trials[chosen].measured_ms >= trials[rival].measured_ms * (1 - TIE):
+        pair = trials[chosen], trials[rival]
+        is_known = all(each.uncertainty_ms < math.inf for each in pair)
+        if pair[0].measured_ms >= pair[1].measured_ms * (1 - TIE) or (is_known and _may_be_alike(*pair)):
             return rival
     return chosen
 
@@ -62,12 +65,17 @@ def _best_stock(trials: Sequence[Trial], stock: Sequence[int]) -> int:
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
-    """The two fastest of ours, and stock DDP between them, where differences may be noise; each at most once."""
+    """The two fastest of ours where they are close, and stock DDP between them; each at most once.
+
+    Stock DDP is measured again however slow it was: a disturbance is no reason to leave it.
+    """
     stock, ours = _sides(trials)
     ranked = sorted((trials[i] for i in ours), key=lambda trial: trial.measured_ms)[:2]
     again = ranked if len(ranked) == 2 and _close(*ranked) else []
     rivals = [trials[_best_stock(trials, stock)]] if stock else []
-    rivals = [rival for rival in rivals if ranked and _close(ranked[0], rival)]
+    rivals = [
+        rival for rival in rivals if ranked and ranked[0].measured_ms <= rival.measured_ms * (1 + CLOSE)
+    ]
     if rivals:
         again = [ranked[0], *rivals, *again[1:]]
     return [trial.candidate for trial in again]
@@ -80,8 +88,7 @@ def undecided(trials: Sequence[Trial]) -> list[Candidate]:
         return []
     best = min((trials[i] for i in ours), key=lambda trial: trial.measured_ms)
     rival = trials[_best_stock(trials, stock)]
-    apart_ms = abs(best.measured_ms - rival.measured_ms)
-    if not _close(best, rival) or apart_ms > math.hypot(best.uncertainty_ms, rival.uncertainty_ms):
+    if not _close(best, rival) or not _may_be_alike(best, rival):
         return []
     return [best.candidate, rival.candidate]
 
@@ -90,6 +97,11 @@ def _sides(trials: Sequence[Trial]) -> tuple[list[int], list[int]]:
     """The indices of stock DDP and of ours."""
     stock = [i for i, trial in enumerate(trials) if trial.candidate.is_stock]
     return stock, [i for i in range(len(trials)) if i not in stock]
+
+
+def _may_be_alike(one: Trial, other: Trial) -> bool:
+    """Whether their measurements do not part them."""
+    return abs(one.measured_ms - other.measured_ms) <= math.hypot(one.uncertainty_ms, other.uncertainty_ms)
 
 
 def _close(one: Trial, other: Trial) -> bool:
@@ -128,8 +140,10 @@ def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]
     if question.stock is None:
         return list(ours)
     first, *others = ours
+    own = [] if question.script_stock in (None, question.stock) else [question.script_stock]
     others += [
-        Candidate(name=STOCK, strategy=each) for each in _with_smaller_buckets(question.stock, question.model)
+        Candidate(name=STOCK, strategy=each)
+        for each in (*own, *_with_smaller_buckets(question.stock, question.model))
     ]
     if question.stock_in_force:
         earlier = first.model_copy(update={"name": "before"})

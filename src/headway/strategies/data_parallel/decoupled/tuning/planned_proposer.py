@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
+from headway.errors import one_line
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
     choose,
     close_ones,
+    guesses,
     undecided,
 )
 from headway.strategies.data_parallel.decoupled.tuning.planning import Shortlist, planned
@@ -25,6 +28,7 @@ PLANNED_IN_PLACE = 32
 """Up to so many parameters planning is over before a process would have begun."""
 ASKED_EVERY = 4
 """So many steps lie between two questions whether rank 0 has a plan."""
+_log = logging.getLogger("headway")
 
 
 class PlannedProposer:
@@ -55,7 +59,10 @@ class PlannedProposer:
             self._planning = PlanningProcess(setting.question)
 
     def is_ready(self) -> bool:
-        """Whether rank 0 has planned; every rank has its shortlist then. Raises TuningEndedError where it cannot."""
+        """Whether rank 0 has planned; every rank has its shortlist then, and where planning failed fixed caps.
+
+        Raises TuningEndedError where not even these can be had.
+        """
         assert self._setting is not None
         agreement, question = self._setting.agreement, self._setting.question
         self._asked += 1
@@ -68,9 +75,14 @@ class PlannedProposer:
         if not agreement.number_from_rank_0(len(text)):
             return False
         short = Shortlist.model_validate_json(agreement.text_from_rank_0(text))
+        candidates = short.candidates
         if short.problem:
-            raise TuningEndedError(short.problem)
-        self._left = self._worth_trying(short.candidates)
+            if question.learned is None:  # then these were what failed
+                raise TuningEndedError(short.problem)
+            if agreement.rank == 0:
+                _log.warning("%s: caps are measured that nothing is predicted of", one_line(short.problem))
+            candidates = tuple(guesses(question))
+        self._left = self._worth_trying(candidates)
         return True
 
     def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -79,15 +91,13 @@ class PlannedProposer:
 
     def propose(self) -> Candidate | None:
         """The next of the list; behind it those that are close once more, and again if that has not parted them."""
+        while self._left and self._left[0].is_stock and self._smaller_is_slower(self._left[0]):
+            del self._left[0]
         if not self._left and self._rematches < MOST_REMATCHES:
             self._rematches += 1
             trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
             self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
-        while self._left:
-            candidate = self._left.pop(0)
-            if not (candidate.is_stock and self._smaller_is_slower(candidate)):
-                return candidate
-        return None
+        return self._left.pop(0) if self._left else None
 
     def _smaller_is_slower(self, candidate: Candidate) -> bool:
         """Whether stock DDP was slower already with buckets between the script's and those of ``candidate``."""

@@ -56,7 +56,8 @@ class Candidate(BaseModel):
 class Trial:
     """A candidate, and the step time that all ranks agree on (the mean where it was measured several times).
 
-    ``measured_ms`` lies within ``uncertainty_ms`` in nineteen of twenty cases; infinite where it was measured once.
+    ``uncertainty_ms`` is two standard errors of ``measured_ms``, of as few measurements as there are; infinite where it
+    was measured once.
     """
 
     candidate: Candidate
@@ -90,7 +91,8 @@ class Question:
     """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed.
 
     ``in_force`` is the decoupled schedule in force, or the last one that was where ``stock_in_force``. ``stock`` is
-    None where stock DDP would not train this script as the decoupled all-reduce does.
+    None where stock DDP would not train this script as the decoupled all-reduce does; ``script_stock`` has the script's
+    own buckets, where those in force are others.
     """
 
     model: ModelSpec
@@ -100,6 +102,7 @@ class Question:
     learned: Learned | None
     stock: DistributedDataParallelStrategy | None = None
     stock_in_force: bool = False
+    script_stock: DistributedDataParallelStrategy | None = None
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,7 @@ class Tuner(StepCount):
             # What is cast for its way would not be under stock DDP.
             stock=None if self._note or in_force.halves else self._stock_of(wrapped),
             stock_in_force=self._began_in_stock,
+            script_stock=wrapped.stock_strategy if self._began_in_stock else None,
         )
         return Setting(question, agreement)
 
@@ -214,7 +215,8 @@ class Tuner(StepCount):
         self._put_in_force(self._initial)
         self._restarts += 1
         if self._restarts > MOST_RESTARTS:
-            self._finish("the set of trainable parameters changes again and again", keep=True)
+            again = "the set of trainable parameters changes again and again"
+            self._finish(again, keep=not self._began_in_stock)
         else:
             self._begin(wrapped)
 
