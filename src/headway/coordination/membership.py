@@ -42,6 +42,10 @@ class Coordinator(Protocol):
     def is_reachable(self) -> bool:
         """Whether the coordinator answers at present."""
 
+    @property
+    def incarnation(self) -> int:
+        """This worker's, as it is counted there since it has joined; 0 where none is."""
+
     def join(self, member: Member, timeout_s: float) -> Sequence[Member]:
         """Become a worker of the job; returns the others that are there. Raises CommunicationError after the time."""
 

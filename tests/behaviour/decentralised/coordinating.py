@@ -144,6 +144,8 @@ class Server:
 class Client:
     """One worker's ``Coordinator``. Where its connection is lost, it connects again when asked ``patience`` times."""
 
+    incarnation = 0
+
     def __init__(self, port: int, worker: int, patience: int = 3) -> None:
         self._port, self._worker, self._patience = port, worker, patience
         self._lost = threading.Event()

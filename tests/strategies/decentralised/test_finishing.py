@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +99,44 @@ def test_who_would_collect_takes_what_is_agreed_already() -> None:
     finals.agree(agreed)
     assert first.finish() == (1.0, Finished((1,), 1))
     second.server.close()
+
+
+def test_who_did_not_answer_and_then_does_is_not_ended_without() -> None:
+    workers = acquainted(3)
+    finals, failures = workers[1].finishing._finals, 2
+    ask = finals.ask
+
+    def stopped_at_first(member: Member, *arguments: Any, **options: Any) -> Final:
+        nonlocal failures
+        if member.worker == 0 and failures:
+            failures -= 1
+            raise TimeoutError("stopped")
+        return ask(member, *arguments, **options)
+
+    finals.ask = stopped_at_first  # type: ignore[method-assign]
+    with ThreadPoolExecutor(3) as threads:
+        ending = [threads.submit(workers[1].finish)]
+        while failures:
+            time.sleep(0.01)
+        ending.append(threads.submit(workers[0].finish))
+        time.sleep(1.0)  # both collect by now, and wait for the last one
+        ending.append(threads.submit(workers[2].finish))
+        ends = [ended.result() for ended in ending]
+    assert {finished.workers for _, finished in ends} == {(0, 1, 2)}
+    assert {value for value, _ in ends} == {1.0}
+
+
+def test_where_a_worker_is_comes_from_its_last_incarnation_or_from_itself() -> None:
+    (worker,) = acquainted(1)
+    old, new = (Member(3, incarnation, f"there:{incarnation}", "there") for incarnation in (1, 2))
+    worker.known.add([old])
+    worker.known.add([new])
+    worker.known.add([old])
+    assert worker.known.others == [new]
+    worker.known.add([old], at_first_hand=True)  # a coordinator may count anew
+    assert worker.known.others == [old]
+    worker.server.close()
+    worker.peers.close()
 
 
 def test_nothing_is_agreed_where_something_comes_first() -> None:

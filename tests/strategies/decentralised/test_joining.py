@@ -67,6 +67,18 @@ def test_a_worker_takes_over_all_but_hyper_parameters() -> None:
         take_over_moments(state, own, torch.optim.SGD(own.parameters(), lr=0.1))
 
 
+def test_a_worker_that_has_just_joined_hands_on_moments_that_its_optimizer_has_yet_to_get() -> None:
+    module, optimizer = trained()
+    given = state_of(module, optimizer, 7)
+    own = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
+    take_over(given, own)
+    handed_on = joining.with_moments_of(state_of(own, None, 7), given)
+    assert handed_on.optimizer == "Adam"
+    assert handed_on.tensors.keys() == given.tensors.keys()
+    assert all(torch.equal(handed_on.tensors[name], given.tensors[name]) for name in given.tensors)
+    assert handed_on.scalars == given.scalars
+
+
 def good_header(module: nn.Module) -> dict[str, Any]:
     state = state_of(module, None, 0)
     tensors = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()]

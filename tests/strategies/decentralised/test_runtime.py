@@ -16,6 +16,7 @@ from torch import nn
 
 from headway.coordination.membership import GroupStart, Member
 from headway.errors import HeadwayWarning, UnsupportedError, UserError
+from headway.strategies.decentralised.joining import WorkerState
 from headway.strategies.decentralised.options import Progress
 from headway.strategies.decentralised.runtime import UNSTEPPED, PartialAllReduce, wrap
 
@@ -24,6 +25,7 @@ class Alone:
     """A coordinator of one worker."""
 
     is_reachable = True
+    incarnation = 0
 
     def __init__(self) -> None:
         self.reports: list[Mapping[str, float]] = []
@@ -111,6 +113,33 @@ def test_a_restored_worker_goes_on_as_if_it_had_not_stopped(opened: list[Partial
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     with pytest.raises(UserError, match="no checkpoint"):
         second.restore({"kind": "something"})
+
+
+def test_a_worker_that_comes_back_and_finds_nobody_says_so(
+    opened: list[PartialAllReduce], caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = Alone()
+    coordinator.incarnation = 2
+    wrapped = wrap(nn.Linear(2, 2), coordinator, worker=0, secret=b"s" * 16, host="127.0.0.1")
+    opened.append(wrapped)
+    assert "nobody else is there to take the model from" in caplog.text
+    assert wrapped.member.incarnation == 2
+
+
+def test_moments_that_no_optimizer_has_yet_are_not_left_out_of_a_checkpoint(
+    opened: list[PartialAllReduce],
+) -> None:
+    wrapped = wrap(nn.Linear(2, 2), Alone(), worker=0, secret=b"s" * 16, host="127.0.0.1")
+    opened.append(wrapped)
+    wrapped._awaited = WorkerState(3, "SGD", {"moment/weight/momentum_buffer": torch.ones(2, 2)}, {})
+    assert wrapped._state().optimizer == "SGD"
+    assert "moment/weight/momentum_buffer" in wrapped._state().tensors
+    with pytest.raises(UserError, match="has not seen the optimizer yet"):
+        wrapped.checkpoint()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert wrapped.checkpoint()["optimizer"]["state"]
 
 
 def test_learning_rates_by_progress(opened: list[PartialAllReduce]) -> None:

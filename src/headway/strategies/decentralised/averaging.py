@@ -102,6 +102,7 @@ class Averaging:
         """The optimizer has made step ``iteration``, counted from 1: average, or begin to and take an earlier mean."""
         self.flush(iteration)
         if self.undecided is not None:
+            self._layout()  # notes what is averaged from now on, as all ranks of a host do after each step
             self._told(Round(iteration, Ending.ALONE, reason="an earlier group's decision is not known"))
             return
         copies = self._copies()

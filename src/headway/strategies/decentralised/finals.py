@@ -49,7 +49,9 @@ class Finals:
     """One worker's, and its way to those of others. ``changed`` is notified whenever something is new."""
 
     def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known, self._peers = own, known, peers
+        self._own, self._known, self._peers = own.worker, known, peers
+        self.heard: set[Worker] = set()
+        """Workers that have asked for something since ``ask`` asked them for what is agreed: they are there."""
         self.changed = threading.Condition()
         self.conceded = False
         self._final: Final | None = None
@@ -78,7 +80,7 @@ class Finals:
         """Until those have what is agreed on."""
         with self.changed:
             self.changed.wait_for(
-                lambda: set(workers) - {self._own.worker} <= self._served,
+                lambda: set(workers) - {self._own} <= self._served,
                 max(0.0, deadline - time.monotonic()),
             )
 
@@ -99,7 +101,7 @@ class Finals:
         with self._peers.connect(member, reached_by) as connection:
             now = time.monotonic()
             request: Mapping[str, Any] = {
-                "kind": kind, "member": as_json(self._own), "known": self._known.told(),
+                "kind": kind, "member": as_json(self._known.own), "known": self._known.told(),
                 "wait_s": max(0.0, deadline - now),
                 "concede_s": None if concede_by is None else max(0.0, concede_by - now),
             }  # fmt: skip
@@ -124,9 +126,10 @@ class Finals:
 
     def _give(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
         wants_agreed, asker = header["kind"] == "agreed", member_from(header.get("member"))
-        self._known.add([asker])  # before it may be answered: see ``agree``
+        self._known.add([asker], at_first_hand=True)  # before it may be answered: see ``agree``
         self._known.hear(header.get("known"))
         with self.changed:
+            self.heard.add(asker.worker)
             self._waiting += wants_agreed
             self.changed.notify_all()
         try:

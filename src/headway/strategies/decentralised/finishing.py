@@ -55,7 +55,7 @@ class Finishing:
     """One worker's side of the end."""
 
     def __init__(self, own: Member, known: Known, server: PeerServer, peers: Peers) -> None:
-        self._own, self._known = own, known
+        self._own, self._known = own.worker, known
         self._finals = Finals(own, known, server, peers)
 
     def finish(
@@ -67,13 +67,14 @@ class Finishing:
         """
         deadline = time.monotonic() + timeout_s
         collected_by = time.monotonic() + COLLECTING * timeout_s
-        own = Final(flat, digest, (self._own.worker,))
+        own = Final(flat, digest, (self._own,))
         self._finals.end_with(own)
         asked: set[Member] = set()
         failures = []
         while True:
             if (member := self._giver(source, asked)) is not None:
                 asked.add(member)
+                self._finals.heard.discard(member.worker)
                 concede_by = None if self._finals.conceded or source is not None else collected_by
                 try:
                     found = self._finals.ask(member, "agreed", own, deadline, concede_by=concede_by)
@@ -83,7 +84,7 @@ class Finishing:
                     )
                     continue
                 return self._taken(found, member.worker, deadline)
-            if source == self._own.worker:
+            if source == self._own:
                 self._finals.agree(replace(own, agreed=True))
                 return self._given(own, {each.worker for each in self._known.others}, deadline)
             if time.monotonic() >= deadline or source is not None or self._finals.conceded:
@@ -99,10 +100,14 @@ class Finishing:
                 return self._given(mean, {*mean.workers, *collection.conceded}, deadline)
 
     def _giver(self, source: Worker | None, asked: Collection[Member]) -> Member | None:
-        """Who is to be asked next for the final model; None where it is this worker that gives it, or nobody does."""
+        """Who is to be asked next for the final model; None where it is this worker that gives it, or nobody does.
+
+        Who did not answer and asks for something now is there after all: it may collect, or give, a model of its own.
+        """
         for member in self._known.others:
-            first = self._finals.conceded or member.worker < self._own.worker
-            if (first if source is None else member.worker == source) and member not in asked:
+            first = self._finals.conceded or member.worker < self._own
+            waits = member not in asked or member.worker in self._finals.heard
+            if (first if source is None else member.worker == source) and waits:
                 return member
         return None
 
@@ -115,7 +120,7 @@ class Finishing:
     def _given(self, final: Final, awaited: Collection[Worker], deadline: float) -> tuple[Flat, Finished]:
         """Give ``final`` to those that wait for it, and to those that are late as long as there is time."""
         self._finals.wait_for_served(awaited, deadline)
-        return final.flat, Finished(final.workers, self._own.worker)
+        return final.flat, Finished(final.workers, self._own)
 
     def _not_given(
         self, source: Worker | None, timeout_s: float, failures: Sequence[str]
@@ -125,7 +130,7 @@ class Finishing:
         )
         reasons = one_line("; ".join(failures)) or f"worker {source} is not known"
         return CommunicationError(
-            f"worker {self._own.worker}: {late}nobody gave the final model within {timeout_s:g} s ({reasons}). "
+            f"worker {self._own}: {late}nobody gave the final model within {timeout_s:g} s ({reasons}). "
             "This worker's own model is as it was: save that. Where workers end at very different times, "
             "call finish() with a longer timeout_s on all."
         )
@@ -138,7 +143,7 @@ class Finishing:
         All are asked at the same time. None where it is found out meanwhile that a worker besides ``earlier`` goes
         first. Raises LayoutError.
         """
-        collection = _Collection({self._own.worker: own})
+        collection = _Collection({self._own: own})
         arrived_by = max(until, time.monotonic() + transfer_s)
 
         def goes_first() -> bool:

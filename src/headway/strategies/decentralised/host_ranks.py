@@ -141,11 +141,13 @@ class OtherOfHost:
     def checkpoint(self) -> dict[str, Any]:
         """As of ``PartialAllReduce``."""
         self.flush()
-        return checkpoint.saved(self.module, self.optimizer, self.iteration)
+        saved = checkpoint.saved(self.module, self.optimizer, self.iteration)
+        return {**saved, "averaged": sorted(self._earlier)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As of ``PartialAllReduce``."""
         self.iteration = checkpoint.restore(state, self.module, self.optimizer)
+        self._earlier.update(state.get("averaged", ()))
 
     def close(self, *, leave: bool = True) -> None:
         """Follow no more steps."""
@@ -155,6 +157,7 @@ class OtherOfHost:
 
     def _after_step(self) -> None:
         self.iteration += 1
+        self._layout()  # notes, as the first rank does after each step, what is averaged from now on
         self._heard(self._down.hear(Word.STEPPED, self._layout, self.iteration))
 
     def _heard(self, told: Told) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,17 @@ def state_of(
                     scalars[f"moment/{name}/{key}"] = value
     return WorkerState(
         iteration, type(optimizer).__name__ if optimizer else "", tensors, scalars, sorted(averaged)
+    )
+
+
+def with_moments_of(state: WorkerState, other: WorkerState) -> WorkerState:
+    """``state`` of a worker that has the optimizer's state of ``other`` yet to hand to its optimizer."""
+    moments = {name: tensor for name, tensor in other.tensors.items() if name.startswith("moment/")}
+    return replace(
+        state,
+        optimizer=other.optimizer,
+        tensors={**state.tensors, **moments},
+        scalars={**state.scalars, **other.scalars},
     )
 
 

@@ -22,7 +22,8 @@ class Known:
     """Every other worker as it was last heard of: there at the joining, met in groups, or because it said hello."""
 
     def __init__(self, own: Member, server: PeerServer) -> None:
-        self._own = own
+        self.own = own
+        """This worker, as it tells others of itself."""
         self._members: dict[int, Member] = {}
         server.handle("hello", self._hello)
 
@@ -31,10 +32,13 @@ class Known:
         """By their numbers."""
         return [member for _, member in sorted(dict(self._members).items())]
 
-    def add(self, members: Iterable[Member]) -> None:
-        """Remember where ``members`` are now."""
+    def add(self, members: Iterable[Member], *, at_first_hand: bool = False) -> None:
+        """Remember where ``members`` are: they have said so themselves, or nothing of a later incarnation is known."""
         for member in members:
-            if member.worker != self._own.worker and len(self._members) < MAX_KNOWN:
+            if member.worker == self.own.worker or len(self._members) >= MAX_KNOWN:
+                continue
+            known = self._members.get(member.worker)
+            if known is None or at_first_hand or member.incarnation >= known.incarnation:
                 self._members[member.worker] = member
 
     def told(self) -> list[dict[str, Any]]:
@@ -56,12 +60,12 @@ class Known:
             for member in waiting:
                 greeted.add(member)
                 with suppress(OSError):
-                    request = {"kind": "hello", "member": as_json(self._own)}
+                    request = {"kind": "hello", "member": as_json(self.own)}
                     answer, _ = peers.ask(member, request, b"", time.monotonic() + HELLO_S)
                     self.hear(answer.get("known"))
 
     def _hello(self, connection: socket.socket, header: Header, _payload: bytes, deadline: float) -> None:
-        self.add([member_from(header["member"])])
+        self.add([member_from(header["member"])], at_first_hand=True)
         frames.send(connection, {"known": self.told()}, b"", deadline)
 
 

@@ -14,9 +14,11 @@ meeting, wrapper         in the place of DistributedDataParallel, as a plan says
 from __future__ import annotations
 
 import atexit
+import logging
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -63,6 +65,7 @@ from headway.strategies.decentralised.stepping import Stepping, weakly
 SCALER_FIX = "Train in bfloat16 without a scaler, or with groups that a coordinator forms."
 UNSTEPPED = 64
 """After so many forwards with gradients and no step the model's optimizer may be one that is not seen."""
+_log = logging.getLogger("headway")
 
 
 class PartialAllReduce(nn.Module):
@@ -246,10 +249,11 @@ class PartialAllReduce(nn.Module):
         half of ``timeout_s``, or was lost, is not in it; who is late gets it too while the one that collected is
         there. Averaged are all parameters, frozen ones too, and statistics by this model's policy; other buffers are
         as one worker has them. Raises CommunicationError where nobody gives the final model in time; this worker's own
-        is then as it was, and the worker has left for good.
+        is then as it was, and the worker has left for good. Who collects has room for the models of all workers.
         """
         self._refuse_closed()
         self.flush()
+        self._take_incarnation()
         self.coordinator.leave()
         layout = whole_layout(self.module, buffers=self._policies["buffers"])
         own = layout.empty()
@@ -267,6 +271,11 @@ class PartialAllReduce(nn.Module):
         Averaging in flight is finished first. A group whose decision is not known by then is left out of it.
         """
         self.flush()
+        if self._awaited is not None and self._awaited.optimizer:
+            raise UserError(
+                "this worker has joined with an optimizer's state, and has not seen the optimizer yet",
+                fix="Pass optimizer= when the model is wrapped, or step once before.",
+            )
         saved = checkpoint.saved(self.module, self._stepping.optimizer, self.iteration)
         return {**saved, "averaged": sorted(self._earlier)}
 
@@ -331,7 +340,15 @@ class PartialAllReduce(nn.Module):
 
     def _join(self, initial: str, timeout_s: float) -> None:
         others = self.coordinator.join(self.member, timeout_s)
+        self._take_incarnation()
         self._known.add(others)
+        if initial == "peer" and not others and self.member.incarnation > 1:
+            _log.warning(
+                "worker %d has been in this job before, and nobody else is there to take the model from: it begins "
+                "with its own. If others still train and only the coordinator lost them, end this worker: "
+                "they would average with it",
+                self.member.worker,
+            )
         if others and initial == "peer":
             state = joining.fetch(self._peers, others, self.member, self.module, timeout_s)
             joining.take_over(state, self.module)
@@ -351,8 +368,14 @@ class PartialAllReduce(nn.Module):
             joining.take_over_moments(self._awaited, self.module, optimizer)
             self._awaited = None
 
+    def _take_incarnation(self) -> None:
+        """Tell others the incarnation that the coordinator counts: groups have it."""
+        incarnation = max(self.member.incarnation, self.coordinator.incarnation)
+        self.member = self._known.own = replace(self.member, incarnation=incarnation)
+
     def _state(self) -> WorkerState:
-        return joining.state_of(self.module, self._stepping.optimizer, self.iteration, self._earlier)
+        state = joining.state_of(self.module, self._stepping.optimizer, self.iteration, self._earlier)
+        return state if self._awaited is None else joining.with_moments_of(state, self._awaited)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -52,6 +52,11 @@ class ScheduledCoordinator:
         """Always: there is nobody to reach."""
         return True
 
+    @property
+    def incarnation(self) -> int:
+        """None is counted: ranks do not come back."""
+        return 0
+
     def join(self, member: Member, timeout_s: float) -> Sequence[Member]:
         """Meet all ranks of the schedule; returns those of lower numbers. Raises CommunicationError."""
         keys = [f"{self._run}/member/{rank}" for rank in range(self._schedule.world_size)]
@@ -83,6 +88,8 @@ class ScheduledCoordinator:
     def begin_anew(self) -> None:
         """Rounds that there have been may come again, as every rank goes on from a checkpoint: they are others."""
         self._beginnings += 1
+        self._starts.clear()
+        self._outcomes.clear()
 
     def ask(self, iteration: int) -> None:
         """This rank has finished ``iteration``, counted from 1: its group is that of round ``iteration`` - 1."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from headway import torch_private
 from headway.collectives.hosts import Hosts
 from headway.coordination.client import CoordinatorClient
-from headway.errors import HeadwayWarning, UnsupportedError, UserError
+from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError, UserError
 from headway.job import Job
 from headway.scheduling.groups import GroupSchedule
 from headway.strategies.data_parallel.existing_group import existing_group
@@ -95,6 +95,10 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
 
         coordinated.join(meeting, choice, found, construct)
         try:
+            if rank and not self._known.others:
+                raise CommunicationError(
+                    f"rank {rank}: the coordinator knows nobody whose model it could begin with. Start the job again."
+                )
             meeting.begin_together()
         except BaseException:
             self.close()
