@@ -98,7 +98,7 @@ def trained(
     for iteration in range(10**9):
         for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
             optimizer.zero_grad(set_to_none=True)
-            loss_of(worker, task.batch(rank, seed, iteration)).backward()  # type: ignore[no-untyped-call]
+            loss_of(worker, task.batch(rank, seed, iteration)).backward()
         if variant.group_size is None:
             _average_gradients(workers)
         for optimizer in optimizers:
