@@ -9,6 +9,7 @@ from typing import Any
 from decentralised_training import fault_rows, learning_rates, loss_causes
 from decentralised_training.cases import MOST_LAYERS, NETWORKS, SITUATIONS, THROUGHPUT
 from decentralised_training.losses import CASES as LOSSES
+from decentralised_training.methods import BASELINE, method_named
 
 Row = dict[str, Any]
 WORDS = (
@@ -126,11 +127,29 @@ def _judged(rows: Sequence[Row]) -> list[str]:
             f"- predictions of throughput: the median error is {median(errors):.1%} of {len(errors)} rows, "
             f"the largest {max(errors):.1%}"
         )
+    for case in dict.fromkeys(row["case"] for row in rows):
+        if case in LOSSES and not LOSSES[case].tries_rates:
+            found += _judged_losses(case, [row for row in rows if row["case"] == case])
     faults = [row for row in rows if row["case"] in fault_rows.CASES]
     if faults:
         well, hung = sum(row["ended_well"] for row in faults), sum(row["hung"] for row in faults)
         found.append(f"- faults: {well} of {len(faults)} schedules ended well, {hung} hung")
     return found
+
+
+def _judged_losses(case: str, rows: Sequence[Row]) -> list[str]:
+    """How groups that reach the target first compare with all-reduce."""
+    base = next((row for row in rows if row["method"] == BASELINE), None)
+    reached = [row for row in rows if method_named(row["method"]).is_choice and row["time_to_loss_s"]]
+    if base is None or not reached:
+        return []
+    best = min(reached, key=lambda row: row["time_to_loss_s"])
+    theirs = f"in {base['time_to_loss_s']:.1f} s" if base["time_to_loss_s"] else "never"
+    return [
+        f"- {case}: {best['method']} comes to {best['target_loss']:g} in {best['time_to_loss_s']:.1f} s, all-reduce "
+        f"{theirs}; at equal samples {best['loss_at_equal_samples']:.3f} ({best['loss_spread']}) against "
+        f"{base['loss_at_equal_samples']:.3f} ({base['loss_spread']})"
+    ]
 
 
 def _facts(rows: Sequence[Row]) -> str:
