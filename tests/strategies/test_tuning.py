@@ -137,6 +137,34 @@ def test_no_smaller_buckets_are_tried_once_they_are_slower(
     assert found == tried
 
 
+LARGER, LARGEST = (DistributedDataParallelStrategy(bucket_cap_mb=cap_mb) for cap_mb in (40, 128))
+
+
+@pytest.mark.parametrize(("larger_ms", "tried"), [(105.0, 3), (95.0, 4)])
+def test_larger_buckets_are_a_way_of_their_own(larger_ms: float, tried: int) -> None:
+    every = (STOCK, SMALLER, LARGER, LARGEST)
+    proposer = PlannedProposer()
+    proposer._left = [stock(0, strategy=each).candidate for each in every]
+    found = []
+    while (candidate := proposer.propose()) is not None:
+        found.append(candidate.strategy)
+        proposer.tell(candidate, (100.0, 105.0, larger_ms, 90.0)[len(found) - 1])
+    assert found == list(every[:tried])
+
+
+@pytest.mark.parametrize(("share", "others"), [(2, (10, 32)), (20, (32, 10)), (50, (32, 10)), (32, (10,))])
+def test_stock_ddp_is_tried_with_smaller_and_larger_buckets(share: int, others: tuple[int, ...]) -> None:
+    question = _large_question()
+    size_bytes = question.model.size_bytes
+    own = DistributedDataParallelStrategy(bucket_cap_mb=size_bytes // share / 2**20)
+    caps = [
+        each.strategy.bucket_cap_mb
+        for each in guesses(replace(question, stock=own))
+        if isinstance(each.strategy, DistributedDataParallelStrategy)
+    ]
+    assert caps == [own.bucket_cap_mb, *(size_bytes // each / 2**20 for each in others)]
+
+
 def test_buckets_that_are_left_out_do_not_end_it_before_what_is_close_was_measured_again() -> None:
     proposer, ours = PlannedProposer(), trial(99, 1).candidate
     proposer._left = [ours, *(stock(0, strategy=each).candidate for each in (STOCK, SMALLER, SMALLEST))]

@@ -252,9 +252,8 @@ class CoordinatorClient:
             before, state.incarnation = state.incarnation, welcome.incarnation
             state.connected, state.generator = True, welcome.generator
             state.others = tuple(member.value() for member in welcome.members)
-            if before and (
-                not welcome.resumed or welcome.incarnation != before
-            ):  # the first welcome may be lost
+            # Where the welcome to a new incarnation was lost, the next one resumes it.
+            if before and (not welcome.resumed or welcome.incarnation != before):
                 state.rejoined += 1
                 state.current = None
                 _log.warning(

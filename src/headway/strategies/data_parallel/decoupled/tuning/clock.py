@@ -8,14 +8,17 @@ import torch
 
 
 class Clock:
-    """Tells the time at which all that the host has asked for is done. ``host`` says that this is at once."""
+    """Tells the time at which all that the host has asked to be computed is done. ``host`` says that this is at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = device.type == "cpu"
         self._device = device
 
     def now_ns(self) -> int:
-        """Nanoseconds; on a device this waits for everything in flight."""
+        """Nanoseconds; on a device this waits for what is computed, and not for what is communicated meanwhile.
+
+        Collectives that run under the next forward would be waited for on the whole device, and hide nothing.
+        """
         if not self.host:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.monotonic_ns()

@@ -134,8 +134,8 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
 def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]:
     """``ours``, of which the first is the schedule in force, with stock DDP where it can be tried.
 
-    What is in force comes first. Smaller buckets than the script's are tried too, without a prediction: where cores are
-    busy they are what gains most.
+    What is in force comes first. Other buckets than the script's are tried too, without a prediction: where cores are
+    busy they are what gains most, and those of a large model may be too many.
     """
     if question.stock is None:
         return list(ours)
@@ -143,7 +143,7 @@ def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]
     own = [] if question.script_stock in (None, question.stock) else [question.script_stock]
     others += [
         Candidate(name=STOCK, strategy=each)
-        for each in (*own, *_with_smaller_buckets(question.stock, question.model))
+        for each in (*own, *_with_other_buckets(question.stock, question.model))
     ]
     if question.stock_in_force:
         earlier = first.model_copy(update={"name": "before"})
@@ -151,13 +151,16 @@ def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]
     return [first, Candidate(name=STOCK, strategy=question.stock), *others]
 
 
-def _with_smaller_buckets(
+def _with_other_buckets(
     own: DistributedDataParallelStrategy, model: ModelSpec
 ) -> Iterator[DistributedDataParallelStrategy]:
-    for share in STOCK_SHARES:
-        smaller_bytes = model.size_bytes // share
-        if 0 < smaller_bytes < min(cap_bytes(own.bucket_cap_mb), model.size_bytes):
-            yield DistributedDataParallelStrategy(bucket_cap_mb=smaller_bytes / 2**20)
+    """Smaller buckets than those of ``own``, then larger ones; on each side what is nearest to them comes first."""
+    own_bytes = min(cap_bytes(own.bucket_cap_mb), model.size_bytes)
+    others_bytes = [model.size_bytes // share for share in STOCK_SHARES]
+    smaller = sorted((each for each in others_bytes if 0 < each < own_bytes), reverse=True)
+    larger = sorted(each for each in others_bytes if each > own_bytes)
+    for each in (*smaller, *larger):
+        yield DistributedDataParallelStrategy(bucket_cap_mb=each / 2**20)
 
 
 def guesses(question: Question) -> list[Candidate]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from headway.errors import one_line
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
     choose,
     close_ones,
@@ -16,6 +17,7 @@ from headway.strategies.data_parallel.decoupled.tuning.planned import (
 from headway.strategies.data_parallel.decoupled.tuning.planning import Shortlist, planned
 from headway.strategies.data_parallel.decoupled.tuning.planning_process import PlanningProcess
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
+    Alternative,
     Candidate,
     Question,
     Setting,
@@ -91,7 +93,7 @@ class PlannedProposer:
 
     def propose(self) -> Candidate | None:
         """The next of the list; behind it those that are close once more, and again if that has not parted them."""
-        while self._left and self._left[0].is_stock and self._smaller_is_slower(self._left[0]):
+        while self._left and self._is_slower_already(self._left[0].strategy):
             del self._left[0]
         if not self._left and self._rematches < MOST_REMATCHES:
             self._rematches += 1
@@ -99,12 +101,18 @@ class PlannedProposer:
             self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
         return self._left.pop(0) if self._left else None
 
-    def _smaller_is_slower(self, candidate: Candidate) -> bool:
-        """Whether stock DDP was slower already with buckets between the script's and those of ``candidate``."""
-        if candidate in self._told:
+    def _is_slower_already(self, strategy: Alternative) -> bool:
+        """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``."""
+        told = {
+            cap_bytes(each.strategy.bucket_cap_mb): times[0]
+            for each, times in self._told.items()
+            if isinstance(each.strategy, DistributedDataParallelStrategy)
+        }
+        if not isinstance(strategy, DistributedDataParallelStrategy) or not told:
             return False
-        told = [times[0] for each, times in self._told.items() if each.is_stock]
-        return len(told) > 1 and told[-1] > min(told)
+        own, wanted = next(iter(told)), cap_bytes(strategy.bucket_cap_mb)
+        way = [ms for cap, ms in told.items() if own < cap < wanted or wanted < cap < own]
+        return wanted not in told and bool(way) and way[-1] > min(told[own], *way)
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
         """Keep what was measured."""
