@@ -19,7 +19,17 @@ from typing import Any
 
 from common import keep_case, parse_arguments, report
 from in_lab import run_in_lab
-from optimizing.cases import CASES, DEFAULT, EXHAUSTIVE, HEADWAY, QUICK_CASES, STOCK, Case, DataParallelCase
+from optimizing.cases import (
+    CASES,
+    DEFAULT,
+    EXHAUSTIVE,
+    HEADWAY,
+    MEASURED,
+    QUICK_CASES,
+    STOCK,
+    Case,
+    DataParallelCase,
+)
 from optimizing.rows import page, rows_of
 
 from headway import files
@@ -36,7 +46,10 @@ WORDS = (
     "recording, probing and our search took together, or longer until the first options have been tried (`search_s`), "
     "and the best three are tried again in the last third. `headway` is the plan that `headway.optimization.search` "
     "finds from one recording of the default; `search_s` is loading, replaying and searching, without the recording "
-    "and the probe (`recorded_s`). `exhaustive` is the best of a small space, each plan of which is replayed: all "
+    "and the probe (`recorded_s`). `headway-measured` is what short runs decide for among four of the search's plans "
+    "and the recorded one, as `headway optimize --measure 4` does (in the job that measures, with runs of a fifth of "
+    "its steps); its `search_s` includes them, and stock settings are tried for as much longer. `exhaustive` is the "
+    "best of a small space, each plan of which is replayed: all "
     "divisions of a model's parameters, as `runs` of about as many bytes in the order of readiness, into buckets of "
     "whole runs, as DDP and decoupled in both forms, on one channel or two, with gathers of gradients as early as "
     "each of the planner's thresholds has them (and hierarchical where hosts have several workers); of the pipeline, "
@@ -85,14 +98,33 @@ def _of_case(case: Case, *, quick: bool) -> list[dict[str, Any]]:
             _say(case, f"{method}: {each.name}, {each.predicted_ms:.0f} ms, found in {each.search_s:.1f} s")
             each.plan.save(folder / f"{method}.yaml")
         budget_s = min(sum(recorded.values()) + recording.headway.search_s, effort.longest_tuning_s)
+        contenders, kept = recording.contenders() if isinstance(case, DataParallelCase) else ([], 0)
         given = {
-            "caps_mb": recording.stock_caps_mb(), "budget_s": budget_s,
+            "caps_mb": recording.stock_caps_mb(), "budget_s": budget_s, "kept": kept,
             "plans": {method: str(folder / f"{method}.yaml") for method in plans},
+            "contenders": [
+                str(folder / f"{HEADWAY}.yaml") if each.name == recording.headway.name
+                else _saved(each, folder / f"contender-{number}.yaml")
+                for number, each in enumerate(contenders)
+            ],
         }  # fmt: skip
         files.write_text(folder / GIVEN, files.dump_json(given))
         _run("measure", case, folder, quick=quick)
         found = json.loads((folder / FOUND).read_text())
-        return _rows(case, recording, recorded, found, quick=quick)
+        decided = found["decided"]["number"]
+        if (
+            decided is not None and MEASURED not in found["samples"]
+        ):  # it is the plan that was predicted to be the best
+            for what in ("samples", "disagreements"):
+                found[what][MEASURED] = found[what][HEADWAY]
+        return _rows(
+            case, recording, recorded, found, None if decided is None else contenders[decided], quick=quick
+        )
+
+
+def _saved(sought: Any, path: Path) -> str:
+    sought.plan.save(path)
+    return str(path)
 
 
 def _run(phase: str, case: Case, folder: Path, *, quick: bool) -> None:
@@ -102,7 +134,13 @@ def _run(phase: str, case: Case, folder: Path, *, quick: bool) -> None:
 
 
 def _rows(
-    case: Case, recording: Any, recorded: dict[str, float], found: dict[str, Any], *, quick: bool
+    case: Case,
+    recording: Any,
+    recorded: dict[str, float],
+    found: dict[str, Any],
+    decided: Any,
+    *,
+    quick: bool,
 ) -> list[dict[str, Any]]:
     option, stock = found["stock"]["option"], found["stock"]
     replayer = recording.replayer
@@ -124,6 +162,11 @@ def _rows(
         known[method] = {
             "predicted_ms": each.predicted_ms, "uncertainty_ms": each.uncertainty_ms, "plan": each.name,
             "search_s": each.search_s, "replays": each.replays,
+        }  # fmt: skip
+    if decided is not None:
+        known[MEASURED] = {
+            "predicted_ms": decided.predicted_ms, "uncertainty_ms": decided.uncertainty_ms, "plan": decided.name,
+            "search_s": recording.headway.search_s + found["decided"]["deciding_s"],
         }  # fmt: skip
     for method, value in found["disagreements"].items():
         known[method]["disagreement"] = f"{value:.0e}"

@@ -34,7 +34,9 @@ class Effort:
     probe: ProbeEffort = THOROUGH
 
 
-DEFAULT, STOCK, HEADWAY, EXHAUSTIVE = "default", "stock-tuned", "headway", "exhaustive"
+DEFAULT, STOCK, HEADWAY, MEASURED, EXHAUSTIVE = (
+    "default", "stock-tuned", "headway", "headway-measured", "exhaustive",
+)  # fmt: skip
 WARM_STEPS = 3  # before steps are recorded
 REAL_FACTOR = 5  # real steps are short and vary: so many times more of them
 FULL = Effort(7, 1, 3, 8, 1, 2, 8, 240.0)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from paced_training.measuring import Measured, measure, slowest_of_ranks
 from paced_training.threshold_search import share_over
-from paced_training.tuning import trial_s
+from paced_training.tuning import steps_of_trial_ms, trial_s
 
 import headway
 from headway import files
@@ -23,8 +23,9 @@ from headway.cluster import Cluster
 from headway.measuring.probe import probe_cluster
 from headway.network.collective_costs import Effort as ProbeEffort
 from headway.network.collective_costs import fitted, timings_of
+from headway.optimization.measured.halving import LEAST_STEPS, run_rounds, winner
 from headway.plan import Plan
-from optimizing.cases import CASES, DEFAULT, STOCK, WARM_STEPS, DataParallelCase, Effort
+from optimizing.cases import CASES, DEFAULT, MEASURED, STOCK, WARM_STEPS, DataParallelCase, Effort
 from optimizing.replicas import Replicas
 from optimizing.stages import Stages
 from optimizing.stock_search import StockSearch
@@ -86,10 +87,14 @@ def _probed(effort: ProbeEffort, *, busy_cores: bool) -> Cluster | None:
 
 def _measure(subject: Any, effort: Effort, folder: Path) -> None:
     given = json.loads((folder / GIVEN).read_text())
-    search, took_s = _tuned(subject, effort, given["caps_mb"], given["budget_s"])
+    decided, deciding_s = _decided(subject, effort, given["contenders"], given["kept"])
+    search, took_s = _tuned(subject, effort, given["caps_mb"], given["budget_s"] + deciding_s)
     (best,) = search.finalists(1)
     methods: dict[str, Measured] = {DEFAULT: subject.default(), STOCK: subject.stock(best)}
-    for name, path in given["plans"].items():
+    plans = given["plans"]
+    if decided is not None and given["contenders"][decided] not in plans.values():
+        plans = {**plans, MEASURED: given["contenders"][decided]}
+    for name, path in plans.items():
         methods[name] = subject.planned(Plan.load(path))
     for each in methods.values():
         for _ in range(2):  # lazy set-up, such as DDP's order of readiness, before anything is timed
@@ -105,11 +110,27 @@ def _measure(subject: Any, effort: Effort, folder: Path) -> None:
         "disagreements": dict(zip(methods, subject.disagreements(trained), strict=True)),
         "stock": {"tuning_s": took_s, "trials": search.trials, "option": _document(best),
                   "tried_ms": _tried_ms(search)},
+        "decided": {"number": decided, "deciding_s": deciding_s},
     }  # fmt: skip
     for each in trained:
         each.close()
     if dist.get_rank() == 0:
         files.write_text(folder / FOUND, files.dump_json(found))
+
+
+def _decided(subject: Any, effort: Effort, paths: Sequence[str], kept: int) -> tuple[int | None, float]:
+    """Which plan short runs decide for, as ``headway optimize --measure`` does; and what they took."""
+    if not paths:
+        return None, 0.0
+    begun, step_ms = time.perf_counter(), 1e3  # of all ranks, which have to ask for as many steps
+
+    def run(number: int, steps: int) -> Sequence[float]:
+        count = max(1, steps * effort.trial_steps // LEAST_STEPS)
+        plan = Plan.load(paths[number])
+        return steps_of_trial_ms(lambda: subject.planned(plan), effort.trial_warm, count)
+
+    so_far = run_rounds(len(paths), range(kept), run, step_ms)
+    return winner(so_far, range(kept)), share_over()(time.perf_counter() - begun)
 
 
 def _tuned(

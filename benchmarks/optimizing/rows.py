@@ -8,7 +8,7 @@ from typing import Any
 
 from common import commit, interval_ms, table_page
 
-from optimizing.cases import DEFAULT, EXHAUSTIVE, HEADWAY, STOCK
+from optimizing.cases import DEFAULT, EXHAUSTIVE, HEADWAY, MEASURED, STOCK
 
 Row = dict[str, Any]
 LONGEST_SEARCH_S, LARGEST_ERROR, LEAST_OVER_STOCK, BEST_OVER_STOCK, OF_OPTIMUM = 60.0, 0.05, 0.99, 1.26, 0.01
@@ -50,6 +50,7 @@ def _said(rows: Sequence[Row]) -> list[str]:
     ours = {row["case"]: row for row in rows if row["method"] == HEADWAY}
     if not ours:
         return []
+    by_runs = {row["case"]: row["over_stock"] for row in rows if row["method"] == MEASURED}
     optimum = {row["case"]: row for row in rows if row["method"] == EXHAUSTIVE}
     over = {case: row["over_stock"] for case, row in ours.items()}
     off = {case: row["error"] for case, row in ours.items()}
@@ -68,6 +69,7 @@ def _said(rows: Sequence[Row]) -> list[str]:
     return [
         f"Over the better of default and tuned stock: {over[best]:.2f}x at best ({best}; aim {BEST_OVER_STOCK:g}x), "
         f"{over[worst]:.2f}x at worst ({worst}); no less than {LEAST_OVER_STOCK:g}x in {good} of {count} cases.",
+        *_decided_said(by_runs),
         f"The measured plan is within {LARGEST_ERROR:.0%} of its prediction in {near} of {count} cases, and off by "
         f"{off[worst_off]:+.1%} at most ({worst_off}). Of all {len(predicted)} predictions "
         f"{sum(row['within'] for row in predicted)} hold within their ±.",
@@ -76,6 +78,17 @@ def _said(rows: Sequence[Row]) -> list[str]:
         "As predicted, the plan that the search finds takes so many times as long as the best of the space: "
         + ", ".join(f"{1 + each:.3f} ({case})" for case, each in above.items())
         + f"; the aim is {1 + OF_OPTIMUM:g} at most.",
+    ]
+
+
+def _decided_said(over: dict[str, float]) -> list[str]:
+    if not over:
+        return []
+    worst = min(over, key=over.__getitem__)
+    good = sum(each >= LEAST_OVER_STOCK for each in over.values())
+    return [
+        f"What short runs decided for (`{MEASURED}`, {len(over)} cases) is {over[worst]:.2f}x at worst ({worst}), and "
+        f"no less than {LEAST_OVER_STOCK:g}x in {good}."
     ]
 
 

@@ -16,6 +16,7 @@ from headway.errors import PlanError
 from headway.interop.settings import ddp
 from headway.interop.settings.asked import Asked
 from headway.optimization.candidate import UNCHANGED, Candidate
+from headway.optimization.measured.contenders import contenders
 from headway.optimization.plan_writing import plan_of
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
@@ -27,6 +28,8 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.trace.folder import load_trace
 from optimizing.ranks import PROBED, TRACE
 from optimizing.spaces import describe, space_of
+
+MEASURED_PLANS = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Recording:
             each for each in expected.values() if isinstance(each.strategy, DistributedDataParallelStrategy)
         ]
         self._best_ddp = min(of_ddp, key=lambda each: each.predicted_ms, default=None)
+
+    def contenders(self) -> tuple[list[Sought], int]:
+        """The plans that ``headway optimize --measure N`` would measure, and how many of them, the first, are kept."""
+        found = contenders(self.found, self.found.best(), MEASURED_PLANS)
+        return [self._sought(each, time.perf_counter(), 0) for each in found.all], len(found.kept)
 
     def stock_caps_mb(self) -> list[tuple[float, ...]]:
         """Lists of caps that the search among DDP's settings is given: what ours has found, as such settings.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -20,18 +21,27 @@ T = TypeVar("T")
 
 def trial_s(make: Callable[[], Measured], warm: int, steps: int) -> float:
     """Seconds a step of a trainer made for the trial, after ``warm`` steps: the slowest rank's mean."""
+    return slowest(sum(_steps_of_trial_s(make, warm, steps)) / steps)
+
+
+def steps_of_trial_ms(make: Callable[[], Measured], warm: int, steps: int) -> list[float]:
+    """As ``trial_s``, but each step of the slowest rank, in ms."""
+    return [1e3 * slowest(taken_s) for taken_s in _steps_of_trial_s(make, warm, steps)]
+
+
+def _steps_of_trial_s(make: Callable[[], Measured], warm: int, steps: int) -> list[float]:
     trainer = make()
     dist.barrier()
     trainer.restart()
     for _ in range(warm):
         trainer.step()
-    start = time.perf_counter()
+    times_s = [time.perf_counter()]
     for _ in range(steps):
         trainer.step()
-    taken_s = (time.perf_counter() - start) / steps
+        times_s.append(time.perf_counter())
     trainer.finish()
     trainer.close()
-    return slowest(taken_s)
+    return [end_s - begin_s for begin_s, end_s in pairwise(times_s)]
 
 
 def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) -> tuple[T, dict[str, float]]:

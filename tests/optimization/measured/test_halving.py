@@ -19,19 +19,21 @@ from headway.optimization.measured.halving import (
     measured,
     most_runs,
     next_round,
+    run_rounds,
     winner,
 )
 
 
 def played(times_ms: Sequence[float], kept: int, failing: frozenset[int] = frozenset()) -> list[Runs]:
     """All rounds where each contender takes the same time in every step; the ``failing`` fail in their second round."""
-    so_far: list[Runs] = []
-    while (coming := next_round(len(times_ms), range(kept), so_far, 50.0)) is not None:
-        out = failing if so_far else frozenset()
-        so_far.append(
-            {number: [times_ms[number]] * coming.steps for number in coming.order if number not in out}
-        )
-    return so_far
+
+    def run(number: int, steps: int) -> list[float]:
+        return [] if number in failing and steps > first_steps(50.0) else [times_ms[number]] * steps
+
+    told: list[Sequence[Runs]] = []
+    rounds = run_rounds(len(times_ms), range(kept), run, 50.0, told.append)
+    assert told[-1:] == ([rounds] if rounds else [])
+    return rounds
 
 
 def test_half_is_dropped_and_the_others_run_twice_as_long_the_other_way_round() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headway.errors import UserError
 from headway.optimization.candidate import Candidate
 from headway.optimization.measured.contenders import Contenders
-from headway.optimization.measured.halving import Measured, Runs, measured, most_runs, next_round, winner
+from headway.optimization.measured.halving import Measured, Runs, measured, most_runs, run_rounds, winner
 
 Run = Callable[[Candidate, int], Sequence[float]]
 """Trains under a plan until so many steps are timed; returns these, in ms. Raises UserError where that fails."""
@@ -70,21 +70,24 @@ def choose(
     begun = time.perf_counter()
     every, kept = contenders.all, range(len(contenders.kept))
     of, done = most_runs(len(every), len(kept)), 0
-    so_far: list[Runs] = []
     failed: list[tuple[Candidate, str]] = []
-    while (coming := next_round(len(every), kept, so_far, step_ms)) is not None:
-        runs: dict[int, Sequence[float]] = {}
-        for number in coming.order:
-            try:
-                runs[number] = run(every[number], coming.steps)
-            except UserError as failure:
-                if number in kept:
-                    raise
-                failed.append((every[number], str(failure)))
-            done += 1
-            if runs:
-                progress(done, of, _best_so_far(every, [*so_far, runs]))
-        so_far.append(runs)
+
+    def ran(number: int, steps: int) -> Sequence[float]:
+        try:
+            return run(every[number], steps)
+        except UserError as failure:
+            if number in kept:
+                raise
+            failed.append((every[number], str(failure)))
+            return ()
+
+    def after(so_far: Sequence[Runs]) -> None:
+        nonlocal done
+        done += 1
+        if so_far[-1]:
+            progress(done, of, _best_so_far(every, so_far))
+
+    so_far = run_rounds(len(every), kept, ran, step_ms, after)
     if not so_far[-1]:
         raise UserError("no plan could be run", got=failed[0][1], fix="Leave out --measure.")
     out = {id(candidate) for candidate, _ in failed}

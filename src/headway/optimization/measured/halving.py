@@ -3,13 +3,13 @@
 Contenders run one after the other, a round at a time, the order turned round from round to round so that a drift of the
 machine hits all alike. After each round the slower half of those that may be dropped is, and the others run twice as
 long (Jamieson and Talwalkar, 2016). What may not be dropped, as it is what the job would be left with, runs in every
-round, so that the winner is compared with it over the same rounds. Everything here is a pure function.
+round, so that the winner is compared with it over the same rounds. Nothing here runs anything by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 OUTLYING = 2.0
@@ -85,6 +85,28 @@ def next_round(
     faster = ranked[: math.ceil(len(ranked) / 2)]
     order = sorted((*kept, *faster), reverse=len(so_far) % 2 == 1)
     return Round(tuple(order), first_steps(step_ms) * 2 ** len(so_far))
+
+
+def run_rounds(
+    contenders: int,
+    kept: Collection[int],
+    run: Callable[[int, int], Sequence[float]],
+    step_ms: float,
+    after_run: Callable[[Sequence[Runs]], None] = lambda so_far: None,
+) -> list[Runs]:
+    """All rounds; ``run`` is given a contender and a number of steps, and returns these in ms, none where it failed.
+
+    ``after_run`` is told of the rounds so far, of which the last may be incomplete.
+    """
+    so_far: list[Runs] = []
+    while (coming := next_round(contenders, kept, so_far, step_ms)) is not None:
+        runs: dict[int, Sequence[float]] = {}
+        for number in coming.order:
+            if steps_ms := run(number, coming.steps):
+                runs[number] = steps_ms
+            after_run([*so_far, runs])
+        so_far.append(runs)
+    return so_far
 
 
 def most_runs(contenders: int, kept: int) -> int:
