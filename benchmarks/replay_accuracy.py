@@ -35,7 +35,7 @@ from accuracy.configurations import (
 from accuracy.job import work
 from accuracy.page import PICTURE, REPRODUCTION, draw, page
 from accuracy.predicting import BaseRun
-from common import RESULTS, keep_case, parse_arguments, report
+from common import RESULTS, commit, keep_case, parse_arguments, report
 
 from headway.lab import launch
 from headway.lab.spec import LabSpec, parse_spec
@@ -55,7 +55,8 @@ WORDS = (
     "cores that all hosts have between them, as those of a cluster's hosts do not, and half pace the same with layers "
     "twice as long and links half as fast. Crowded was set apart once half pace had shown that it is the cores. "
     "Bucket sizes are of the unscaled model, in MiB; decoupled and "
-    "servers have 5 MiB (models over 200 MB: 25), `small` a fifth of that."
+    "servers have 5 MiB (models over 200 MB: 25), `small` a fifth of that. `stolen` is the share of the cores' time "
+    "that the machine under this one gave to others meanwhile."
 )
 
 
@@ -88,21 +89,22 @@ def _of_model(model: str, labs: list[Lab], effort: Effort) -> list[dict[str, Any
         recorded_ms = list(base.replayer.recorded_step_times_ms)
         again = base.replayer.base
         of_base = (again.step_ms, base.replayer.expect(again).uncertainty_ms)
-        rows.append(_row(model, BASE_LAB, BASE_PLAN, of_base, recorded_ms))
+        rows.append(_row(model, BASE_LAB, BASE_PLAN, of_base, {"steps_ms": recorded_ms, "stolen": []}))
         for lab in labs:
             measured = json.loads((folder / f"{lab.name}.json").read_text())
             predicted = base.predicted_ms(lab)
-            for plan, steps_ms in measured.items():
-                rows.append(_row(model, lab, plan, predicted[plan], steps_ms))
+            for plan, own in measured.items():
+                rows.append(_row(model, lab, plan, predicted[plan], own))
                 error = f"{rows[-1]['error']:+.2%}"
                 print(f"{model} {lab.name} {plan}: {error}", file=sys.stderr, flush=True)
     return rows
 
 
 def _row(
-    model: str, lab: Lab, plan: str, predicted: tuple[float, float], steps_ms: list[float]
+    model: str, lab: Lab, plan: str, predicted: tuple[float, float], measured: dict[str, list[float]]
 ) -> dict[str, Any]:
     predicted_ms, uncertainty_ms = predicted
+    steps_ms, stolen = measured["steps_ms"], measured["stolen"]
     measured_ms = statistics.median(steps_ms)
     low, _, high = statistics.quantiles(steps_ms, n=4)
     return {
@@ -117,6 +119,8 @@ def _row(
         "uncertainty_ms": uncertainty_ms,
         "ratio": predicted_ms / measured_ms,
         "error": predicted_ms / measured_ms - 1,
+        "stolen": round(statistics.mean(stolen), 3) if stolen else None,
+        "commit": commit(),
     }
 
 

@@ -77,13 +77,13 @@ class Lab:
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a plan is trained, and for how many timed steps each time."""
+    """How often a plan is trained, in turn with all others, and for how many timed steps each time."""
 
     rounds: int
     steps: int
 
 
-FULL, QUICK = Effort(1, 8), Effort(1, 4)
+FULL, QUICK = Effort(2, 4), Effort(1, 4)
 CROWDED = "crowded"
 PACED = ("resnet50", "densenet201", "bert-base", "vgg16")
 BASE_PLAN = "ddp-25"

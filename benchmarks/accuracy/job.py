@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from paced_training.measuring import stolen_share, stolen_ticks
 from paced_training.planned import end, settle
 from torch import nn
 
@@ -47,12 +48,14 @@ def work(model: str, lab_name: str, effort: Effort, folder: Path) -> None:
         cluster = probe_cluster(busy_cores=False)
         if dist.get_rank() == 0:
             cluster.save(folder / PROBED)
-    steps_ms: dict[str, list[float]] = {name: [] for name in plans}
+    found: dict[str, dict[str, list[float]]] = {name: {"steps_ms": [], "stolen": []} for name in plans}
     for _ in range(effort.rounds):
         for name, strategy in plans.items():
-            steps_ms[name] += _timed(subject, dilation, strategy, effort.steps)
+            ticks = stolen_ticks()
+            found[name]["steps_ms"] += _timed(subject, dilation, strategy, effort.steps)
+            found[name]["stolen"].append(stolen_share(ticks, stolen_ticks()))
     if dist.get_rank() == 0:
-        files.write_text(folder / f"{lab_name}.json", files.dump_json(steps_ms))
+        files.write_text(folder / f"{lab_name}.json", files.dump_json(found))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -33,13 +33,17 @@ def page(name: str, document: dict[str, Any], words: str) -> str:
     lines += _table("what-if, by model", _grouped(what_if, lambda row: row["case"]))
     lines += choices(rows)
     lines += ["## Every configuration", ""]
-    columns = ("case", "lab", "method", "class", "measured ms", "quartiles", "steps", "predicted ms", "error")
+    columns = (
+        "case", "lab", "method", "class", "measured ms", "quartiles", "steps", "stolen", "predicted ms", "error",
+        "commit",
+    )  # fmt: skip
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for row in rows:
         low, high = row["spread_ms"]
         cells = (
             row["case"], row["lab"], row["method"], row["class"], f"{row['time_ms']:.1f}", f"{low:.1f} to {high:.1f}",
-            str(row["steps"]), f"{row['predicted_ms']:.1f}", f"{row['error']:+.2%}",
+            str(row["steps"]), "" if row.get("stolen") is None else f"{row['stolen']:.1%}",
+            f"{row['predicted_ms']:.1f}", f"{row['error']:+.2%}", row.get("commit", ""),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", ", ".join(f"{key} {value}" for key, value in document["environment"].items()), ""]

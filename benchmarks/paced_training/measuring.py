@@ -126,3 +126,14 @@ def busy_share(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> f
 def busiest_share(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> float:
     shares = [(b1 - b0) / max(1, t1 - t0) for (b0, t0), (b1, t1) in zip(before, after, strict=True)]
     return max(shares)
+
+
+def stolen_ticks() -> tuple[int, int]:
+    """Ticks that the machine under this one took away from all cores, and all ticks."""
+    ticks = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (ticks[7] if len(ticks) > 7 else 0), sum(ticks[:8])
+
+
+def stolen_share(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """The share of all cores' time that was taken away."""
+    return (after[0] - before[0]) / max(1, after[1] - before[1])

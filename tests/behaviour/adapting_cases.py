@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,21 @@ def alone(world_size: int) -> dict[str, Any]:
     for step in range(FAST_STEPS + SLOW_STEPS):
         step_of(model, optimizer, step, -1, world_size)
     return seen(model, optimizer)
+
+
+def dropped(rank: int, world_size: int) -> bool:
+    """Whether a model that is watched is let go of with its last reference, without the collector."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "WINDOW_MS", 20.0)
+        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=2**16, adapt=True))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+        for step in range(FAST_STEPS):
+            step_of(wrapped, optimizer, step, rank, world_size)
+        gc.collect()
+        gc.disable()
+        kept = weakref.ref(wrapped)
+        del wrapped, optimizer
+        gone = kept() is None
+        gc.enable()
+        gc.collect()
+    return gone

@@ -295,3 +295,45 @@ def refused_on_one_rank(rank: int, world_size: int) -> Any:
     wrapped.use_stock_ddp()
     script.run(2)
     return was_stock, wrapped.is_stock, seen(wrapped, script.optimizer)["digest"]
+
+
+def alone_in_the_job(rank: int, world_size: int) -> Any:
+    """A single worker that is to be tuned, which takes the same steps in the reference."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256, tune=True))
+    script = Script(wrapped, OPTIMIZERS["adam"](wrapped.parameters()), rank, world_size)
+    script.run(STEPS)
+    return seen(wrapped, script.optimizer) | {"stock": wrapped.is_stock, "said": wrapped.tuning.describe()}
+
+
+class _TriesStock:
+    """Tries stock DDP alone, for longer than anybody trains."""
+
+    learns = False
+
+    def begin(self, setting: Setting) -> None:
+        assert setting.question.stock is not None
+        self._stock = Candidate(name="stock DDP", strategy=setting.question.stock)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def propose(self) -> Candidate | None:
+        return self._stock
+
+    def tell(self, candidate: Candidate, measured_ms: float) -> None:
+        """Nothing is decided."""
+
+    def choose(self, trials: Sequence[Trial]) -> int:
+        raise AssertionError(trials)
+
+
+def handed_over_while_stock_is_tried(rank: int, world_size: int) -> Any:
+    """The script hands its steps over by hand just when the tuner tries stock DDP."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256))
+    tune(wrapped, _TriesStock())
+    script = Script(wrapped, OPTIMIZERS["sgd"](wrapped.parameters()), rank, world_size)
+    script.run(8)
+    tried = wrapped.is_stock and wrapped.tuner is not None
+    wrapped.use_stock_ddp(DistributedDataParallelStrategy(bucket_cap_mb=0.001))
+    script.run(4)
+    return tried, wrapped.tuner is None, wrapped.strategy.describe(), wrapped.tuning.ended_early

@@ -45,3 +45,7 @@ def test_without_it_nothing_is_watched(tmp_path: Path) -> None:
         assert result["tuned"] is None
         assert not result["watched"]
         assert not result["decisions"]
+
+
+def test_a_model_that_is_watched_is_let_go_of_with_its_last_reference() -> None:
+    assert workers.run(2, f"{CASES}:dropped") == [True, True]

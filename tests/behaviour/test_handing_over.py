@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests import workers
 from tests.behaviour import handing_over_cases, tuning_cases
-from tests.behaviour.tuning_cases import agrees
+from tests.behaviour.tuning_cases import STEPS, agrees, alone
 
 from headway.strategies.decisions import read_journal
 
@@ -104,3 +104,17 @@ def test_where_stock_ddp_fails_on_one_rank_none_goes_over() -> None:
     first, second = workers.run(2, f"{CASES}:refused_on_one_rank")
     assert first == second
     assert list(first[:2]) == [False, True]
+
+
+def test_a_single_worker_is_left_to_stock_ddp() -> None:
+    (result,) = workers.run(1, f"{CASES}:alone_in_the_job")
+    assert result["stock"]
+    assert "a single worker does not communicate" in result["said"]
+    agrees([result], alone("adam", STEPS, 1))
+
+
+def test_what_the_script_hands_over_itself_stays() -> None:
+    results = workers.run(2, f"{CASES}:handed_over_while_stock_is_tried")
+    assert (
+        results == [[True, True, "DDP, bucket_cap_mb=0.001", "the script put another schedule in force"]] * 2
+    )

@@ -11,6 +11,7 @@ import pytest
 from tests.planning.jobs import Alone
 
 from headway.strategies.data_parallel.channels.observer import Collective
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.adapting.adapter import (
     LEAST_GAIN,
     MOST_RESTS_PER_STEP,
@@ -45,6 +46,14 @@ def told(*windows: Window, adapter: Adapter | None = None) -> Adapter:
 slow = partial(window, step_ms=150.0, waited_ms=(70.0, 70.0), byte_ns=30.0)
 fast = partial(window, step_ms=85.0, waited_ms=(5.0, 5.0), byte_ns=2.0)
 late = partial(window, step_ms=200.0, waited_ms=(120.0, 20.0))  # rank 1 computes 180 ms instead of 80
+
+
+def waited_for(step: int) -> Window:
+    """As ``late``, as ranks that wait within their collectives see it."""
+    ranks = late(step, waited_ms=(120.0, 20.0, 120.0)).ranks
+    return Window(step, tuple(each._replace(byte_ns=8.0 if n == 1 else 40.0) for n, each in enumerate(ranks)))
+
+
 longer = partial(window, step_ms=150.0, waited_ms=(10.0, 10.0))
 
 
@@ -110,6 +119,22 @@ def test_a_straggler_is_named_and_no_schedule_is_sought() -> None:
     assert "as they were" in after.latest.reason
 
 
+def test_a_straggler_that_others_wait_for_is_no_slow_network() -> None:
+    adapter = told(*(window(10 * number, waited_ms=(20.0,) * 3) for number in range(1, 4)))
+    adapter = told(waited_for(40), waited_for(50), adapter=adapter)
+    assert adapter.latest is not None
+    assert not adapter.latest.tunes
+    assert "rank 1 computes 2.25 times as long" in adapter.latest.reason
+
+
+def test_ranks_that_hardly_compute_are_no_stragglers() -> None:
+    adapter = told(*(window(10 * number, waited_ms=(20.0, 100.0)) for number in range(1, 4)))
+    adapter = told(*(window(10 * n, step_ms=150.0, waited_ms=(70.0, 149.9)) for n in (4, 5)), adapter=adapter)
+    assert adapter.latest is not None
+    assert adapter.latest.tunes
+    assert "rank" not in adapter.latest.reason
+
+
 def test_where_all_compute_longer_the_schedule_is_tuned() -> None:
     adapter = told(longer(40), longer(50), adapter=settled())
     assert adapter.latest is not None
@@ -142,16 +167,26 @@ def test_ranks_without_collectives_are_no_change_of_the_network() -> None:
 
 def test_the_slowest_rank_has_the_step_of_the_job() -> None:
     both = Window(7, (RankWindow(100, 1, 20, 8), RankWindow(104, 2, 30, 10)))
-    assert (both.step_ms, both.uncertainty_ms, both.byte_ns) == (104, 2, 9)
+    assert (both.step_ms, both.uncertainty_ms, both.byte_ns) == (104, 2, 8)
     assert joined([both, both]).ranks[0].step_ms == 100
     assert joined([both, both]).uncertainty_ms == pytest.approx(2 / math.sqrt(2))
 
 
 def test_what_a_rank_saw_of_its_steps() -> None:
     intervals = [Interval(10.0, False)] * 9 + [Interval(500.0, True)]
-    seen = rank_window(intervals, Sums(1_000_000, 5, 100), Sums(21_000_000, 805, 200))
-    assert seen == RankWindow(10.0, 0.0, 2.0, 8.0)
-    assert math.isnan(rank_window(intervals, Sums(), Sums()).byte_ns)
+    each = Sums(2_000_000, 80, 10)
+    sums = [Sums(*(number * value for value in each)) for number in range(11)]
+    assert rank_window(intervals, sums) == RankWindow(10.0, 0.0, 2.0, 8.0)
+    assert math.isnan(rank_window(intervals, [Sums()] * 11).byte_ns)
+
+
+def test_a_step_in_which_another_rank_did_something_else_counts_for_nothing() -> None:
+    intervals = [Interval(10.0, False)] * 9 + [Interval(5000.0, False)]
+    sums = [Sums(number * 2_000_000, number * 80, number * 10) for number in range(10)]
+    sums.append(Sums(sums[-1].waited_ns + 4_990_000_000, sums[-1].carried_ns + 9_000_000, 100))
+    seen = rank_window(intervals, sums)
+    assert (seen.step_ms, seen.waited_ms, seen.byte_ns) == (10.0, 2.0, 8.0)
+    assert seen.computed_ms == 8.0
 
 
 def test_traffic_is_summed_up() -> None:
@@ -188,7 +223,8 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
     short = Shortlist(candidates=candidates)
     monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
     proposer = CautiousProposer()
-    setting: Any = SimpleNamespace(agreement=Alone(), question=SimpleNamespace(learned=None))
+    question = SimpleNamespace(learned=None, stock=None, script_stock=None)
+    setting: Any = SimpleNamespace(agreement=Alone(), question=question)
     proposer.begin(setting)
     assert proposer.is_ready()
     found: list[str] = []
@@ -196,3 +232,19 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
         found.append(candidate.name)
         proposer.tell(candidate, 1000.0 * len(found))  # none is close to another
     assert found == tried
+
+
+def test_stock_ddp_is_tried_with_the_scripts_own_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = (DistributedDataParallelStrategy(bucket_cap_mb=cap_mb) for cap_mb in (25, 4))
+    ours = Candidate(name="before", strategy=DecoupledStrategy(), predicted_ms=80.0)
+    home, smaller = (Candidate(name=f"{each.bucket_cap_mb:g}", strategy=each) for each in (own, other))
+    short = Shortlist(candidates=(home, ours, smaller))
+    monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
+    proposer = CautiousProposer()
+    question = SimpleNamespace(learned=None, stock=own, script_stock=own)
+    setting: Any = SimpleNamespace(agreement=Alone(), question=question)
+    proposer.begin(setting)
+    assert proposer.is_ready()
+    assert proposer.propose() == home
+    assert proposer.propose() == ours
+    assert not proposer._left

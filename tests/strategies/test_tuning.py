@@ -184,6 +184,14 @@ def test_what_repeated_measurements_have_not_parted_is_no_reason_to_leave_stock_
     assert choose([faster, stock(100)]) == 0, "no measurement again was asked for"
 
 
+def test_what_was_measured_once_does_not_win_a_tie_against_what_was_measured_again() -> None:
+    again = replace(trial(100, 95), uncertainty_ms=2.0)
+    once = trial(100.4, 90)
+    assert choose([again, once, stock(101, 3.0)]) == 2, "what was measured again is not known to be faster"
+    assert choose([again, once, stock(110, 3.0)]) == 0
+    assert choose([again, once]) == 0
+
+
 def test_what_repeated_measurements_have_not_parted_is_measured_again() -> None:
     ours = replace(trial(100, 1), uncertainty_ms=2.0)
     assert undecided([ours, stock(101, 2.0)]) == [ours.candidate, stock(1).candidate]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +53,7 @@ class Journal:
     def wanted(cls) -> Journal | None:
         """The one that ``headway run --decisions`` has asked for; None without it."""
         path = os.environ.get(DECISIONS_VARIABLE)
-        return cls(Path(path)) if path else None
+        return _journal_at(Path(path)) if path else None
 
     def add(self, entry: Entry) -> None:
         """Write one decision."""
@@ -64,6 +65,12 @@ class Journal:
                 file.write(text)
         except OSError as failure:
             _log.warning("decisions cannot be written to %s: %s", self._path, failure.strerror)
+
+
+@cache
+def _journal_at(path: Path) -> Journal:
+    """One for all models of this process: what one has written stays."""
+    return Journal(path)
 
 
 def read_journal(path: Path) -> list[Entry]:

@@ -31,6 +31,8 @@ class HandsOver(RefusingDataParallel):
     trainable: frozenset[int]
     schedule: BucketSchedule
     tuner: StepCount | None = None
+    handovers: int = 0
+    """How often steps were handed over to stock DDP, or stock DDP got other buckets."""
     _stock: Stock
     _abandoning: weakref.finalize[Any, Any]
     _compiled: frozenset[int]
@@ -98,6 +100,7 @@ class HandsOver(RefusingDataParallel):
         elif wanted != stock.strategy:
             replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
             stock.begin_again(self, wanted.bucket_cap_mb)
+        self.handovers += 1
         if engine is not None and not keep_connections:
             lifecycle.release_everywhere(engine)
             self._abandoning.detach()

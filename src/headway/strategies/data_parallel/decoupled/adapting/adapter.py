@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from headway.strategies.data_parallel.decoupled.adapting.observed import Window, joined
+from headway.strategies.data_parallel.decoupled.adapting.observed import RankWindow, Window, joined
 
 REFERENCE_WINDOWS = 3
 """So many windows make up what later ones are compared with."""
@@ -73,7 +73,7 @@ class Adapter:
         slower = [
             f"rank {number} computes {_times(now.computed_ms, then.computed_ms)}"
             for number, (now, then) in enumerate(zip(seen.ranks, before.ranks, strict=True))
-            if abs(now.computed_ms / max(then.computed_ms, 1e-6) - 1) > LEAST_CHANGE
+            if _computes_otherwise(now, then)
         ]
         of_network = rate > 1 + OTHER_RATE or rate < 1 / (1 + OTHER_RATE)
         if math.isnan(rate):
@@ -99,6 +99,13 @@ def _noise(before: Window, now: Window) -> float:
 
 def _grew(window: Window, before: Window) -> bool:
     return window.step_ms > before.step_ms
+
+
+def _computes_otherwise(now: RankWindow, then: RankWindow) -> bool:
+    """Whether a rank takes longer to compute, or less long; not where that is next to nothing of a step."""
+    longer_ms = max(now.computed_ms, then.computed_ms)
+    change_ms = abs(now.computed_ms - then.computed_ms)
+    return longer_ms > LEAST_CHANGE * then.step_ms and change_ms > LEAST_CHANGE * then.computed_ms
 
 
 def _times(now: float, before: float) -> str:

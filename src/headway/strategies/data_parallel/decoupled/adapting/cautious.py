@@ -15,7 +15,8 @@ MOST_TRIED = 2
 class CautiousProposer(PlannedProposer):
     """Tries what is in force and the best few that are predicted to be faster by ``LEAST_GAIN``; else nothing.
 
-    Stock DDP, of which nothing is predicted, is tried too; and where that is in force, the best few.
+    Stock DDP, of which nothing is predicted, is tried too; and where that is in force, the best few. Its buckets are
+    the script's, or those in force.
     """
 
     def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -29,5 +30,7 @@ class CautiousProposer(PlannedProposer):
         tried = [
             others[number] for predicted_ms, number in sorted(better)[:MOST_TRIED] if predicted_ms < limit_ms
         ]
-        tried += [each for each in others if each.is_stock][:1]
+        assert self._setting is not None
+        question = self._setting.question
+        tried += [each for each in others if each.strategy in (question.stock, question.script_stock)][:1]
         return [home, *tried] if tried else []

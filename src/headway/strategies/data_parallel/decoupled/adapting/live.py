@@ -7,6 +7,7 @@ import math
 import statistics
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch.distributed as dist
 
@@ -21,7 +22,6 @@ from headway.strategies.data_parallel.decoupled.tuning.counting import (
     Study,
     Tunable,
     agreement_of,
-    typical_ms,
 )
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned
 from headway.strategies.data_parallel.decoupled.tuning.tuner import MEASURED_STEPS, Tuner
@@ -30,7 +30,7 @@ from headway.strategies.decisions import Entry, Journal
 SETTLING_STEPS = 5
 FEWEST_STEPS, MOST_STEPS = 10, 500
 WINDOW_MS = 2000.0
-"""Of a window, about: ranks tell each other of it in a millisecond or so."""
+"""Of a window, about: ranks tell each other of it during the step that follows."""
 
 _log = logging.getLogger("headway")
 
@@ -57,19 +57,25 @@ class Adapting(StepCount):
         count = FEWEST_STEPS
         while True:
             self._traffic.attach()
-            before = self._traffic.sums
-            intervals = []
+            intervals: list[Interval] = []
+            sums = [self._traffic.sums]
             for _ in range(count):
-                intervals.append((yield))  # noqa: PERF401 - a comprehension cannot yield
-            wrapped = self._model()
-            mine = rank_window(intervals, before, self._traffic.sums)
-            window = Window.of(self._steps, agreement_of(wrapped).from_each(mine))
+                intervals.append((yield))
+                sums.append(self._traffic.sums)
+            told = agreement_of(self._model()).tell_each(rank_window(intervals, sums))
+            # What ranks say is on its way behind parameters that are being gathered: nobody waits for it.
+            yield
+            window = Window.of(self._steps, told())
             count = min(MOST_STEPS, max(FEWEST_STEPS, math.ceil(WINDOW_MS / window.step_ms)))
-            self._adapter = self._adapter.after(window)
-            assert self._adapter.latest is not None
-            self._note(self._adapter.latest.reason, window.step_ms, self._described(wrapped))
-            if self._adapter.latest.tunes:
+            if self._is_to_be_tuned(window):
                 return
+
+    def _is_to_be_tuned(self, window: Window) -> bool:
+        # No model may stay in a variable of the study: it would never be let go of.
+        self._adapter = self._adapter.after(window)
+        assert self._adapter.latest is not None
+        self._note(self._adapter.latest.reason, window.step_ms, self._described(self._model()))
+        return self._adapter.latest.tunes
 
     def _finish(self, reason: str) -> None:
         """The adapter wants the model to be tuned."""
@@ -138,16 +144,26 @@ class Adapting(StepCount):
         return self._named[2]
 
 
-def rank_window(intervals: Sequence[Interval], before: Sums, after: Sums) -> RankWindow:
-    """What one rank saw of some steps, between two readings of its traffic."""
-    calm = [each.ms for each in intervals if not each.disturbed]
-    spread = statistics.stdev(calm) if len(calm) > 1 else 0.0
-    carried = after.carried_bytes - before.carried_bytes
+def rank_window(intervals: Sequence[Interval], sums: Sequence[Sums]) -> RankWindow:
+    """What one rank saw of some steps; ``sums`` are those of its traffic before the first step and after each.
+
+    Each value is the median over steps that nothing else has disturbed, here or on a rank that others waited for.
+    """
+    found = [
+        (each, Sums(*(now - before for now, before in zip(after, earlier, strict=True))))
+        for each, (earlier, after) in zip(intervals, pairwise(sums), strict=True)
+    ]
+    calm = [(each.ms, traffic) for each, traffic in found if not each.disturbed] or [
+        (each.ms, traffic) for each, traffic in found
+    ]
+    steps_ms = [ms for ms, _ in calm]
+    spread = statistics.stdev(steps_ms) if len(calm) > 1 else 0.0
+    byte_ns = [traffic.carried_ns / traffic.carried_bytes for _, traffic in calm if traffic.carried_bytes]
     return RankWindow(
-        step_ms=typical_ms(intervals),
-        uncertainty_ms=2.5 * spread / math.sqrt(max(1, len(calm))),  # of a median, at 95 %
-        waited_ms=(after.waited_ns - before.waited_ns) / 1e6 / len(intervals),
-        byte_ns=(after.carried_ns - before.carried_ns) / carried if carried else math.nan,
+        step_ms=statistics.median(steps_ms),
+        uncertainty_ms=2.5 * spread / math.sqrt(len(calm)),  # of a median, at 95 %
+        waited_ms=statistics.median(traffic.waited_ns for _, traffic in calm) / 1e6,
+        byte_ns=statistics.median(byte_ns) if byte_ns else math.nan,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple, Self
 
 
@@ -50,9 +50,11 @@ class Window(NamedTuple):
 
     @property
     def byte_ns(self) -> float:
-        """What a byte took on the rank in the middle; NaN where no rank had collectives."""
-        known = [rank.byte_ns for rank in self.ranks if not math.isnan(rank.byte_ns)]
-        return median(known) if known else math.nan
+        """What a byte took on the rank that waited least within its collectives; NaN where no rank had any.
+
+        Whoever is there first waits for the last, so that on most ranks a straggler looks like a slow network.
+        """
+        return min((rank.byte_ns for rank in self.ranks if not math.isnan(rank.byte_ns)), default=math.nan)
 
 
 def joined(windows: Sequence[Window]) -> Window:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +31,20 @@ class Agreement:
 
     def from_each(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values, by rank; each gives equally many."""
+        return self.tell_each(values)()
+
+    def tell_each(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Send values without waiting for those of others; the result is called for them, as ``from_each`` has them."""
         mine = self._tensor(values)
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(everyones, mine, group=self.group)
-        return [theirs.tolist() for theirs in everyones]
+        sending = dist.all_gather(everyones, mine, group=self.group, async_op=True)
+        assert sending is not None
+
+        def told() -> list[list[float]]:
+            sending.wait()
+            return [theirs.tolist() for theirs in everyones]
+
+        return told
 
     def number_from_rank_0(self, value: float) -> float:
         """The value that rank 0 gives."""

@@ -72,6 +72,9 @@ class Tunable(Protocol):
     def reductions(self) -> int:
         """How many backwards have been reduced under what is in force."""
 
+    handovers: int
+    """How often its steps were handed over to stock DDP, or stock DDP got other buckets."""
+
     @property
     def joining(self) -> bool:
         """Whether a ``join()`` lasts, with a schedule of its own."""
@@ -120,7 +123,10 @@ class StepCount(ABC):
             self.join_begins()
         elif wrapped.trainable is not self._trainable and wrapped.trainable != self._trainable:
             self._trained_otherwise(wrapped)
-        elif wrapped.schedule is not self._schedule or wrapped.is_stock != self._is_stock:
+        elif wrapped.schedule is not self._schedule or self._stock_state != (
+            wrapped.is_stock,
+            wrapped.handovers,
+        ):
             self._scheduled_otherwise(wrapped)
         elif wrapped.require_backward_grad_sync:
             self._count(wrapped)
@@ -172,7 +178,7 @@ class StepCount(ABC):
 
     def _note_what_is_in_force(self, wrapped: Tunable) -> None:
         """Remember it: whatever else is in force later was put there by the script."""
-        self._schedule, self._is_stock = wrapped.schedule, wrapped.is_stock
+        self._schedule, self._stock_state = wrapped.schedule, (wrapped.is_stock, wrapped.handovers)
 
     def _model(self) -> Tunable:
         wrapped = self._wrapped()

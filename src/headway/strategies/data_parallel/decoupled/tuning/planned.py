@@ -34,11 +34,13 @@ def choose(trials: Sequence[Trial]) -> int:
     """Stock DDP, unless ours is measured to be faster by more than ``TIE`` and than the measurements of both are apart,
     or it was not tried.
 
-    Of ours the fastest; of those within ``TIE`` of it one that gathers parameters, then the better predicted.
+    Of ours the fastest; of those within ``TIE`` of it one that gathers parameters, then the better predicted. If some
+    were measured again, it is one of these: of the others nobody knows what their measurement is worth.
     """
     stock, ours = _sides(trials)
     if not ours:
         return _best_stock(trials, stock)
+    ours = [i for i in ours if trials[i].uncertainty_ms < math.inf] or ours
     best_ms = min(trials[i].measured_ms for i in ours)
 
     def preference(index: int) -> tuple[bool, float, float]:

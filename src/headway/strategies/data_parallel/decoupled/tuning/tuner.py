@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from headway.errors import UnsupportedError, one_line
 from headway.graph.update_cost import update_cost
 from headway.job import Job
@@ -230,7 +232,7 @@ class Tuner(StepCount):
             self._try(trials[chosen].candidate.strategy, for_good=True)
         elif self._began_in_stock and not keep:
             self._try(self._began_under, for_good=True)
-        elif not keep:
+        elif not keep and not self._is_stock_alone(wrapped):
             self._put_in_force(self._initial)
         wrapped.tuning = Tuned(
             strategy=wrapped.strategy,
@@ -249,6 +251,17 @@ class Tuner(StepCount):
             self._afterwards(wrapped, wrapped.tuning)
         elif agreement_of(wrapped).rank == 0 and (journal := Journal.wanted()) is not None:
             journal.add(wrapped.tuning.entry(self._steps, self._began_under.describe()))
+
+    def _is_stock_alone(self, wrapped: Tunable) -> bool:
+        """Whether this worker has no other, and stock DDP, which costs less than ours, does its steps."""
+        alone = dist.get_world_size(wrapped.process_group) == 1
+        if not alone or self._most_reductions > 1 or self._initial.halves:
+            return False
+        try:
+            self._try(self._stock_of(wrapped), for_good=True)
+        except UnsupportedError:
+            return False
+        return True
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
