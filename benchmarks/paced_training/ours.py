@@ -37,8 +37,8 @@ class Ours(Trainer):
             inner, schedule=decided.decide(Job.of(model_spec(inner))), bucket_cap_mb=BEGIN_MB * job.scale,
             gradient_as_bucket_view=True,  # as tuned DDP has it
         )  # fmt: skip
-        if decided is not strategy:
-            wrapped.use_stock_ddp()
+        if not isinstance(strategy, DecoupledStrategy):
+            wrapped.use_stock_ddp(strategy)
         super().__init__(job, wrapped, inner, optimizer_of(inner.parameters()))
         self.decoupled = wrapped
         self._held_bytes = 0

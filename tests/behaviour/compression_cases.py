@@ -207,12 +207,20 @@ def resumed(rank: int, _world_size: int, options: dict[str, Any]) -> dict[str, A
     foreign = {"world_size": torch.tensor(7)}
     own = {**state, f"{KEPT}nobody": torch.zeros(2)}
     short = {**state, f"{KEPT}first.bias": torch.zeros(2)}
+    frozen = {**state, f"{KEPT}frozen": torch.zeros(3)}
+    wrapped.module.register_parameter("frozen", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
     parted = dict(state)
     if any(each.startswith(REMEMBERED) for each in parted):
         parted |= {n: t + rank for n, t in parted.items() if n.startswith(REMEMBERED)}
     else:
         parted = foreign
-    for name, wrong in (("foreign", foreign), ("nobody", own), ("short", short), ("parted", parted)):
+    for name, wrong in (
+        ("foreign", foreign),
+        ("nobody", own),
+        ("short", short),
+        ("parted", parted),
+        ("frozen", frozen),
+    ):
         try:
             headway.load_compression_state(wrapped, wrong)
         except UserError as error:
@@ -237,13 +245,13 @@ def scaled(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any
     return {"finite": finite, "values": values(model)}
 
 
-def scaled_in_part(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
+def scaled_in_part(rank: int, world_size: int, wire: list[dict[str, Any] | None]) -> list[Any]:
     """One bucket's gradient is not finite, so the step is left out; and the same training without that backward."""
     found = []
     for whole in (True, False):
         model = net(some_unused=False)
         optimizer = optimizer_of(model)
-        strategy = DistributedDataParallelStrategy.model_validate({"bucket_cap_mb": 0, "wire": [options]})
+        strategy = DistributedDataParallelStrategy.model_validate({"bucket_cap_mb": 0, "wire": wire})
         wrapped: Any = parallelize(model, optimizer, strategy)
         compressing = compressing_of(wrapped)
         assert compressing is not None

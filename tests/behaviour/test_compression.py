@@ -69,6 +69,7 @@ def test_training_goes_on_from_a_saved_state(options: dict[str, Any]) -> None:
         assert "a job of 7 ranks" in found["foreign"]
         assert "nobody" in found["nobody"]
         assert "first.bias" in found["short"]
+        assert "frozen, which the model does not train" in found["frozen"]
         assert "power-sgd" not in str(options) or "different" in found["parted"]
 
 
@@ -79,10 +80,14 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(options: dict[str, Any]
     assert results[0]["finite"] == [True, False, True]
 
 
-@pytest.mark.parametrize("options", SENT_AS, ids=lambda options: str(options["codec"]))
-def test_a_step_that_is_left_out_leaves_nothing_in_any_bucket(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wire",
+    [*([each] for each in SENT_AS), [{"codec": "top-k", "share": 0.1}, None]],
+    ids=lambda wire: " ".join(str(each and each["codec"]) for each in wire),
+)
+def test_a_step_that_is_left_out_leaves_nothing_in_any_bucket(wire: list[dict[str, Any] | None]) -> None:
     """Also of those that were finite: what they kept is in units of a scale that is no more."""
-    for with_it, without in workers.run(2, f"{CASES}:scaled_in_part", options):
+    for with_it, without in workers.run(2, f"{CASES}:scaled_in_part", wire):
         assert with_it == without
 
 

@@ -162,6 +162,19 @@ def test_power_sgd_finds_what_has_its_rank() -> None:
         assert torch.allclose(done[0].mean, flat, atol=1e-9)
 
 
+@pytest.mark.parametrize("before", [1, 4])
+def test_power_sgd_goes_on_under_another_rank(before: int) -> None:
+    ranks = gradients(2, dtype=torch.float64)
+    reduced(PowerSGD(rank=before), ranks)
+    kept = ranks[0].memory[0][:, : min(2, before)].clone()
+    directions = PowerSGD(rank=2)._directions(ranks[0], 0, ranks[0].flat[:1200].view(40, 30), 2)
+    assert directions.shape == (30, 2)
+    assert torch.equal(directions[:, : min(2, before)], kept)
+    assert bool(directions.any(dim=0).all())
+    reduced(PowerSGD(rank=2), ranks)
+    assert ranks[0].memory[0].shape == (30, 2)
+
+
 def test_power_sgd_comes_back_from_gradients_of_zero() -> None:
     simulation = Simulation(PowerSGD(rank=2), [(40, 30)], 2, torch.float64)
     nothing, something = torch.zeros(1200, dtype=torch.float64), torch.randn(1200, dtype=torch.float64)

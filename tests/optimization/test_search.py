@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
@@ -10,10 +12,11 @@ from headway.cli.found import doubts_of
 from headway.cluster import AlgorithmCost
 from headway.errors import UserError
 from headway.job import Job
-from headway.optimization.candidate import is_better
+from headway.optimization.asking import _changes
+from headway.optimization.candidate import UNCHANGED, Candidate, is_better
 from headway.optimization.memory_limit import needed_bytes
 from headway.optimization.plan_writing import plan_of
-from headway.optimization.ranking import TIE
+from headway.optimization.ranking import TIE, best_first
 from headway.optimization.search import candidate_strategies, search
 from headway.plan import Plan
 from headway.planning.bound import bound_of
@@ -72,6 +75,34 @@ def test_servers_are_offered_where_a_probe_has_measured_them(replayer: Replayer)
     offered = [c for c in found if isinstance(c.strategy, ParameterServerStrategy)]
     assert offered
     assert all("parameter_server instead of ddp" in c.changes for c in offered)
+
+
+def test_only_the_recorded_plan_changes_nothing(replayer: Replayer) -> None:
+    found = search(replayer)
+    in_force = replayer.recorded_strategy.decide(replayer.job)
+    for each in found.candidates:
+        recorded = (each.strategy.name, each.schedule) == (replayer.recorded_strategy.name, in_force)
+        assert each.changed != (recorded and not each.passes), each.name
+
+
+def test_other_buckets_of_the_same_number_are_a_change(replayer: Replayer) -> None:
+    plans = [DecoupledStrategy(bucket_cap_bytes=2**18, channels=channels) for channels in (1, 2)]
+    one, two = (each.decide(replayer.job) for each in plans)
+    assert _changes(plans[0], one, plans[0], one) == UNCHANGED
+    assert _changes(plans[0], one, plans[1], two) == (
+        "as many collectives, of other contents or in another order",
+    )
+
+
+def test_the_recorded_plan_is_not_slower_than_itself_by_rounding(replayer: Replayer) -> None:
+    fewer, recorded = sorted(search(replayer).candidates, key=lambda each: each.schedule.collectives)[::9][:2]
+    baseline_ms = 100.0
+
+    def taking(each: Candidate, ms: float) -> Candidate:
+        return replace(each, expected=replace(each.expected, step_ms=ms))
+
+    order = best_first([taking(fewer, 100.6), taking(recorded, math.nextafter(100.0, 101))], baseline_ms)
+    assert order[0].name == recorded.name
 
 
 def test_a_hand_tuned_job_is_not_given_something_slower(replayer: Replayer) -> None:

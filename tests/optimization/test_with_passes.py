@@ -18,6 +18,7 @@ from headway.optimization.plan_writing import plan_of
 from headway.optimization.search import search
 from headway.passes.base import Pass
 from headway.passes.precision import Precision
+from headway.planning.time_limit import TimeLimit, limited
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
 
@@ -189,3 +190,15 @@ def test_a_pass_that_saves_memory_is_tried_under_a_limit_alone(
     for each in found.candidates:
         assert {one.name for one in each.passes} == {"smaller", "faster"}
         assert needed_bytes(each) <= least - 10**8
+
+
+def test_no_pass_is_tried_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "passes", lambda: {"faster": Faster})
+    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    candidates = search(replayer).candidates
+    limit = TimeLimit.of(0.0)
+    with limited(limit):
+        found = module.with_passes(replayer, candidates, None, ())
+    assert (found.replays, found.found) == (0, ())
+    assert limit.cut_short

@@ -92,6 +92,43 @@ def test_training_is_that_of_torchs_own_scaler_bit_for_bit(made: str) -> None:
     assert not torch.equal(values(mine), values(blocks()))
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_script_that_leaves_out_steps_by_itself_trains_as_torchs_scaler_does(set_to_none: bool) -> None:
+    """It looks at the norm, as many do, and so no optimizer ever asks about a step that overflows."""
+    times = [1.0, 1e36, 1e36, 1.0, 1e36, 1.0, 1.0]
+    mine, reference = planned(), blocks()
+    optimizer = MAKERS["sgd"](mine.parameters())
+    for step, factor in enumerate(times):
+        loss(mine(batch(step)), factor).backward()
+        if torch.isfinite(nn.utils.clip_grad_norm_(mine.parameters(), 1.0)):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    theirs, scaler = MAKERS["sgd"](reference.parameters()), torch.amp.GradScaler("cpu")
+    for step, factor in enumerate(times):
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = reference(batch(step))
+        scaler.scale(loss(out.float(), factor)).backward()
+        scaler.unscale_(theirs)
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        scaler.step(theirs)
+        scaler.update()
+        theirs.zero_grad()
+    assert scaler.get_scale() == scale_of(mine).value < loss_scale.FIRST_SCALE
+    assert torch.equal(values(mine), values(reference))
+
+
+def test_gradients_that_accumulate_are_not_thrown_away() -> None:
+    mine = planned()
+    optimizer = MAKERS["sgd"](mine.parameters())
+    before = values(mine)
+    for factor in (1e36, 1.0):
+        loss(mine(batch(0)), factor).backward()
+    assert scale_of(mine).value == loss_scale.FIRST_SCALE
+    optimizer.step()
+    assert scale_of(mine).value == loss_scale.FIRST_SCALE * loss_scale.SHRINKS
+    assert torch.equal(values(mine), before)
+
+
 def test_gradients_that_would_vanish_do_not() -> None:
     exact, mine, unscaled = blocks(), planned(), blocks()
     loss(exact(batch(0)), 1e-5).backward()

@@ -129,6 +129,27 @@ def test_buffers_that_forward_changes_and_uses_are_as_it_found_them() -> None:
         assert torch.equal(own, others), name
 
 
+def test_statistics_that_are_switched_on_later_are_those_of_one_forward() -> None:
+    """As in fine-tuning, whose first epochs leave batch norm as it is."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Tanh())))
+    Recompute(modules=("1",)).apply(models[1], None)
+    given = torch.randn(BATCH, WIDTH)
+    for training in (False, True, True, False):
+        for model in models:
+            model.train(training)
+            model.zero_grad()
+            model(given).square().mean().backward()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        for own, others in zip(models[0].buffers(), models[1].buffers(), strict=True):
+            assert torch.equal(own, others)
+
+
 def test_a_buffer_that_begins_to_change_later_is_refused() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Remembering(begins=2))
     Recompute(modules=("1",)).apply(model, None)

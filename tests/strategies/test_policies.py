@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,21 @@ def test_ddp_caps_a_bucket_at_a_time_live_as_decided(tmp_path: Path) -> None:
             wrapped(torch.ones(2, 40)).sum().backward()
         assert isinstance(wrapped, DistributedDataParallel)
         assert [len(bucket) for bucket in torch_private.ddp_buckets(wrapped)] == decided
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_compiled_after_it_was_wrapped_is_in_the_parts_of_the_script(tmp_path: Path) -> None:
+    """Code cannot be compiled in parts of less than a MiB, which a bucket may well be."""
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        strategy = DistributedDataParallelStrategy(bucket_cap_mb=0.25)
+        wrapped: Any = plugin_of(strategy).wrap(model, strategy, bucket_cap_mb=3)
+        found = plugin_of(strategy).recognise(wrapped)
+        assert found is not None
+        assert found.options["bucket_cap_mb"] == 0.25
+        assert not hasattr(wrapped, "_bucket_config") or wrapped.bucket_bytes_cap == 3 * 2**20
     finally:
         dist.destroy_process_group()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,7 @@ def measure_plans(
     from headway.optimization.plan_writing import plan_of
 
     check_command(command, replayer.trace.world_size)
-    with tempfile.TemporaryDirectory(prefix=".headway-measure-", dir=plan_path.absolute().parent) as kept:
-        folder = Path(kept)
+    with _folder_next_to(plan_path) as folder:
         paths: dict[int, Path | None] = {}
         for number, each in enumerate(contenders.all):
             paths[id(each)] = folder / f"plan-{number}.yaml" if runs_by_plan(each) else None
@@ -104,12 +104,27 @@ def measure_plans(
         return choose(contenders, run, replayer.recorded_step_ms, _progress)
 
 
+@contextmanager
+def _folder_next_to(path: Path) -> Iterator[Path]:
+    """A folder next to ``path`` for as long as the block lasts. Raises UserError where there can be none."""
+    parent = path.absolute().parent
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".headway-measure-", dir=parent)
+    except OSError as failure:
+        raise UserError(
+            f"cannot write to {parent}", got=failure.strerror, expected="a folder for the plan",
+            fix="Name another one with -o.",
+        ) from None  # fmt: skip
+    with made as name:
+        yield Path(name)
+
+
 def _progress(done: int, of: int, best: str) -> None:
     print(f"headway: run {done} of {of}; fastest so far: {best} a step", file=sys.stderr, flush=True)
 
 
-def measured_document(choice: MeasuredChoice | None) -> dict[str, Any] | None:
-    """What was measured, as a document; None where nothing was."""
+def measured_document(choice: MeasuredChoice | None, predicted: Candidate) -> dict[str, Any] | None:
+    """What was measured, as a document; None where nothing was. ``predicted`` is the best as predicted."""
     if choice is None:
         return None
     return {
@@ -132,18 +147,31 @@ def measured_document(choice: MeasuredChoice | None) -> dict[str, Any] | None:
         "why": choice.why,
         "gain_is_unclear": choice.gain_is_unclear,
         "failed": [{"name": candidate.name, "reason": reason} for candidate, reason in choice.failed],
+        "passed_over": predicted.name if _is_passed_over(choice, predicted) else None,
         "runs": choice.runs,
         "elapsed_s": choice.elapsed_s,
     }
 
 
-def measured_sentences(choice: MeasuredChoice) -> list[str]:
-    """What short runs have decided."""
+def _is_passed_over(choice: MeasuredChoice, predicted: Candidate) -> bool:
+    """Whether the plan that is ``predicted`` to be the best is one that no short run can measure."""
+    from headway.optimization.measured.contenders import is_measurable
+
+    return not is_measurable(predicted) and predicted.predicted_ms < choice.taken.measured.step_ms
+
+
+def measured_sentences(choice: MeasuredChoice, predicted: Candidate) -> list[str]:
+    """What short runs have decided; ``predicted`` is the best as predicted."""
     taken = choice.taken.measured
     said = [
         f"Measured in {choice.runs} short runs of the command ({choice.elapsed_s:.0f} s): {taken.step_ms:.1f} ± "
         f"{taken.spread_ms:.1f} ms a step. {choice.why}."
     ]
+    if _is_passed_over(choice, predicted):
+        said.append(
+            f"{predicted.name} is predicted to take {predicted.predicted_ms:.1f} ± {predicted.uncertainty_ms:.1f} ms, "
+            "but short runs cannot measure it: leave out --measure to have it."
+        )
     return said + [f"{candidate.name} could not be run: {reason}" for candidate, reason in choice.failed]
 
 

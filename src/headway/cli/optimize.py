@@ -120,8 +120,8 @@ def optimize(
             replayer, advance, memory_limit_bytes=limit_bytes, others=others, allow=allow, budget_s=budget_s
         )
     wanted = None if only == ANY else only
-    best = following(found, wanted) if follow else found.best(wanted)
-    best, chosen = decide_by_runs(best, found, replayer, measured, wanted, command, plan_path)
+    predicted = following(found, wanted) if follow else found.best(wanted)
+    best, chosen = decide_by_runs(predicted, found, replayer, measured, wanted, command, plan_path)
     plan_of(best, replayer).save(plan_path)
     with output.progress("explaining"):
         explained = None if follow else explain(replayer, found, best, go_further=in_full)
@@ -134,7 +134,7 @@ def optimize(
             {
                 **search_document(found, best),
                 "plan": str(plan_path),
-                "measured": measured_document(chosen),
+                "measured": measured_document(chosen, predicted),
                 "explanation": None if explained is None else explained.to_document(),
             },
         )
@@ -145,7 +145,9 @@ def optimize(
         f"{best.expected.speedup:.2f} times as fast as recorded ({found.baseline_ms:.1f} ms); written to {plan_path}."
         + (f" It changes what is trained: {best.changes_training}." if best.changes_training else "")
     )
-    for sentence in doubts_of(best, found.like(best)) if chosen is None else measured_sentences(chosen):
+    for sentence in (
+        doubts_of(best, found.like(best)) if chosen is None else measured_sentences(chosen, predicted)
+    ):
         console.print(sentence)
     if found.bound is not None and best.recut is None and not best.changes_training:
         console.print(found.bound.distance(best.predicted_ms))

@@ -111,13 +111,18 @@ class PowerSGD(Codec):
         import torch
 
         known = gradients.memory.get(key)
-        if known is not None and bool(known.isfinite().all()) and bool(known.any(dim=0).all()):
-            return known
+        if known is not None and (known.shape[0] != matrix.shape[1] or not bool(known.isfinite().all())):
+            known = None
+        if known is not None:
+            known = known[:, :rank]  # of a state that was saved under another rank
+            if known.shape[1] == rank and bool(known.any(dim=0).all()):
+                return known
         generator = torch.Generator().manual_seed(SEED + key)
         drawn = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix)
-        if known is None or not bool(known.isfinite().all()):
+        if known is None:
             return drawn
-        return torch.where(known.any(dim=0), known, drawn)
+        had = known.shape[1]
+        return torch.cat([torch.where(known.any(dim=0), known, drawn[:, :had]), drawn[:, had:]], dim=1)
 
     def describe(self) -> str:
         """Say the rank."""

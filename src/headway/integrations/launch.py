@@ -108,7 +108,7 @@ def run_command(
         for number, handler in before.items():
             signal.signal(number, handler)
     said = read_reports(reports)
-    if refusal := first_refusal(said):
+    if not running.interrupted_by and (refusal := first_refusal(said)):
         raise LaunchError(refusal)
     return CommandOutcome(128 - status if status < 0 else status, running.interrupted_by, said)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UnsupportedError, UserError
+from headway.passes.applied import apply_all
 from headway.plan import Plan
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -86,8 +87,7 @@ def parallelize(
     elif plan is not None:
         check(plan, model, ddp_options.get("process_group"))
         strategy = plan.strategy
-        for each in plan.passes:
-            model = each.apply(model, optimizer)
+        model = apply_all(plan.passes, model, optimizer)
     _check_updates(optimizer, model)
     plugin = plugin_of(strategy)
     wrapped = plugin.wrap(model, strategy, **ddp_options)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.errors import PlanError, UnsupportedError, UserError
 from headway.integrations.followable import injection_of
 from headway.integrations.parallelize import check
+from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
@@ -146,8 +147,10 @@ def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
                 raise error.with_traceback(None) from None
         if dist.get_rank() == 0:
             which = f"{type(module).__name__} ({format_bytes(model_spec(module).size_bytes)})"
+            kept = ", ".join(each.describe() for each in applied_to(module) if each.changes_module)
             print(
-                f"headway: the plan is for another model: {which} stays with stock DistributedDataParallel",
+                f"headway: the plan is for another model: {which} stays with stock DistributedDataParallel"
+                + (f", and with what the plan has changed in it before: {kept}" if kept else ""),
                 file=sys.stderr,
             )
 
@@ -206,6 +209,5 @@ def _construct(
     del given["self"], given["module"]
     check(installed.plan, module, given.get("process_group"))
     installed.followed = True
-    for each in installed.plan.passes:
-        module = each.apply(module, None)
+    module = apply_all(installed.plan.passes, module, None)
     installed.injection.construct(init, wrapped, module, given, installed.plan.strategy)

@@ -91,4 +91,6 @@ def _changes(before: Strategy, had: Schedule, after: Strategy, has: Schedule) ->
         same_kind = isinstance(has, type(had))
         changes.append(f"{has.parts} instead of {had.collectives if same_kind else had.parts}")
     changes += plugin_of(after).explain(before, after)
+    if not changes and had != has:
+        changes.append("as many collectives, of other contents or in another order")
     return tuple(changes) or UNCHANGED

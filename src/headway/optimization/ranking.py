@@ -5,6 +5,8 @@ from __future__ import annotations
 from headway.optimization.candidate import Candidate
 
 TIE = 0.01
+ROUNDING = 1e-9
+"""What is expected of the recorded plan is the recorded step, but for the last bits of a product."""
 
 
 def best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candidate, ...]:
@@ -17,7 +19,7 @@ def best_first(candidates: list[Candidate], baseline_ms: float) -> tuple[Candida
 
     def key(candidate: Candidate) -> tuple[int, bool, bool, int, float]:
         band = int((candidate.predicted_ms / best_ms - 1) / TIE)
-        slower = candidate.predicted_ms > baseline_ms
+        slower = candidate.predicted_ms > baseline_ms * (1 + ROUNDING)
         changes = bool(candidate.changes_training)
         return band, slower, changes, candidate.schedule.collectives, candidate.predicted_ms
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from headway.job import Job
 from headway.planning.stage_split import Split
+from headway.planning.time_limit import time_is_up
 from headway.replayer.cut_recording import CutRecording, why_not_cut
 from headway.replayer.recut import stage_links
 from headway.replayer.replayer import Replayer
@@ -71,6 +72,8 @@ def _of_one_piece(replayer: Replayer) -> Recuts:
     found: list[Recut] = []
     for stages in (each for each in range(2, job.world_size + 1) if job.world_size % each == 0):
         found += _of_as_many(replayer, recording, stages)
+    if not found and time_is_up():
+        return Recuts()
     if not found:
         return Recuts(
             notes=("Pipelines were not considered: the model has too few modules that can be stages",)
@@ -99,6 +102,8 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
     played: list[tuple[Simulation, Split, dict[str, int], tuple[int, ...]]] = []
     for mesh, order in places(job.on, layers, stages, replicas, count):
         for each in recording.splits(layers, count, mesh, order, SPLITS):
+            if time_is_up():
+                return
             of = recording.cut(each, count, mesh, order)
             played.append((replayer.simulate(of, _composed(plain, replicas)), each, mesh, order))
     if not played:
@@ -107,7 +112,7 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
     of = first.job
     replayer.may_be_slower(of, recording.slower(cut, count, mesh, order))
     points = tuple(layers[end].name for end in cut.ends[:-1])
-    others = (each for each in candidates(of) if each.order not in ("1f1b", *NOT_SHARED))
+    others = (each for each in candidates(of) if each.order not in ("1f1b", *NOT_SHARED) and not time_is_up())
     simulations = [
         (plain, first),
         *((each, replayer.simulate(of, _composed(each, replicas))) for each in others),
@@ -148,7 +153,7 @@ def _of_stages(replayer: Replayer, so_far: Sequence[Strategy]) -> Recuts:
     played = [
         (replayer.simulate(links.resplit(job, each.ends), best), each.ends)
         for each in links.splits(count, passing(job.on, ranks))
-        if each.ends != links.ends
+        if each.ends != links.ends and not time_is_up()
     ]
     if not played:
         return Recuts()

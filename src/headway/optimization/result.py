@@ -68,7 +68,7 @@ class SearchResult:
         for candidate in sorted(self.candidates, key=lambda each: each.recut is not None):
             if candidate.recut is not None and strategy == STAGES:
                 return candidate
-            if candidate.recut is None if strategy is None else strategy in _names(candidate.strategy):
+            if candidate.recut is None if strategy is None else strategy in names_of(candidate.strategy):
                 return candidate
         if strategy is None:
             raise UserError(
@@ -94,7 +94,7 @@ def following(found: SearchResult, strategy: str | None = None) -> Candidate:
     fitting = [each.strategy for each in found.candidates if each.recut is None]
     for candidate in (each for each in found.candidates if each.recut is None):
         made = plugin_of(candidate.strategy).following(candidate.strategy, fitting)
-        if made is not None and strategy in (None, candidate.strategy.name):
+        if made is not None and strategy in (None, *names_of(candidate.strategy)):
             own, among = made
             peaks = [each.peak_bytes for each in found.candidates if each.strategy in among]
             peak_bytes = None if None in peaks else max(peak or 0 for peak in peaks)
@@ -107,5 +107,6 @@ def following(found: SearchResult, strategy: str | None = None) -> Candidate:
     )
 
 
-def _names(strategy: Strategy) -> tuple[str, str]:
+def names_of(strategy: Strategy) -> tuple[str, str]:
+    """What a user may call it by: its own name, or the dimension of the mesh that it is for."""
     return strategy.name, strategy.dimension

@@ -84,13 +84,14 @@ def search(
     candidates = list(replays.candidates)
     so_far = sorted(candidates, key=lambda each: each.predicted_ms)
     under_passes, uncut = WithPasses(), Recuts()
-    if not limit.is_over():
-        own = [each for each in candidates if not each.of_other_size]
-        under_passes = with_passes(replayer, own, memory_limit_bytes, allow)
-        candidates += under_passes.found
-    if not limit.is_over():
-        uncut = recuts(replayer, [each.strategy for each in so_far])
-        candidates += [_recut(replayer, each) for each in uncut.found]
+    with limited(limit):
+        if not limit.is_over():
+            own = [each for each in candidates if not each.of_other_size]
+            under_passes = with_passes(replayer, own, memory_limit_bytes, allow)
+            candidates += under_passes.found
+        if not limit.is_over():
+            uncut = recuts(replayer, [each.strategy for each in so_far])
+            candidates += [_recut(replayer, each) for each in uncut.found]
     fitting, excluded = within(candidates, memory_limit_bytes)
     notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]
     notes = [each for each in notes if each]

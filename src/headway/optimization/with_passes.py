@@ -14,6 +14,7 @@ from headway.passes.base import Pass
 from headway.passes.registry import passes
 from headway.permission import permitted
 from headway.planning.bound import Form, StepBound, bound_of
+from headway.planning.time_limit import time_is_up
 from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of
 
@@ -118,11 +119,11 @@ class _Tried:
         return self.fits(after) or (after.peak_bytes or 0) < (before.peak_bytes or 0)
 
     def _with(self, candidate: Candidate, added: Pass) -> Candidate | None:
-        """The candidate with one more pass; None where that cannot be replayed."""
+        """The candidate with one more pass; None where that cannot be replayed, or time is up."""
         applied = tuple(sorted((*candidate.passes, added), key=lambda each: not each.stands_first))
         if any(each.stands_first for each in applied[1:]):  # what two do together was not measured
             return None
-        if added.leaves_out_steps and candidate.strategy.counts_steps:
+        if (added.leaves_out_steps and candidate.strategy.counts_steps) or time_is_up():
             return None
         self.replays += 1
         try:

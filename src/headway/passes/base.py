@@ -25,6 +25,9 @@ class Pass(BaseModel):
     stands_first: ClassVar[bool] = False
     """Whether it has to be the first pass of a plan, as what it does was measured of a job without any other."""
 
+    changes_module: ClassVar[bool] = True
+    """Whether it is the module that is changed, once and for good; not its optimizers, nor its data."""
+
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
         """The passes of this kind that are worth a replay for ``job``; none by default. Pure."""

@@ -43,6 +43,7 @@ class _Found(NamedTuple):
     name: str
     buffer: torch.Tensor
     version: int
+    training: bool
     copy: torch.Tensor | None
 
     def is_steady(self) -> bool:
@@ -52,8 +53,8 @@ class _Found(NamedTuple):
         return same and (self.copy is None or torch.equal(now, self.copy))
 
 
-_steady: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-"""The buffers of each module that its forward leaves as they are, as its first one showed."""
+_steady: WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = WeakKeyDictionary()
+"""The buffers of each module that its forward leaves as they are, as its first one showed: in training, and not."""
 
 
 def _found(module: nn.Module) -> list[_Found]:
@@ -61,8 +62,8 @@ def _found(module: nn.Module) -> list[_Found]:
     found = []
     for each in module.modules():
         for name, buffer in each.named_buffers(recurse=False):
-            copy = None if name in _steady.get(each, ()) else buffer.clone()
-            found.append(_Found(each, name, buffer, version_of(buffer), copy))
+            copy = None if name in _steady.get(each, {}).get(each.training, ()) else buffer.clone()
+            found.append(_Found(each, name, buffer, version_of(buffer), each.training, copy))
     return found
 
 
@@ -78,9 +79,10 @@ def _as_before(module: nn.Module, found: list[_Found]) -> Iterator[None]:
                 "a buffer that forward did not change at first has changed, so it cannot be computed again",
                 got=f"{each.name} of a {type(each.owner).__name__}", fix="Leave its module out of recompute.",
             )  # fmt: skip
-    for owner in module.modules():
-        if owner not in _steady:
-            _steady[owner] = frozenset(
+    for owner, training in {(each.owner, each.training) for each in found}:
+        known = _steady.setdefault(owner, {})
+        if training not in known:
+            known[training] = frozenset(
                 each.name for each in found if each.owner is owner and each.is_steady()
             )
     left = [(each, getattr(each.owner, each.name)) for each in found if each.copy is not None]

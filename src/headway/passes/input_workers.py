@@ -23,6 +23,7 @@ class InputWorkers(MeasuredPass):
     """
 
     name: ClassVar[str] = "input"
+    changes_module: ClassVar[bool] = False
     measured_by: ClassVar[str] = "loading TRACE [WORKERS]"
     parts: ClassVar[tuple[str, ...]] = (Part.INPUT, Part.FORWARD, Part.BACKWARD)
 

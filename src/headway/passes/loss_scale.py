@@ -88,15 +88,28 @@ class LossScale:
         return unscaled
 
     def backward_begins(self) -> None:
-        """One of the model's: see whether steps are asked for at all."""
-        self.backwards += 1
+        """One of the model's: see whether steps are asked for at all, or whether the script has left one out."""
         self._was_halved = False
+        if self.backwards and self._was_dropped():
+            self._overflowed, self.backwards = None, 0
+            self._leave_out()
+            self._was_halved = False
+        self.backwards += 1
         if self.backwards == MANY_BACKWARDS:
             warnings.warn(
                 f"no optimizer has asked in {MANY_BACKWARDS} backwards whether its step is to be left out: in float16 "
                 "gradients may overflow, which only optimizer.step() of torch.optim finds out",
                 HeadwayWarning, stacklevel=4,
             )  # fmt: skip
+
+    def _was_dropped(self) -> bool:
+        """Whether gradients have overflowed and the script threw them away, as one does that looks at their norm."""
+        parameters = [each for known in self._watched.values() if (each := known()) is not None]
+        # Whoever looks at a gradient that is still to be averaged asks for it, and not all ranks do so here.
+        if self._overflowed is None or any(type(each) is not nn.Parameter for each in parameters):
+            return False
+        left = [each.grad for each in parameters if each.grad is not None]
+        return bool(self._overflowed) and not any(bool(each.any()) for each in left)
 
     def stepped(self, optimizer: Optimizer, *, finite: bool) -> None:
         """Change the scale as the gradients with which ``optimizer`` would step have it.

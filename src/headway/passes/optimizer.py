@@ -26,6 +26,7 @@ class OptimizerImplementation(Pass):
     """
 
     name: ClassVar[str] = "optimizer"
+    changes_module: ClassVar[bool] = False
 
     implementation: Implementation
     """``foreach`` updates all parameters by one operation after another, ``fused`` in one kernel."""

@@ -73,6 +73,11 @@ def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
     held.reducer = held.logger = None
 
 
+def ddp_keeps_its_cap(ddp: DistributedDataParallel) -> bool:
+    """Whether this torch keeps the cap of buckets apart from that by which code is compiled in parts."""
+    return hasattr(ddp, "_bucket_config")
+
+
 def ddp_bucket_cap_mb(ddp: DistributedDataParallel) -> float | None:
     """The ``bucket_cap_mb`` a DDP was built with; None where the default is in force."""
     if getattr(ddp, "bucket_bytes_cap_default", False):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
+from headway.cli.measuring import _folder_next_to, measured_document, measured_sentences
 from headway.errors import LaunchError, UserError
 from headway.optimization.candidate import Candidate
 from headway.optimization.measured.choice import choose
@@ -70,6 +72,23 @@ def test_a_strategy_limits_what_is_measured_but_not_what_is_kept(found: SearchRe
     assert {each.strategy.name for each in chosen.kept} == {"ddp"}
 
 
+def test_the_name_of_a_dimension_stands_for_all_strategies_along_it(found: SearchResult) -> None:
+    along = contenders(found, found.best("data"), 8, "data")
+    assert along.plans == contenders(found, found.best("data"), 8).plans
+
+
+def test_a_plan_that_is_ahead_and_cannot_be_measured_is_named(found: SearchResult) -> None:
+    apart = next(each for each in found.candidates if not is_measurable(each))
+    apart = replace(apart, expected=replace(apart.expected, step_ms=1.0))
+    chosen = Contenders(kept=found.candidates[:1], plans=())
+    choice = choose(chosen, lambda _, steps: [10.0] * steps, 10.0)
+    assert any(apart.name in each for each in measured_sentences(choice, apart))
+    assert not any(apart.name in each for each in measured_sentences(choice, found.candidates[0]))
+    document = measured_document(choice, apart)
+    assert document is not None
+    assert document["passed_over"] == apart.name
+
+
 def run_with(times_ms: dict[int, float], refused: Sequence[Candidate] = ()):  # type: ignore[no-untyped-def]
     def run(candidate: Candidate, steps: int) -> list[float]:
         if any(candidate is each for each in refused):
@@ -126,3 +145,14 @@ def test_a_plan_that_cannot_be_run_is_out_and_says_why(found: SearchResult) -> N
         choose(chosen, run_with(times_ms, chosen.kept[:1]), 60.0)
     with pytest.raises(UserError, match="no plan could be run"):
         choose(Contenders((), chosen.plans), run_with(times_ms, chosen.plans), 60.0)
+
+
+def test_a_folder_that_plans_cannot_be_written_to_is_said_in_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"cannot write to .*missing"),
+        _folder_next_to(tmp_path / "missing" / "plan.yaml"),
+    ):
+        pass
+    with _folder_next_to(tmp_path / "plan.yaml") as folder:
+        assert folder.is_dir()
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headway.optimization.candidate import Candidate
-from headway.optimization.result import SearchResult
+from headway.optimization.result import SearchResult, names_of
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
@@ -49,7 +49,7 @@ def contenders(
     able = [
         each
         for each in among
-        if each not in kept and is_measurable(each) and strategy in (None, each.strategy.name)
+        if each not in kept and is_measurable(each) and strategy in (None, *names_of(each.strategy))
     ]
     plans = tuple(_varied(able))[: MOST if count is None else count]
     return Contenders(kept, plans) if plans else Contenders()

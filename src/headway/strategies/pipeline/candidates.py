@@ -56,6 +56,11 @@ def step_bound_ms(job: Job) -> float:
     return max(_pipeline_bound_ms(job, own) for own in pipelines)
 
 
+def busiest_rank_ms(job: Job) -> float:
+    """What no order can beat wherever stages are: the work of the rank that has most of it."""
+    return max(_pipeline_bound_ms(job, (rank,)) for rank in job.steps.timelines)
+
+
 def _pipeline_bound_ms(job: Job, ranks: Sequence[int]) -> float:
     """The same of one pipeline of several, whose stages are on ``ranks`` in order."""
     factors = [job.steps.factor_of(rank) for rank in ranks]

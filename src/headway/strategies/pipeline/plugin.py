@@ -11,7 +11,7 @@ from headway.scheduling.pipeline.schedule import PipelineSchedule, RecordedPipel
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline import memory
-from headway.strategies.pipeline.candidates import candidates, step_bound_ms
+from headway.strategies.pipeline.candidates import busiest_rank_ms, candidates, step_bound_ms
 from headway.strategies.pipeline.policy import (
     GROUPED,
     RECORDED,
@@ -19,6 +19,7 @@ from headway.strategies.pipeline.policy import (
     check_whole_backwards,
     grouped_by,
 )
+from headway.strategies.pipeline.stage_times import micro_batches
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
         return 1
 
     def propose(self, job: Job) -> Proposal:
-        proposed = tuple(candidates(job))
-        return Proposal(proposed, step_bound_ms(job)) if proposed else Proposal()
+        if proposed := tuple(candidates(job)):
+            return Proposal(proposed, step_bound_ms(job))
+        is_pipeline = len(job.stages) > 1 and micro_batches(job.steps) > 0
+        return Proposal((), busiest_rank_ms(job)) if is_pipeline else Proposal()
 
     def following(
         self, strategy: PipelineStrategy, fitting: Sequence[Strategy]
@@ -143,6 +146,11 @@ def pipelined(
     from headway.strategies.pipeline import lost
     from headway.strategies.pipeline.pipelined import PipelinedModel
 
+    if strategy.order == RECORDED:
+        raise PlanError(
+            "a model that is cut into stages has no order of its own", got=strategy.describe(),
+            fix="Name an order in the plan.",
+        )  # fmt: skip
     with lost.among("cutting the model into stages"):
         found = PipelinedModel(
             model, optimizer, strategy, loss_fn, example, placement=placement, replicate=replicate
@@ -159,8 +167,8 @@ class _Injection(ScheduleInjection[PipelineStrategy]):
         from headway.strategies.pipeline.tuning.follower import Follower
         from headway.strategies.pipeline.tuning.tuner import candidates_of
 
-        if strategy.order == RECORDED:
-            raise PlanError("an order can only be replayed as recorded", fix="Name an order in the plan.")
+        if strategy.order == RECORDED:  # the script's own, which it follows by itself
+            return
         strategy = strategy.model_copy(
             update={"micro_batches": strategy.micro_batches or steps.micro_batches}
         )

@@ -42,6 +42,7 @@ class Compressing(HookedChannels):
         self.feedback = Feedback()
         self._keys = {id(parameter): key for key, (_, parameter) in enumerate(trained)}
         self._strategy = strategy
+        self._feeds_back = any(codec is not None and codec.feeds_back for codec in strategy.wire)
         self._told: dict[int, int] = {}  # how many collectives of each bucket and place in it were told of
         self._some_unused = bool(wrapped.find_unused_parameters)
         self._overflowed = False  # in the backward that is in flight, or was last
@@ -50,9 +51,8 @@ class Compressing(HookedChannels):
         """DDP's communication hook, for a ``dist.GradBucket``."""
         buffer: torch.Tensor = bucket.buffer()
         codec = self._strategy.wire_of(bucket.index())
-        if bucket.index() == 0 and self._overflowed:
-            self._overflowed = False  # that step was skipped: what it kept is of no step that was made
-            self.feedback.forget_all()
+        if bucket.index() == 0:
+            self.forget_what_was_skipped()
         if codec is None:
             return self._as_it_is(buffer)
         parameters = bucket.parameters()
@@ -65,10 +65,23 @@ class Compressing(HookedChannels):
         size_bytes = buffer.numel() * buffer.element_size()
         return self.submit(_Bucket(ALL_REDUCE, bucket.index(), size_bytes, work), buffer)
 
+    def forget_what_was_skipped(self) -> None:
+        """Where the last backward overflowed its step is skipped: what it kept is of no step that was made."""
+        if self._overflowed:
+            self._overflowed = False
+            self.feedback.forget_all()
+
     def _as_it_is(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
         work = dist.all_reduce(buffer.div_(self.world_size), group=self.group, async_op=True)
         assert work is not None
-        future: torch.futures.Future[Any] = work.get_future().then(lambda done: done.value()[0])
+
+        def received(done: torch.futures.Future[Any]) -> torch.Tensor:
+            mean: torch.Tensor = done.value()[0]
+            if self._feeds_back and not bool(mean.sum().isfinite()):
+                self._overflowed = True  # other buckets may not show it
+            return mean
+
+        future: torch.futures.Future[Any] = work.get_future().then(received)
         return future
 
     def _send(self, codec: Codec, bucket: Outgoing, index: int, asked_ns: int, channel: int) -> None:

@@ -24,6 +24,7 @@ def compression_state(model: nn.Module) -> dict[str, torch.Tensor]:
     as they are.
     """
     compressing = _compressing(model)
+    compressing.forget_what_was_skipped()
     state = {WORLD_SIZE: torch.tensor(compressing.world_size)}
     state |= {KEPT + compressing.names[key]: own for key, own in compressing.feedback.kept().items()}
     memory = compressing.feedback.memory
@@ -38,7 +39,7 @@ def load_compression_state(model: nn.Module, state: Mapping[str, torch.Tensor]) 
     """
     compressing = _compressing(model)
     key_of = {name: key for key, name in enumerate(compressing.names)}
-    sizes = {name: p.numel() for name, p in _inner(model).named_parameters()}
+    sizes = {name: p.numel() for name, p in _inner(model).named_parameters() if name in key_of}
     problem = _misfit(state, sizes, compressing.world_size)
     kept = {key_of[name]: own for name, own in _below(KEPT, state).items() if not problem}
     memory = {key_of[name]: own for name, own in _below(REMEMBERED, state).items() if not problem}

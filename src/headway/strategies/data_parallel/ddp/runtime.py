@@ -62,12 +62,13 @@ def take_over(
 
 
 def keep_compiled_parts(wrapped: DistributedDataParallel, given: Mapping[str, Any]) -> None:
-    """Have a compiled model compiled in the parts that the script's own options, ``given``, ask for.
+    """Have a model compiled in the parts that the script's own options, ``given``, ask for, whenever it is.
 
-    Then gradients are there when they were as the job was recorded; and caps below a MiB, which compiling does not
-    take, are for buckets alone.
+    Scripts compile before they wrap, or what they have wrapped. Then gradients are there when they were as the job was
+    recorded; and caps below a MiB, which compiling does not take, are for buckets alone.
     """
-    if any(torch_private.is_compiled(module) for module in wrapped.module.modules()):
+    compiled = any(torch_private.is_compiled(module) for module in wrapped.module.modules())
+    if compiled or torch_private.ddp_keeps_its_cap(wrapped):
         torch_private.compile_in_parts_of(wrapped, cap_bytes(given.get("bucket_cap_mb")))
 
 
