@@ -58,8 +58,8 @@ WORDS = (
     "servers have 5 MiB (models over 200 MB: 25), `small` a fifth of that. `stolen` is the share of the cores' time "
     "that the machine under this one gave to others meanwhile. Set apart afterwards: a run of densenet201 on November "
     "27 (f047d33), on a machine that gave 2 to 8 % of its busy time to others and on which the base run took 1080 ms "
-    "and then 1041. There the median error of what is not crowded was 2.9 %, and the plan predicted to be the best was so, "
-    "or within its ±, in 6 of 9 labs."
+    "and then 1041. There the median error of what is not crowded was 2.9 %, and the plan predicted to be the best was "
+    "so, or within its ±, in 6 of 9 labs."
 )
 
 

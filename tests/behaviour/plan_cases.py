@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Imported  # as a script may import it
 
+from headway import torch_private
 from headway.compression.cast import Cast
 from headway.errors import HeadwayError
 from headway.integrations import plan_injection
@@ -20,6 +21,14 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
+
+
+def cap_bytes(wrapped: Any) -> int | None:
+    """The cap of buckets that stock DDP has; None of another wrapper, and of DDP's default."""
+    if not hasattr(wrapped, "bucket_bytes_cap"):
+        return None
+    cap_mb = torch_private.ddp_bucket_cap_mb(wrapped)
+    return None if cap_mb is None else round(cap_mb * 2**20)
 
 
 def model() -> nn.Sequential:
@@ -54,7 +63,7 @@ def in_code(rank: int, world_size: int) -> dict[str, Any]:
         wrapped: Any = parallelize(inner, optimizer, plan(strategy, world_size))
         results[name] = {
             "class": type(wrapped).__name__,
-            "cap_bytes": getattr(wrapped, "bucket_bytes_cap", None),
+            "cap_bytes": cap_bytes(wrapped),
             "buckets": [b.parameters for b in wrapped.schedule.buckets] if name == "decoupled" else None,
             "sums": train(wrapped, optimizer, rank),
         }  # fmt: skip
@@ -98,9 +107,9 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for kind in (Imported, Subclass):
         stock: Any = kind(model(), bucket_cap_mb=1)
         assert type(stock) is kind
-        assert stock.bucket_bytes_cap == 2 * 2**20
+        assert cap_bytes(stock) == 2 * 2**20
     stock = Imported(model(), None, None, 0, None, True, None, 1)  # by position
-    assert stock.bucket_bytes_cap == 2 * 2**20
+    assert cap_bytes(stock) == 2 * 2**20
     plan_injection.install(plan(DistributedDataParallelStrategy(), world_size))
     for kind in (Imported, Subclass):
         stock = kind(model(), bucket_cap_mb=0.5)
@@ -108,7 +117,7 @@ def injected(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     plan_injection.uninstall()
     stock = Imported(model(), bucket_cap_mb=1)
     assert type(stock) is Imported
-    assert stock.bucket_bytes_cap == 2**20
+    assert cap_bytes(stock) == 2**20
     results["stock sums"] = train(stock, torch.optim.SGD(stock.parameters(), lr=0.1, momentum=0.9), rank)
     return results
 
@@ -150,8 +159,8 @@ class Subclass(Imported):
     """A script's own DistributedDataParallel."""
 
 
-def _caps(wrapped: Any) -> tuple[int, bool]:
-    return wrapped.bucket_bytes_cap, wrapped.bucket_bytes_cap_default
+def _caps(wrapped: Any) -> tuple[float | None, bool]:
+    return torch_private.ddp_bucket_cap_mb(wrapped), wrapped.bucket_bytes_cap_default
 
 
 def _sgd(inner: nn.Module | None = None) -> torch.optim.Optimizer:
