@@ -112,9 +112,8 @@ def _of_case(case: Case, *, quick: bool) -> list[dict[str, Any]]:
         _run("measure", case, folder, quick=quick)
         found = json.loads((folder / FOUND).read_text())
         decided = found["decided"]["number"]
-        if (
-            decided is not None and MEASURED not in found["samples"]
-        ):  # it is the plan that was predicted to be the best
+        # Where runs decided for the plan that was predicted to be the best, that was not measured twice.
+        if decided is not None and MEASURED not in found["samples"]:
             for what in ("samples", "disagreements"):
                 found[what][MEASURED] = found[what][HEADWAY]
         return _rows(

@@ -204,6 +204,22 @@ def test_a_tuning_that_chose_nothing_gained_nothing() -> None:
     assert gained(Tuned(strategy, (), (), None, 40, ended_early="why")) == 0
 
 
+def with_shortlist(
+    candidates: tuple[Candidate, ...],
+    stock: DistributedDataParallelStrategy | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> CautiousProposer:
+    """A proposer whose planner has found ``candidates`` for a script whose own stock DDP is ``stock``."""
+    short = Shortlist(candidates=candidates)
+    monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
+    proposer = CautiousProposer()
+    question = SimpleNamespace(learned=None, stock=stock, script_stock=stock)
+    setting: Any = SimpleNamespace(agreement=Alone(), question=question)
+    proposer.begin(setting)
+    assert proposer.is_ready()
+    return proposer
+
+
 @pytest.mark.parametrize(
     ("predicted_ms", "tried"),
     [
@@ -220,13 +236,7 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
     candidates = tuple(
         Candidate(name=str(n), strategy=strategy, predicted_ms=each) for n, each in enumerate(predicted_ms)
     )
-    short = Shortlist(candidates=candidates)
-    monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
-    proposer = CautiousProposer()
-    question = SimpleNamespace(learned=None, stock=None, script_stock=None)
-    setting: Any = SimpleNamespace(agreement=Alone(), question=question)
-    proposer.begin(setting)
-    assert proposer.is_ready()
+    proposer = with_shortlist(candidates, None, monkeypatch)
     found: list[str] = []
     while (candidate := proposer.propose()) is not None and len(found) < 10:
         found.append(candidate.name)
@@ -238,13 +248,7 @@ def test_stock_ddp_is_tried_with_the_scripts_own_buckets_alone(monkeypatch: pyte
     own, other = (DistributedDataParallelStrategy(bucket_cap_mb=cap_mb) for cap_mb in (25, 4))
     ours = Candidate(name="before", strategy=DecoupledStrategy(), predicted_ms=80.0)
     home, smaller = (Candidate(name=f"{each.bucket_cap_mb:g}", strategy=each) for each in (own, other))
-    short = Shortlist(candidates=(home, ours, smaller))
-    monkeypatch.setattr(planned_proposer, "planned", lambda _: short.model_dump_json())
-    proposer = CautiousProposer()
-    question = SimpleNamespace(learned=None, stock=own, script_stock=own)
-    setting: Any = SimpleNamespace(agreement=Alone(), question=question)
-    proposer.begin(setting)
-    assert proposer.is_ready()
+    proposer = with_shortlist((home, ours, smaller), own, monkeypatch)
     assert proposer.propose() == home
     assert proposer.propose() == ours
     assert not proposer._left

@@ -8,7 +8,7 @@ import torch
 
 
 class Clock:
-    """Tells the time at which all is computed that the host has asked for. ``host`` says that this is at once."""
+    """Tells the time at which all is computed that the host asked for. ``host`` says that this is so immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = device.type == "cpu"
