@@ -31,8 +31,9 @@ from headway.lab.spec import LabSpec
 WORKER = "--worker"
 TIMEOUT_S = 3600.0
 WORDS = (
-    "Median step over interleaved rounds (ms; slowest rank), `spread` its quartiles, `bound_ms` what no method of that "
-    "kind can beat whose halves stay apart: all-reduce t_f + max(t_b, 2c); decoupled or sharded "
+    "Median step over interleaved rounds (ms; slowest rank), `spread` their quartiles, `interval` of the median "
+    "(bootstrap, 95 %), `bound_ms` what no method of that kind can beat whose halves stay apart: "
+    "all-reduce t_f + max(t_b, 2c); decoupled or sharded "
     "max(t_f, c) + max(t_b, c); "
     "bytescheduler max(t_f + t_b, 2c); t_f and t_b measured alone, c the volume of one way at the measured goodput. "
     "Paced rows: parameters, gradients and messages are real, computation is asleep for a modelled time "
@@ -40,7 +41,8 @@ WORDS = (
     "c / (t_f + t_b) is that of 64 GPUs on the network (`ratio_imitated`, `ratio_measured`): "
     f"{'; '.join(f'{n.name} is {n.words}' for n in NETWORKS.values())}. Bucket sizes are of the unscaled model and "
     "scaled as it is. `exposed_ms` is the step less the same step alone. Memory is one rank's, counted from tensors. "
-    "`cpu` is what the ranks used of all cores. `disagreement`: of parameters at the end with those of stock DDP after "
+    "`cpu` is what the ranks used of all cores, `stolen` what the machine under this one took of them; rows without "
+    "`commit` are older than that column. `disagreement`: of parameters at the end with those of stock DDP after "
     "as many steps, against the largest; more than 1e-4 is marked. A ratio below 1 says that the probe of goodput, "
     "which the bound is from, got a little less than the method did, or that gathers began within backward."
 )

@@ -37,7 +37,8 @@ class Measured(Protocol):
 class Samples:
     """One method's rounds: seconds of a step, of its forward and backward, and of CPU; the busiest core's share.
 
-    ``busy_cores`` is how many cores anybody on the machine kept busy meanwhile.
+    ``busy_cores`` is how many cores anybody on the machine kept busy meanwhile, ``stolen`` the share of all cores' time
+    that the machine under this one took.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Samples:
     cpu_s: list[float] = field(default_factory=list)
     busiest_core: list[float] = field(default_factory=list)
     busy_cores: list[float] = field(default_factory=list)
+    stolen: list[float] = field(default_factory=list)
 
 
 def measure(trainers: Sequence[Measured], *, rounds: int, warm: int, steps: int) -> list[Samples]:
@@ -63,13 +65,14 @@ def _sample(trainer: Measured, warm: int, steps: int, into: Samples) -> None:
     trainer.restart()
     for _ in range(warm):
         trainer.step()
-    cores, cpu_s, start = cores_ticks(), _cpu_s(), time.perf_counter()
+    cores, stolen, cpu_s, start = cores_ticks(), stolen_ticks(), _cpu_s(), time.perf_counter()
     taken = [trainer.step() for _ in range(steps)]
     into.step_s.append((time.perf_counter() - start) / steps)
     into.cpu_s.append((_cpu_s() - cpu_s) / steps)
     ticks = cores_ticks()
     into.busiest_core.append(busiest_share(cores, ticks))
     into.busy_cores.append(len(cores) * busy_share(cores, ticks))
+    into.stolen.append(stolen_share(stolen, stolen_ticks()))
     into.forward_s.append(statistics.mean(t.forward_s for t in taken))
     into.backward_s.append(statistics.mean(t.backward_s for t in taken))
     trainer.finish()
@@ -91,6 +94,7 @@ def slowest_of_ranks(samples: Samples) -> Samples:
         cpu_s=reduced(samples.cpu_s, total),
         busiest_core=reduced(samples.busiest_core, most),
         busy_cores=reduced(samples.busy_cores, most),
+        stolen=reduced(samples.stolen, most),
     )
 
 

@@ -16,6 +16,7 @@ SUMMARY = (
 METHODS = (
     ("ms", "time_ms", "{:.0f}"),
     ("quartiles", "spread", "{}"),
+    ("interval", "interval", "{}"),
     ("bound", "bound_ms", "{:.0f}"),
     ("/ bound", "ratio", "{:.3f}"),
     ("/ dependency bound", "dependency_ratio", "{:.3f}"),
@@ -25,7 +26,9 @@ METHODS = (
     ("peak MiB", "peak_mib", "{:.2f}"),
     ("optimizer MiB", "optimizer_mib", "{:.2f}"),
     ("cpu", "cpu", "{}"),
+    ("stolen", "stolen", "{:.1%}"),
     ("disagreement", "disagreement", "{:.0e}"),
+    ("commit", "commit", "{}"),
 )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common import commit, interval_ms
+
 from paced_training.methods import ALONE, DEFAULT, TUNED
 
 _AGREE = 1e-4
@@ -53,6 +55,7 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
             "method": name,
             "time_ms": time_ms,
             "spread": f"{low * 1e3:.0f} to {high * 1e3:.0f}",
+            "interval": interval_ms([each * 1e3 for each in method["samples"]["step_s"]]),
             "bound_ms": bound_ms,
             "ratio": time_ms / bound_ms,
             **_dependency(time_ms, method["bound"], found),
@@ -63,6 +66,8 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
         row |= method["memory"]
         row |= tuning_cost(method["tuning_steps_ms"], time_ms, medians[DEFAULT])
         row["cpu"] = f"{sum(method['samples']['cpu_s']) / sum(method['samples']['step_s']) / _cores():.0%}"
+        row["stolen"] = statistics.mean(method["samples"]["stolen"])
+        row["commit"] = commit()
         row["busiest_core"] = f"{statistics.median(method['samples']['busiest_core']):.0%}"
         if name != ALONE:
             row["agrees"] = method["disagreement"] < _AGREE
