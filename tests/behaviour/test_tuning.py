@@ -113,6 +113,8 @@ def test_several_forwards_before_a_backward() -> None:
     for number in range(2):
         agrees([result[number] for result in results], reference[number])
         assert results[0][number]["chosen"] == results[1][number]["chosen"] is not None
+    first, second = results[0]
+    assert second["trained"] >= first["trained"] + second["steps"] - 2, "one after the other"
 
 
 def test_ranks_may_call_the_model_unequally_often() -> None:

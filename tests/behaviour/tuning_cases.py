@@ -35,6 +35,7 @@ from headway.strategies.data_parallel.module_spec import model_spec
 ROWS, WIDTH = 4, 6
 RELATIVE, ABSOLUTE = 1e-9, 1e-10
 STEPS = 80  # in which every tuning ends
+STEPS_OF_TWO = 2 * STEPS + 20
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -280,24 +281,30 @@ def left_alone(rank: int, world_size: int) -> dict[str, str]:
 
 
 def several_forwards(rank: int, world_size: int) -> Any:
-    """Two forwards before each backward, and two models at a time."""
+    """Two forwards before each backward, and two models, of which each is tuned in its turn."""
     wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512, tune=True))
     other: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=256, tune=True))
     optimizer = OPTIMIZERS["adam"]([*wrapped.parameters(), *other.parameters()])
-    for step in range(STEPS):
+    trained = {wrapped: 0, other: 0}  # steps before it was tuned
+    for step in range(STEPS_OF_TWO):
         optimizer.zero_grad()
         x, y = batch(step, rank, world_size)
         first, second = wrapped(x), wrapped(x.tanh())
         nn.functional.mse_loss(first + second + other(x), y).backward()
         optimizer.step()
+        for model in trained:
+            trained[model] += model.tuning is None
     results = [seen(wrapped, optimizer), seen(other, optimizer)]
-    return [r | {"chosen": m.tuning.chosen} for r, m in zip(results, (wrapped, other), strict=True)]
+    return [
+        result | {"chosen": model.tuning.chosen, "steps": model.tuning.steps, "trained": trained[model]}
+        for result, model in zip(results, trained, strict=True)
+    ]
 
 
 def several_forwards_alone(world_size: int) -> Any:
     model, other = net(), net()
     optimizer = OPTIMIZERS["adam"]([*model.parameters(), *other.parameters()])
-    for step in range(STEPS):
+    for step in range(STEPS_OF_TWO):
         optimizer.zero_grad()
         x, y = batch(step, -1, world_size)
         nn.functional.mse_loss(model(x) + model(x.tanh()) + other(x), y).backward()

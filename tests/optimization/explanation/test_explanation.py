@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.optimization.test_with_passes import Faster, Slower
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
@@ -80,6 +81,27 @@ def test_the_recorded_plan_has_no_choices(replayer: Replayer, found: SearchResul
     assert said is not None
     assert said.choices == ()
     assert said.from_ms == said.to_ms
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "decoupled"])
+def test_passes_are_choices_upon_the_strategy(
+    replayer: Replayer, found: SearchResult, explained: Explanation, strategy: str
+) -> None:
+    of_strategy = explained.choices if strategy == "decoupled" else ()
+    base = next(each for each in found.candidates if not each.changed)
+    base = found.best("decoupled") if of_strategy else base
+    passes = (Slower(factor=1.5), Faster(factor=0.5))
+    played = replayer.replay(base.strategy, passes=passes)
+    plan = replace(base, passes=passes, expected=replayer.expect(played), changes=("both",))
+    said = explain(replayer, found, plan, go_further=True)
+    assert said is not None
+    assert said.choices[: len(of_strategy)] == of_strategy
+    slower, faster = said.choices[len(of_strategy) :]
+    assert (slower.name, faster.name) == ("slower by 1.5", "faster by 0.5"), "as they are applied"
+    assert faster.saved_ms > 0 > slower.saved_ms
+    assert "computation" in faster.where
+    assert faster.step_ms == said.to_ms == played.step_ms
+    assert said.after.step_ms == pytest.approx(played.step_ms)
 
 
 def test_what_replay_does_not_say_is_not_explained(replayer: Replayer, found: SearchResult) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from headway.errors import UserError
+from headway.passes.base import Pass
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
 from headway.scheduling.buckets import BucketSchedule
@@ -33,6 +34,7 @@ def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) ->
     """The choices from the recorded strategy to ``target``, each upon those before it: that which gains most is next.
 
     The last step is ``target``, whose replay is ``played_target``. Choices that cannot be made one by one are one.
+    There are none where ``target`` is what was recorded.
     """
     recorded = replayer.recorded_strategy
     current: Strategy | None = recorded.spelled_out(replayer.job)
@@ -46,12 +48,22 @@ def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) ->
         taken.append(Step(name, replayer.replay(current)))
     assert current is not None
     left = _differences(current, wanted)
+    if not left and not taken:
+        return ()
     while len(left) > 1 and (tried := _tried(replayer, current, left)):
         best = min(tried, key=lambda each: tried[each][1].step_ms)
         current, played = tried[best]
         taken.append(Step(best, played))
         del left[best]
     return (*taken, Step(", ".join(left) or f"{target.name} as planned", played_target))
+
+
+def passes_upon(replayer: Replayer, strategy: Strategy, passes: Sequence[Pass]) -> tuple[Step, ...]:
+    """``passes`` one after the other upon ``strategy``, in the order in which they are applied."""
+    return tuple(
+        Step(each.describe(), replayer.replay(strategy, passes=passes[: number + 1]))
+        for number, each in enumerate(passes)
+    )
 
 
 def _in_the_form_of(replayer: Replayer, wanted: Strategy) -> Strategy | None:

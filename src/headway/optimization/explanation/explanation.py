@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.optimization.candidate import Candidate
-from headway.optimization.explanation.choices import steps_to
+from headway.optimization.explanation.choices import Step, passes_upon, steps_to
 from headway.optimization.explanation.further import Further, further
 from headway.optimization.explanation.path import PathParts, path_of
 from headway.optimization.result import SearchResult
@@ -104,21 +104,18 @@ def explain(
 ) -> Explanation | None:
     """Why ``best`` is as fast as it is; with ``go_further`` also what would bring it closer to the bound.
 
-    None for plans that the recorded job is not replayed under as it is: of other stages or micro-batches, with
-    passes, and those whose ranks do not wait for each other.
+    Passes come upon the strategy, in what follows of it. None for plans that the recorded job is not replayed under as
+    it is: of other stages or micro-batches, and those whose ranks do not wait for each other.
     """
-    if best.recut is not None or best.of_other_size or best.passes:
+    if best.recut is not None or best.of_other_size or best.strategy.permission == ASYNCHRONOUS:
         return None
-    if best.strategy.permission == ASYNCHRONOUS:
-        return None
-    target = replayer.replay(best.strategy)
+    target = replayer.replay(best.strategy, passes=best.passes)
     if abs(replayer.expect(target).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
         return None
     choices: list[Choice] = []
     before = path_of(replayer, replayer.base)
     step_ms = replayer.base.step_ms
-    steps = steps_to(replayer, best.strategy, target) if best.changed else ()
-    for step in steps:
+    for step in _steps(replayer, best):
         after = path_of(replayer, step.played)
         choices.append(
             Choice(step.name, step.played.step_ms, step_ms - step.played.step_ms, before.less(after))
@@ -131,5 +128,13 @@ def explain(
         and not best.changes_training
         and best.predicted_ms > found.bound_ms
     ):
-        more = further(replayer, best.strategy, step_ms=best.predicted_ms, bound_ms=found.bound_ms)
+        more = further(replayer, best, bound_ms=found.bound_ms)
     return Explanation(replayer.base.step_ms, target.step_ms, tuple(choices), before, more)
+
+
+def _steps(replayer: Replayer, best: Candidate) -> tuple[Step, ...]:
+    """The choices of the strategy, then the passes."""
+    if not best.changed:
+        return ()
+    own = steps_to(replayer, best.strategy, replayer.replay(best.strategy))
+    return (*own, *passes_upon(replayer, best.strategy, best.passes))

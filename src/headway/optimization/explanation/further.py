@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.errors import UserError
+from headway.optimization.candidate import Candidate
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
-from headway.strategies.base import Strategy
 
 MOST = 16.0
 HALVINGS = 5
@@ -43,13 +43,14 @@ class Further:
         return f"Under this plan {goal} would take {' or '.join(ways)}."
 
 
-def further(replayer: Replayer, strategy: Strategy, *, step_ms: float, bound_ms: float) -> Further:
-    """What closes half of the distance from ``step_ms`` to ``bound_ms``."""
-    target_ms = step_ms - (step_ms - bound_ms) * CLOSED_SHARE
+def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:
+    """What closes half of the distance from what is predicted of ``plan`` to ``bound_ms``."""
+    target_ms = plan.predicted_ms - (plan.predicted_ms - bound_ms) * CLOSED_SHARE
 
     def reaches(what_if: WhatIf) -> bool:
         try:
-            return replayer.expect(replayer.replay(strategy, what_if)).step_ms <= target_ms
+            played = replayer.replay(plan.strategy, what_if, passes=plan.passes)
+            return replayer.expect(played).step_ms <= target_ms
         except UserError:
             return False
 

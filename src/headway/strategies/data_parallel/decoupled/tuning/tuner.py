@@ -17,6 +17,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import links
 from headway.strategies.data_parallel.decoupled.tuning.counting import (
+    Interval,
     StepCount,
     Study,
     Tunable,
@@ -36,6 +37,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Tuned,
     TuningEndedError,
 )
+from headway.strategies.data_parallel.decoupled.tuning.turns import ASKED_EVERY_STEPS, Turn
 from headway.strategies.data_parallel.decoupled.tuning.watch import StepWatch
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.decisions import Journal
@@ -55,7 +57,7 @@ class Tuner(StepCount):
     """Tunes one wrapped model as ``proposer`` says, and leaves ``wrapped.tuning`` behind.
 
     A proposal is measured over ``measured_steps``, behind one step in which it settles. ``afterwards`` is called when
-    it is done.
+    it is done. Another model of this process that is being tuned comes first.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Tuner(StepCount):
         self._measured_steps = measured_steps
         self._initial = wrapped.schedule
         self._restarts = 0
+        self._turn = Turn()
+        self._waited_steps = 0
         self._watch: StepWatch | None = None
         self._begin(wrapped)
 
@@ -94,10 +98,15 @@ class Tuner(StepCount):
         if learns and self._watch is not None:
             self._watch.expect_forward(wrapped.reductions)
 
+    def _resume(self, interval: Interval) -> None:
+        self._turn.steps = self._steps
+        super()._resume(interval)
+
     # What is done ------------------------------------------------------------------------------------
 
     def _made_study(self) -> Study:
         yield
+        yield from self._wait_for_turn()
         if self._model().is_stock:  # which shows nothing of what its steps consist of
             self._put_in_force(self._initial)
         for _ in range(WARM_STEPS - 1):
@@ -127,6 +136,14 @@ class Tuner(StepCount):
             (measured_ms,) = setting.agreement.slowest([typical_ms(intervals)])
             self._told.setdefault(candidate, []).append(measured_ms)
             self._proposer.tell(candidate, measured_ms)
+
+    def _wait_for_turn(self) -> Study:
+        before = self._steps
+        while any(agreement_of(self._model()).slowest([not self._turn.is_free()])):  # on any rank
+            for _ in range(ASKED_EVERY_STEPS):
+                yield
+        self._turn.take()
+        self._waited_steps += self._steps - before
 
     def _refuse_alone(self) -> None:
         if self._parts()[1].transport.world_size == 1:
@@ -225,6 +242,7 @@ class Tuner(StepCount):
     def _finish(self, reason: str, *, keep: bool = False) -> None:
         """Put the best in force, or what was in force before; where ``keep``, leave what is."""
         wrapped = self._model()
+        self._turn.give_back()
         self._stop_watching()
         trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
         chosen = self._proposer.choose(trials) if trials and not reason else None
@@ -239,7 +257,7 @@ class Tuner(StepCount):
             candidates=tuple(trial.candidate for trial in trials),
             measured_ms=tuple(trial.measured_ms for trial in trials),
             chosen=chosen,
-            steps=self._steps,
+            steps=self._steps - self._waited_steps,
             learned=self._learned,
             ended_early=reason,
             note=self._note,
