@@ -17,6 +17,7 @@ from tests.planning.jobs import MS, Alone, PlannedJob, layered_job
 from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
+from headway.planning import planner
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order
 from headway.strategies import helper_process
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -24,6 +25,7 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning import planned, planning
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
+    OTHER_FORM,
     choose,
     close_ones,
     guesses,
@@ -177,6 +179,31 @@ def test_buckets_that_are_left_out_do_not_end_it_before_what_is_close_was_measur
     assert found[:5] == [ours, own, smaller, ours, own]
 
 
+@pytest.mark.parametrize(
+    ("two_channels_ms", "stock_ms", "tried"),
+    [(90.0, 100.0, [2]), (110.0, 120.0, [1]), (90.0, 80.0, [])],
+)
+def test_the_other_form_is_tried_with_the_channels_that_proved_best(
+    two_channels_ms: float, stock_ms: float, tried: list[int]
+) -> None:
+    def candidate(name: str, gather: GatherMode, channels: int) -> Candidate:
+        return Candidate(
+            name=name, strategy=DecoupledStrategy(gather=gather, channels=channels), predicted_ms=1
+        )
+
+    proposer = PlannedProposer()
+    one, two = (candidate("planned", "parameters", channels) for channels in (1, 2))
+    others = [candidate(OTHER_FORM, "gradients", channels) for channels in (1, 2)]
+    times_ms = {one: 100.0, two: two_channels_ms, stock(0).candidate: stock_ms}
+    proposer._left = [*times_ms, *others]
+    found = []
+    while (each := proposer.propose()) is not None and len(found) < 20:
+        found.append(each)
+        proposer.tell(each, times_ms.get(each, 70.0))
+    assert [each.strategy.channels for each in dict.fromkeys(found) if each in others] == tried  # type: ignore[union-attr]
+    assert len(found) < 20
+
+
 def test_what_repeated_measurements_have_not_parted_is_no_reason_to_leave_stock_ddp() -> None:
     faster = replace(trial(97, 1), uncertainty_ms=2.0)
     assert choose([faster, stock(100, 2.5)]) == 1
@@ -293,6 +320,26 @@ def test_another_form_is_tried_only_where_it_promises_enough() -> None:
         question = question_of(job, in_force, ("parameters", "gradients"))
         assert question.learned is not None
         assert {s.gather for s in schedules_of(shortlist(question, question.learned), job)} == {home}
+
+
+@pytest.mark.parametrize(
+    ("parameters_ms", "tried"), [((95.0, 89.9), [1]), ((99.9, 91.0), []), ((95.0, 80.0), [1, 2])]
+)
+def test_the_other_form_is_a_candidate_where_it_promises_more_with_as_many_channels(
+    parameters_ms: tuple[float, float], tried: list[int]
+) -> None:
+    job = layered_job([4_000] * 8)
+    one = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
+    forms: tuple[tuple[GatherMode, tuple[float, float]], ...] = (
+        ("gradients", (100.0, 90.0)), ("parameters", parameters_ms)
+    )  # fmt: skip
+    rows = [
+        planner.PlannedSchedule(replace(one, gather=form, channels=channels), ms * MS)
+        for form, own in forms
+        for channels, ms in enumerate(own, start=1)
+    ]
+    found = planner.Planned(tuple(sorted(rows, key=lambda each: each.step_ns)), len(rows))
+    assert sorted(each.channels for each in planned._of_other_form(found, "gradients")) == tried
 
 
 @pytest.mark.parametrize("stock_in_force", [False, True])

@@ -27,6 +27,7 @@ FORM_GAIN = 0.005  # another form moves the optimizer's state and may need more 
 TIE = 0.005
 CLOSE = 0.05  # the best two, and stock DDP, are measured again where they are no further apart
 STOCK = "stock DDP"
+OTHER_FORM = "other form"
 EFFORT = 200
 
 
@@ -112,7 +113,10 @@ def _close(one: Trial, other: Trial) -> bool:
 
 
 def shortlist(question: Question, learned: Learned) -> list[Candidate]:
-    """What is worth a measurement: what is in force, stock DDP, the planner's best, fixed caps; each once."""
+    """What is worth a measurement: what is in force, stock DDP, the planner's best, fixed caps; each once.
+
+    ``OTHER_FORM`` is worth one only where as many channels prove to be the best.
+    """
     model = ordered(question.model, learned)
     predictor = Predictor(model, learned.profile, learned.cluster)
     channels = min(2, question.channels)
@@ -123,14 +127,14 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     schedules = [("in force", question.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]
     schedules += [("fixed cap", schedule) for schedule in _capped(model, home, channels, CAP_SHARES)]
-    seen: set[BucketSchedule] = set()
-    candidates = []
+    schedules += [(OTHER_FORM, schedule) for schedule in _of_other_form(found, home)]
+    candidates: dict[BucketSchedule, Candidate] = {}
     for name, schedule in schedules:
-        if schedule not in seen:
-            seen.add(schedule)
+        if schedule not in candidates:
             predicted_ms = predictor.predict(schedule) / 1e6
-            candidates.append(Candidate.of(name, schedule, model, predicted_ms))
-    return with_stock(candidates, question)
+            candidates[schedule] = Candidate.of(name, schedule, model, predicted_ms)
+    early = [each for each in candidates.values() if each.name != OTHER_FORM]
+    return [*with_stock(early, question), *(each for each in candidates.values() if each not in early)]
 
 
 def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]:
@@ -204,6 +208,18 @@ def _worth_trying(found: planner.Planned, home: GatherMode) -> list[BucketSchedu
     first = [s for i, s in enumerate(worth) if manners[i] not in manners[:i]]
     other = [s for i, s in enumerate(worth) if kinds[i] not in kinds[:i] and s not in first]
     return [*first, *other][:MOST_PLANNED]
+
+
+def _of_other_form(found: planner.Planned, home: GatherMode) -> list[BucketSchedule]:
+    """For each number of channels the best of another form, where that promises to be faster with as many channels."""
+    best: dict[tuple[bool, int], planner.PlannedSchedule] = {}
+    for each in found.schedules:
+        best.setdefault((each.schedule.gather == home, each.schedule.channels), each)
+    return [
+        other.schedule
+        for (is_home, channels), other in best.items()
+        if not is_home and other.step_ns < best[True, channels].step_ns * (1 - FORM_GAIN)
+    ]
 
 
 def _capped(

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from headway.errors import one_line
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
+    OTHER_FORM,
     choose,
     close_ones,
     guesses,
@@ -93,13 +95,27 @@ class PlannedProposer:
 
     def propose(self) -> Candidate | None:
         """The next of the list; behind it those that are close once more, and again if that has not parted them."""
-        while self._left and self._is_slower_already(self._left[0].strategy):
+        while self._left and not self._is_worth_trying(self._left[0]):
             del self._left[0]
         if not self._left and self._rematches < MOST_REMATCHES:
             self._rematches += 1
             trials = [Trial.of(candidate, times) for candidate, times in self._told.items()]
             self._left = close_ones(trials) if self._rematches == 1 else undecided(trials)
         return self._left.pop(0) if self._left else None
+
+    def _is_worth_trying(self, candidate: Candidate) -> bool:
+        """After what was measured; what was measured itself is tried again whenever that is wanted."""
+        if candidate in self._told:
+            return True
+        if candidate.name == OTHER_FORM:
+            return self._is_like_the_best(candidate.strategy)
+        return not self._is_slower_already(candidate.strategy)
+
+    def _is_like_the_best(self, strategy: Alternative) -> bool:
+        """Whether ours is the fastest so far, in as many channels."""
+        best = min(self._told, key=lambda each: self._told[each][0]).strategy
+        ours = isinstance(best, DecoupledStrategy) and isinstance(strategy, DecoupledStrategy)
+        return ours and best.channels == strategy.channels
 
     def _is_slower_already(self, strategy: Alternative) -> bool:
         """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``."""
@@ -112,7 +128,7 @@ class PlannedProposer:
             return False
         own, wanted = next(iter(told)), cap_bytes(strategy.bucket_cap_mb)
         way = [ms for cap, ms in told.items() if own < cap < wanted or wanted < cap < own]
-        return wanted not in told and bool(way) and way[-1] > min(told[own], *way)
+        return bool(way) and way[-1] > min(told[own], *way)
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
         """Keep what was measured."""
