@@ -196,7 +196,7 @@ def test_the_other_form_is_tried_with_the_channels_that_proved_best(
     others = [candidate(OTHER_FORM, "gradients", channels) for channels in (1, 2)]
     times_ms = {one: 100.0, two: two_channels_ms, stock(0).candidate: stock_ms}
     proposer._left = [*times_ms, *others]
-    found = []
+    found: list[Candidate] = []
     while (each := proposer.propose()) is not None and len(found) < 20:
         found.append(each)
         proposer.tell(each, times_ms.get(each, 70.0))

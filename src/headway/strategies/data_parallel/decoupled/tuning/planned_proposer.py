@@ -114,8 +114,9 @@ class PlannedProposer:
     def _is_like_the_best(self, strategy: Alternative) -> bool:
         """Whether ours is the fastest so far, in as many channels."""
         best = min(self._told, key=lambda each: self._told[each][0]).strategy
-        ours = isinstance(best, DecoupledStrategy) and isinstance(strategy, DecoupledStrategy)
-        return ours and best.channels == strategy.channels
+        if not isinstance(best, DecoupledStrategy) or not isinstance(strategy, DecoupledStrategy):
+            return False
+        return best.channels == strategy.channels
 
     def _is_slower_already(self, strategy: Alternative) -> bool:
         """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``."""
