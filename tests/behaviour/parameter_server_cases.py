@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import headway
+from headway.errors import PlanError
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
@@ -80,6 +81,15 @@ def trained(_rank: int, _world_size: int, strategies: list[dict[str, Any]]) -> d
                 optimizer.step()
             found[f"{number} {accumulate}"] = [p.flatten().tolist() for p in wrapped.parameters()]
     return found
+
+
+def with_shares_of_three(_rank: int, _world_size: int) -> str:
+    """What a plan that was made for three workers says to two."""
+    try:
+        wrapped_of(ParameterServerStrategy(shares=(1, 2, 3)))
+    except PlanError as error:
+        return str(error)
+    return "nothing"
 
 
 def recorded(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:

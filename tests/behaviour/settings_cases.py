@@ -200,6 +200,54 @@ def sharded(rank: int, world_size: int, own: bool, channels: int) -> dict[str, A
     }
 
 
+class Tied(nn.Module):
+    """The last layer has the first one's weights, those between are frozen but for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.first = nn.Linear(40, 40, bias=False)
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.middle = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 40)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.middle(self.frozen(self.first(inputs)).tanh()).tanh())
+        return out
+
+
+def sharded_tied_and_frozen(rank: int, world_size: int) -> dict[str, Any]:
+    """Parameters after training next to one process's, and which of them are sharded."""
+    model = Tied()
+    reference = copy.deepcopy(model)
+    spec = model_spec(model)
+    strategy = DecoupledStrategy(bucket_cap_bytes=2000)
+    asked = Asked(Plan.data_parallel(strategy, world_size, spec), (spec,))
+    model = imported(fsdp2.settings(asked).files[fsdp2.FILE])["shard"](model)
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, reference)
+    ]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        losses = [reference(batch(step, each)).square().mean() for each in range(world_size)]
+        torch.stack(losses).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    sharded = {name: p for name, p in model.named_parameters() if hasattr(p, "full_tensor")}
+    whole = dict(reference.named_parameters())
+    return {
+        "largest_difference": max(
+            float((p.full_tensor() - whole[n]).abs().max()) for n, p in sharded.items()
+        ),
+        "frozen is whole": not any(name.startswith("frozen") for name in sharded),
+        "parameters": sorted(sharded),
+        "expected parameters": sorted(name for name, p in whole.items() if p.requires_grad),
+    }
+
+
 def _watch(model: nn.Module, names: list[str], events: list[str]) -> None:
     """Note collectives as they are asked for, and when the first module of a group begins to compute."""
     for call in GATHERS | SCATTERS:

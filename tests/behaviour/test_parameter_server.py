@@ -29,6 +29,10 @@ def test_same_numbers_as_one_process(world_size: int) -> None:
         {"bucket_cap_mb": cap, "channels": channels}
         for cap, channels in ((0, 1), (0.001, 2), (0.001, 3), (25, 1))
     ]
+    strategies += [
+        {"bucket_cap_mb": 0.001, "channels": 2, "shares": (1, 7, 90)[:world_size], "pieces": pieces}
+        for pieces in (1, 3)
+    ]
     results = workers.run(world_size, f"{CASES}:trained", strategies, timeout_s=110)
     for accumulate in (1, 2):
         expected = alone(world_size, accumulate)
@@ -50,6 +54,11 @@ def test_a_recording_says_the_strategy_and_replays(tmp_path: Path) -> None:
     of_gradients = [c for c in result.graph.collectives if c.bucket >= 0]
     assert {c.selection.algorithm for c in of_gradients} == {"servers"}
     assert replayer.replay(DistributedDataParallelStrategy(), WhatIf(workers=4)).step_ms > 0
+
+
+def test_shares_of_another_number_of_ranks_are_refused() -> None:
+    for said in workers.run(2, f"{CASES}:with_shares_of_three"):
+        assert "got 3 shares" in said
 
 
 def test_buckets_that_ddp_replaces_are_not_kept() -> None:

@@ -42,6 +42,13 @@ def test_torchs_local_sgd_averages_when_the_plan_does() -> None:
     assert apart == [True, True, False, True, True, False, True]
 
 
+def test_fsdp2_shards_tied_modules_together_and_leaves_frozen_ones_whole() -> None:
+    for found in workers.run(2, f"{CASES}:sharded_tied_and_frozen", timeout_s=90):
+        assert found["largest_difference"] < 1e-5
+        assert found["frozen is whole"]
+        assert found["parameters"] == found["expected parameters"]
+
+
 @pytest.mark.parametrize(("own", "channels"), [(False, 1), (True, 2)])
 def test_fsdp2_trains_the_same_and_gathers_ahead(own: bool, channels: int) -> None:
     for found in workers.run(2, f"{CASES}:sharded", own, channels, timeout_s=90):

@@ -51,7 +51,7 @@ class Rank:
     def land(self, number: int, piece: int, run: int, data: np.ndarray[Any, Any]) -> None:
         """A message lands where the receive of step ``number`` says."""
         step = self.program.steps[number]
-        assert (step.receive_piece, step.run) == (piece, run)
+        assert (step.receive_piece, step.received) == (piece, run)
         if step.reduce:
             slot = number % self.program.lookahead
             assert slot not in self.scratch, "a scratch slot is overwritten"
@@ -66,7 +66,7 @@ class Rank:
         """Add what the next step has waited for."""
         step = self.program.steps[self.done]
         if step.reduce:
-            self.piece(step.receive_piece, step.run)[:] += self.scratch.pop(
+            self.piece(step.receive_piece, step.received)[:] += self.scratch.pop(
                 self.done % self.program.lookahead
             )
         self.done += 1

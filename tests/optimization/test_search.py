@@ -77,6 +77,27 @@ def test_servers_are_offered_where_a_probe_has_measured_them(replayer: Replayer)
     assert all("parameter_server instead of ddp" in c.changes for c in offered)
 
 
+def test_servers_share_unequally_where_links_are_unequal() -> None:
+    one = job(world_size=4, forward_ms=2, backward_ms=4, gbps=1.0)
+    replayer = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    slow, *others = replayer.cluster.hosts
+    hosts = (slow.model_copy(update={"up_gbps": slow.up_gbps / 5, "down_gbps": slow.down_gbps / 5}), *others)
+    probed = replayer.cluster.model_copy(
+        update={"hosts": hosts, "algorithms": {**replayer.cluster.algorithms, "servers": AlgorithmCost()}}
+    )
+    found = search(Replayer(replayer.trace, probed))
+    servers = [c for c in found.candidates if isinstance(c.strategy, ParameterServerStrategy)]
+    unequal = [c for c in servers if c.strategy.shares]  # type: ignore[union-attr]
+    equal = [c for c in servers if c not in unequal]
+    assert {c.strategy.shares[0] for c in unequal} == {1}  # type: ignore[union-attr]
+    assert all(any("serving 1:" in said for said in c.changes) for c in unequal)
+    least_ms, equal_ms = (min(c.predicted_ms for c in each) for each in (unequal, equal))
+    assert least_ms < 0.9 * equal_ms
+    assert min(c.predicted_ms for c in unequal) >= found.bound_ms
+    fewer = search(Replayer(replayer.trace, probed), prune=False)
+    assert fewer.best().strategy == found.best().strategy
+
+
 def test_only_the_recorded_plan_changes_nothing(replayer: Replayer) -> None:
     found = search(replayer)
     in_force = replayer.recorded_strategy.decide(replayer.job)

@@ -168,7 +168,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             SERVERS,
             (ALL_REDUCE,),
-            lambda _kind, _pieces: push_and_pull,
+            lambda _kind, pieces: push_and_pull if pieces == 1 else partial(push_and_pull, pieces=pieces),
             lambda _kind, _pieces: SERVERS,
             probed=(((ALL_REDUCE,), 1),),
         ),
@@ -191,14 +191,19 @@ def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
 
 
 @cache
-def program_of(algorithm: str, kind: str, pieces: int = 1, hosts: Hosts | None = None) -> ProgramOf:
+def program_of(
+    algorithm: str, kind: str, pieces: int = 1, hosts: Hosts | None = None, shares: tuple[int, ...] = ()
+) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
-    A library's own collective is replayed as what it does. ``hosts`` is for algorithms that follow them. Raises
-    PlanError for an unknown name.
+    A library's own collective is replayed as what it does. ``hosts`` is for algorithms that follow them, ``shares`` for
+    servers. Raises PlanError for an unknown name.
     """
     known = known_algorithm(algorithm, kind)
     programs: Callable[..., ChunkProgram] = known.programs(kind, pieces)
+    if shares:
+        assert algorithm == SERVERS, f"{algorithm} collectives have no shares"
+        return partial(programs, shares=shares)
     if not known.follows_hosts:
         return programs
     assert hosts is not None, f"{algorithm} collectives depend on hosts"

@@ -50,7 +50,7 @@ class Prepared:
         nothing = flat[:0]
         landings, targets = [], []
         for number, step in enumerate(program.steps):
-            place = view(step.receive_piece, step.run)
+            place = view(step.receive_piece, step.received)
             start = number % program.lookahead * slot
             landings.append(scratch[start : start + place.numel()] if step.reduce else place)
             targets.append(place if step.reduce else nothing)
@@ -100,7 +100,7 @@ class Prepared:
         for number, step in enumerate(program.steps):
             receive_posted, receive_done, send_posted, send_done = times[number::count]
             if receive_posted:
-                received_bytes = size_bytes(step.receive_piece, step.run)
+                received_bytes = size_bytes(step.receive_piece, step.received)
                 peer = self._ranks[step.receive_from]
                 yield transfers.Transfer(False, peer, received_bytes, receive_posted, receive_done)
             if send_posted:

@@ -36,7 +36,7 @@ LOOKAHEAD_ROUNDS = 2  # rounds whose receives are posted where they need scratch
 class Step:
     """One exchange of one rank: it sends a piece and receives another, each when the program's rules allow it.
 
-    It may be as many pieces as ``run`` says, in one message, of which the first is named.
+    It may be as many pieces as ``run`` says, in one message, of which the first is named; and so may what it receives.
     """
 
     send_piece: int
@@ -45,7 +45,13 @@ class Step:
     receive_from: int
     reduce: bool  # add what arrives to the own piece; otherwise it replaces the own piece
     send_after: int = -1  # the step that must be done before the send; never decreases along a program
-    run: int = 1  # how many pieces it sends, and how many it receives
+    run: int = 1  # how many pieces it sends
+    receive_run: int = 0  # how many it receives, where they are not as many
+
+    @property
+    def received(self) -> int:
+        """How many pieces it receives."""
+        return self.receive_run or self.run
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class ChunkProgram:
 
     def slot_numel(self, numel: int) -> int:
         """How many elements a scratch slot has for a tensor of ``numel`` elements."""
-        run = max((step.run for step in self.steps if step.reduce), default=0)
+        run = max((step.received for step in self.steps if step.reduce), default=0)
         return run * largest_piece(numel, self.chunks, self.pieces)
 
 

@@ -42,12 +42,16 @@ MOST_PIECES = 64  # more would change next to nothing, and be many messages
 
 
 class Selection(NamedTuple):
-    """How one collective of some kind is carried out: over ``hosts``, where its algorithm follows them."""
+    """How one collective of some kind is carried out: over ``hosts``, where its algorithm follows them.
+
+    ``shares`` are those that servers have, where they are unequal.
+    """
 
     algorithm: str
     kind: str
     pieces: int = 1
     hosts: Hosts | None = None
+    shares: tuple[int, ...] = ()
 
     def on(self, hosts: Hosts) -> Selection:
         """The same among ranks on ``hosts``. Raises PlanError where its algorithm cannot do with them."""
@@ -58,7 +62,7 @@ class Selection(NamedTuple):
     @property
     def program_of(self) -> ProgramOf:
         """Its chunk programs."""
-        return program_of(self.algorithm, self.kind, self.pieces, self.hosts)
+        return program_of(self.algorithm, self.kind, self.pieces, self.hosts, self.shares)
 
     @property
     def cost_names(self) -> tuple[str, ...]:

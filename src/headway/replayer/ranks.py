@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from headway.graph.timeline import Point, Timeline
+from headway.graph.timeline import Part, Point, Timeline
 from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.folding import period_of
@@ -18,7 +18,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.slowing import slowed
 
 MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
-LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
+LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP, Part.READ)
 
 Recorded = Mapping[int, Sequence[Timeline]]
 

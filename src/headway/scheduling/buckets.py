@@ -9,6 +9,7 @@ from typing import Literal
 
 from headway.collectives.algorithms import ALL_REDUCE, REDUCE_SCATTER
 from headway.collectives.selection import RINGS, Algorithms
+from headway.collectives.servers import EVENLY, Serving
 from headway.compression.cast import Cast
 from headway.compression.codec import FLOATS, Codec, Exchange
 from headway.errors import PlanError
@@ -79,7 +80,7 @@ class BucketSchedule:
     right behind the reduce-scatters, or parameters, after the step of an optimizer whose state is sharded.
     ``channels`` collectives may be in flight at a time. With gradients, gather number ``i`` may stand right behind
     reduce-scatter ``gathers_after[i]``; where that is empty all stand behind the last one. ``algorithms`` carry out
-    the halves. With ``halves`` gradients are cast for them.
+    the halves. With ``halves`` gradients are cast for them. ``serving`` is how servers share the work.
     """
 
     buckets: tuple[Bucket, ...]
@@ -89,6 +90,7 @@ class BucketSchedule:
     gathers_after: tuple[int, ...] = ()
     algorithms: Algorithms = RINGS
     halves: Cast | None = None
+    serving: Serving = EVENLY
 
     def cast_in(self, kind: str) -> Cast | None:
         """What the elements of a half ``kind`` are cast to: parameters never are."""

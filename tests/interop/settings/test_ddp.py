@@ -3,15 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.interop.settings.plans import BY_NAME, asked, meshed, piped
+from tests.interop.settings.plans import BY_NAME, MODEL, asked, meshed, piped
 from tests.models import layered_model
 
 from headway.errors import PlanError
 from headway.interop.settings import ddp
+from headway.interop.settings.asked import Asked
 from headway.interop.settings.settings import Settings
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 
 MIB = 2**20
 WEIGHT, BIAS = 4000, 40  # bytes of a layer
@@ -134,3 +136,21 @@ def test_nothing_in_a_plan_becomes_code() -> None:
     two = ModelSpec(parameters=(odd, model.parameters[1]))
     found = ddp.settings(asked("decoupled", model=two, buckets=[[model.parameters[1].name], [evil]]))
     assert arguments(found)["bucket_cap_mb"] > 0
+
+
+def test_with_unused_parameters_ddp_cuts_buckets_otherwise() -> None:
+    model = MODEL.model_copy(update={"find_unused_parameters": True})
+    found = ddp.settings(asked("decoupled", model=model, buckets=BY_NAME))
+    assert "bucket_cap_mb_list" not in arguments(found)
+    assert any("find_unused_parameters" in lack for lack in found.lacks)
+
+
+def test_buckets_by_name_of_a_stage_become_a_cap_for_all_stages() -> None:
+    found = ddp.settings(meshed(DecoupledStrategy(buckets=tuple(map(tuple, BY_NAME)))))
+    assert any("where buckets end" in lack for lack in found.lacks)
+
+
+def test_local_sgd_in_pipelines_says_that_their_order_is_not_its_own() -> None:
+    plan = meshed(DistributedDataParallelStrategy()).plan
+    plan = plan.model_copy(update={"parallel": {**plan.parallel, "data": LocalSGDStrategy(steps=4)}})
+    assert any("order of micro-batches" in lack for lack in ddp.settings(Asked(plan)).lacks)

@@ -37,7 +37,7 @@ def test_buckets_of_several_sizes_have_their_mean_and_it_is_said() -> None:
 def test_what_it_does_instead_is_said() -> None:
     assert any("step() gathers" in lack for lack in deepspeed.settings(asked("decoupled")).lacks)
     assert any(lack.startswith("all-reduces") for lack in deepspeed.settings(asked("ddp")).lacks)
-    assert deepspeed.settings(asked("parameter_server")).lacks[0].startswith("servers")
+    assert any(one.startswith("servers") for one in deepspeed.settings(asked("parameter_server")).lacks)
     assert any(
         "gathered gradients" in one
         for one in deepspeed.settings(asked("decoupled", gather="gradients")).lacks

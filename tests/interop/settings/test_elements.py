@@ -11,16 +11,27 @@ from headway.interop.settings.elements import one_size
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
 
-def sized(asked_for: Asked) -> tuple[int, str]:
+def sized(asked_for: Asked, *, closes_before: bool = False) -> tuple[int, str]:
     assert isinstance(asked_for.data, Bucketed)
-    return one_size(asked_for, asked_for.data)
+    return one_size(asked_for, asked_for.data, closes_before=closes_before)
 
 
 def test_one_cap_is_exact_in_the_models_own_type() -> None:
     assert sized(asked("ddp", bucket_cap_mb=1)) == (2**18, "")
     assert sized(asked("ddp", bucket_cap_mb=1, model=layered_model(dtype="bfloat16"))) == (2**19, "")
     assert sized(asked("ddp", bucket_caps_mb=[1, 1])) == (2**18, "")
-    assert sized(asked("decoupled", bucket_cap_bytes=1)) == (1, "")
+    assert sized(asked("decoupled", bucket_cap_bytes=1), closes_before=True) == (1, "")
+
+
+@pytest.mark.parametrize("closes_before", [False, True])
+def test_where_the_tool_ends_buckets_otherwise_is_said(closes_before: bool) -> None:
+    ddp, decoupled = (
+        sized(asked(name, **{option: 1}), closes_before=closes_before)[1]
+        for name, option in (("ddp", "bucket_cap_mb"), ("decoupled", "bucket_cap_bytes"))
+    )
+    assert bool(ddp) == closes_before
+    assert bool(decoupled) != closes_before
+    assert "where buckets end" in ddp + decoupled
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_caps_mb": [0.001, 0.002]}])

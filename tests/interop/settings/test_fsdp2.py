@@ -70,6 +70,13 @@ def test_gathered_gradients_are_said_to_be_parameters() -> None:
     assert any(lack.startswith("gathered gradients") for lack in found.lacks)
 
 
+def test_parameters_without_a_dimension_are_refused() -> None:
+    scalar = ParameterSpec(name="logits.scale", shape=(), dtype="float32", module="logits")
+    model = ModelSpec(parameters=(scalar, *spec("b.weight").parameters))
+    with pytest.raises(PlanError, match=r"without a dimension.*logits\.scale"):
+        fsdp2.settings(asked("decoupled", model=model))
+
+
 def test_refusals() -> None:
     for name in ("ddp", "parameter_server", "local-sgd", "partial-all-reduce"):
         with pytest.raises(PlanError, match="FSDP2 has no settings for this plan"):

@@ -41,7 +41,8 @@ class Drawn:
 def drawn(draw: st.DrawFn, *, ranks_differ: bool = False, steps_differ: bool = False) -> Drawn:
     """A job on a cluster that may be mixed, with bursts and other tenants, and one plan of each kind.
 
-    Its ranks compute at speeds of their own where ``ranks_differ``, its steps where ``steps_differ``.
+    Its ranks compute at speeds of their own where ``ranks_differ``, its steps where ``steps_differ``; and then maybe
+    only some of them read gradients.
     """
     model = draw(models())
     computation_ms = draw(st.sampled_from([5, 20, 80]))
@@ -51,9 +52,12 @@ def drawn(draw: st.DrawFn, *, ranks_differ: bool = False, steps_differ: bool = F
     speeds = st.sampled_from([0.7, 1.0, 1.1, 1.5])
     rank_speeds = [draw(speeds) if ranks_differ else 1.0 for _ in range(ranks)]
     read_ns = draw(st.sampled_from([0, 0, 0, MS]))
+    reads_in = (
+        draw(st.sampled_from([{0}, {steps - 1}, set(range(steps))])) if steps_differ else set(range(steps))
+    )
     timelines = {
         rank: tuple(
-            _with_reads(profile.timeline(rank, step), read_ns).scaled(
+            _with_reads(profile.timeline(rank, step), read_ns * (step in reads_in)).scaled(
                 speed * (draw(speeds) if steps_differ else 1.0)
             )
             for step in range(steps)
@@ -163,7 +167,13 @@ def plans(draw: st.DrawFn, job: Job) -> Sequence[tuple[Form, Strategy]]:
         ("all-reduce", DistributedDataParallelStrategy(bucket_cap_mb=draw(caps) / 2**20))
     ]
     if job.on.library == "gloo":
-        servers = ParameterServerStrategy(bucket_cap_mb=draw(caps) / 2**20, channels=draw(channels))
+        parts = st.lists(st.integers(1, 20), min_size=job.world_size, max_size=job.world_size)
+        servers = ParameterServerStrategy(
+            bucket_cap_mb=draw(caps) / 2**20,
+            channels=draw(channels),
+            shares=draw(st.just(()) | parts.map(tuple)),
+            pieces=draw(st.sampled_from([1, 3])),
+        )
         found.append(("all-reduce", servers))
     for gather in GATHER_MODES:
         named = st.sampled_from([name for name in FOR_HALVES if _can_be_had(name, hosts)])

@@ -64,6 +64,19 @@ def test_nothing_is_replayed_in_less_on_ranks_that_differ(case: Drawn) -> None:
     check(case)
 
 
+@settings(MANY, max_examples=30)
+@given(drawn(steps_differ=True))
+def test_nothing_is_replayed_in_less_where_steps_differ(case: Drawn) -> None:
+    check(case)
+
+
+@pytest.mark.exhaustive
+@settings(MANY, max_examples=500)
+@given(drawn(steps_differ=True))
+def test_nothing_of_thousands_is_replayed_in_less_where_steps_differ(case: Drawn) -> None:
+    check(case)
+
+
 @pytest.mark.exhaustive
 @settings(MANY, max_examples=1500)
 @given(drawn())

@@ -68,13 +68,8 @@ def settings(asked: Asked) -> Settings:
     if strategy is None:
         asked.refuse(DDP, "a strategy along data: DDP knows no stages")
     arguments, lacks = _arguments(asked, strategy)
-    if asked.pipeline is not None:
-        lacks.append(
-            f"the order of micro-batches ({asked.pipeline.describe()}), which is for torch.distributed.pipelining: "
-            "its schedule is constructed with it"
-        )
     hook, lost = _hook(strategy)
-    lacks += [*lost, *unexpressed(asked)]
+    lacks += [*_of_pipeline(asked), *lost, *unexpressed(asked)]
     gist = _gist(arguments) + (f", and the hook {hook}" if hook else "")
     body = _WRAP.format(
         arguments=literal(arguments),
@@ -88,6 +83,15 @@ def settings(asked: Asked) -> Settings:
         use += " Torch refuses this hook on Gloo."
     text = python_file(f"{DDP}, {gist}", tuple(lacks), body)
     return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})
+
+
+def _of_pipeline(asked: Asked) -> list[str]:
+    if asked.pipeline is None:
+        return []
+    return [
+        f"the order of micro-batches ({asked.pipeline.describe()}), which is for torch.distributed.pipelining: "
+        "its schedule is constructed with it"
+    ]
 
 
 def _hook(strategy: Bucketed) -> tuple[str, list[str]]:
@@ -122,13 +126,18 @@ def _nearest(asked: Asked, strategy: DecoupledStrategy) -> tuple[dict[str, Any],
     lacks = [
         f"the decoupling: DDP all-reduces each bucket under backward{kept}; nothing is left for the next forward"
     ]
-    if not strategy.buckets and len(asked.stages) != 1:
+    if len(asked.stages) > 1 or not (strategy.buckets or asked.stages):
         lacks.append(
             "where buckets end: DDP closes one when it has reached the cap, the plan before it would be"
         )
         return {"bucket_cap_mb": strategy.bucket_cap_bytes / MIB}, lacks
     (model,) = asked.models("its buckets name parameters, and DDP wants sizes")
     (schedule,) = asked.schedules("")
+    if model.find_unused_parameters:
+        lacks.append(
+            "where buckets end: with find_unused_parameters DDP cuts them in the order of registration, by one cap"
+        )
+        return {"bucket_cap_mb": model.size_bytes / len(schedule.buckets) / MIB}, lacks
     try:
         caps = bucket_caps_mb([list(bucket.parts) for bucket in schedule.buckets], model)
     except PlanError as refusal:
@@ -153,7 +162,7 @@ def _local_sgd(asked: Asked, strategy: LocalSGDStrategy) -> Settings:
         lacks.append("the optimizer's state: it stays each rank's own")
     if strategy.buffers == "averaged":
         lacks.append("the buffers of normalisation layers: they stay each rank's own")
-    lacks += unexpressed(asked)
+    lacks += [*_of_pipeline(asked), *unexpressed(asked)]
     gist = f"torch's local SGD with a period of {strategy.steps} steps"
     use = f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}."
     text = python_file(gist, tuple(lacks), _LOCAL.format(steps=strategy.steps))

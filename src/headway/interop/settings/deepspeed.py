@@ -34,7 +34,7 @@ def settings(asked: Asked) -> Settings:
         gists.append(f"{asked.pipeline.count()} micro-batches through {asked.pipeline_ranks} stages in 1F1B")
         lacks += _of_pipeline(asked)
     if strategy is not None:
-        size, lack = one_size(asked, strategy)
+        size, lack = one_size(asked, strategy, closes_before=True)
         written["zero_optimization"] = _zero(size)
         gists.append(f"ZeRO stage 1 with buckets of {size:,} elements")
         lacks += [lack] if lack else []
@@ -43,6 +43,8 @@ def settings(asked: Asked) -> Settings:
             lacks.append("reductions under the last backward: DeepSpeed's pipeline reduces after it")
     lacks += unexpressed(asked)
     use = f"Merge {FILE} into the configuration, which has to say the size of batches."
+    if strategy is not None:
+        use += " Versions of DeepSpeed that ignore overlap_comm in stage 1 reduce after backward."
     if asked.pipeline is not None:
         use += f" Construct PipelineModule(num_stages={asked.pipeline_ranks})."
     return Settings(DEEPSPEED, ", ".join(gists), use, tuple(lacks), files={FILE: files.dump_json(written)})

@@ -18,10 +18,11 @@ def elements(bucket: Bucket) -> int:
     return bucket.size_bytes // DTYPE_BYTES[bucket.dtype]
 
 
-def one_size(asked: Asked, strategy: Bucketed) -> tuple[int, str]:
+def one_size(asked: Asked, strategy: Bucketed, *, closes_before: bool) -> tuple[int, str]:
     """The size in elements of a bucket at most, and what of the plan it leaves out, "" for nothing.
 
-    Where buckets have one cap, that; otherwise their mean, which makes about as many. Raises PlanError without a model.
+    ``closes_before`` says that the tool closes a bucket before it would exceed that, not once it has reached it. Where
+    buckets have one cap, that; otherwise their mean, which makes about as many. Raises PlanError without a model.
     """
     schedules = asked.schedules(WHY)
     if isinstance(strategy, DecoupledStrategy):
@@ -32,7 +33,11 @@ def one_size(asked: Asked, strategy: Bucketed) -> tuple[int, str]:
         cap_bytes = max(1, *limits) if len(limits) == 1 else 0
     of_elements = {DTYPE_BYTES[bucket.dtype] for schedule in schedules for bucket in schedule.buckets}
     if cap_bytes and len(of_elements) == 1:
-        return max(1, cap_bytes // of_elements.pop()), ""
+        alike = closes_before == isinstance(strategy, DecoupledStrategy)
+        way = "before it would exceed the size" if closes_before else "when it has reached the size"
+        return max(1, cap_bytes // of_elements.pop()), (
+            "" if alike else f"where buckets end: one is closed {way}, which makes others than the plan's"
+        )
     sizes = _sizes(schedules)
     mean = max(1, round(sum(sizes) / len(sizes)))
     return (

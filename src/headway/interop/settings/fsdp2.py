@@ -32,7 +32,10 @@ AHEAD = {ahead}  # groups that are gathered before it is their turn
 def shard(model, **options):
     \"\"\"The model with its groups sharded. Construct its optimizer after it, and load its state as FSDP2 has it.\"\"\"
     options["reshard_after_forward"] = False
-    groups = [[model.get_submodule(name) for name in group] for group in GROUPS]
+    frozen = {{parameter for parameter in model.parameters() if not parameter.requires_grad}}
+    if frozen:  # whole on every rank, and never gathered
+        options["ignored_params"] = frozen | set(options.get("ignored_params") or ())
+    groups = with_tied_modules(model, [[model.get_submodule(name) for name in group] for group in GROUPS])
     for group in groups:
         fully_shard(group, **options)
     fully_shard(model, **options)
@@ -41,6 +44,29 @@ def shard(model, **options):
     for place, module in enumerate(first):
         module.set_modules_to_forward_prefetch(first[place + 1 : place + 1 + AHEAD])
     return model
+
+
+def with_tied_modules(model, groups):
+    \"\"\"The groups with all that shares a parameter in one of them: FSDP2 takes no parameter of two groups.\"\"\"
+    joined = []
+    for group in groups:
+        modules, held = list(group), parameters_in(group)
+        sharing = [place for place, other in enumerate(joined) if other[1] & held]
+        for place in reversed(sharing):  # they go where the first of them is
+            others, theirs = joined.pop(place)
+            modules, held = others + modules, theirs | held
+        joined.insert(sharing[0] if sharing else len(joined), (modules, held))
+    for module in model.modules():
+        own = {{id(parameter) for parameter in module.parameters(recurse=False)}}
+        for modules, held in joined:
+            inside = any(module is each for root in modules for each in root.modules())
+            if own & held and not inside and module is not model:
+                modules.append(module)
+    return [modules for modules, _ in joined]
+
+
+def parameters_in(modules):
+    return {{id(parameter) for module in modules for parameter in module.parameters()}}
 """
 
 
@@ -57,7 +83,8 @@ class Grouping:
 def settings(asked: Asked) -> Settings:
     """Groups of modules and what is gathered ahead, for a decoupled plan of a model in one piece.
 
-    Raises PlanError for other plans, without the model, and for a model without modules to group.
+    Raises PlanError for other plans, without the model, for a model without modules to group, and for one with
+    parameters that have no dimension.
     """
     if not isinstance(asked.data, DecoupledStrategy) or asked.pipeline is not None:
         asked.refuse(
@@ -66,6 +93,11 @@ def settings(asked: Asked) -> Settings:
     strategy = asked.data
     (model,) = asked.models(WHY)
     (schedule,) = asked.schedules(WHY)
+    if scalars := [parameter.name for parameter in model.parameters if not parameter.shape]:
+        raise PlanError(
+            "FSDP2 does not shard parameters without a dimension", got=", ".join(scalars[:3]),
+            expected="parameters of one dimension or more", fix="Give them the shape (1,), or use DDP.",
+        )  # fmt: skip
     grouping = grouped(model, schedule)
     if not grouping.groups:
         raise PlanError(

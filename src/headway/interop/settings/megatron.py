@@ -32,14 +32,20 @@ def settings(asked: Asked) -> Settings:
             f"{asked.pipeline.count()} micro-batches, {asked.replicas} replicas."
         )
     if strategy is not None:
-        size, lack = one_size(asked, strategy)
+        size, lack = one_size(asked, strategy, closes_before=False)
         arguments += ["--overlap-grad-reduce", "--ddp-bucket-size", str(size)]
         gists.append(f"buckets of {size:,} elements, reduced under backward")
         lacks += [lack] if lack else []
         lacks.append(
             "the order in which gradients are ready: buckets are filled in the reverse order of registration"
         )
+        if asked.pipeline is not None:
+            lacks.append(
+                "buckets of the stages behind the first: Megatron reduces all of such a stage in one"
+            )
         lacks += _of_data(strategy, arguments, gists)
+        if "--grad-reduce-in-bf16" not in arguments and _in_bfloat16(asked):
+            lacks.append("gradients in bfloat16: under --bf16 Megatron keeps and reduces them in float32")
     lacks += unexpressed(asked)
     return Settings(MEGATRON, ", ".join(gists), use, tuple(lacks), arguments=tuple(arguments))
 
@@ -67,6 +73,10 @@ def _of_data(strategy: Bucketed, arguments: list[str], gists: list[str]) -> list
         else:
             lacks.append("what buckets are sent as: Megatron sends all of them as they are, or as bfloat16")
     return lacks
+
+
+def _in_bfloat16(asked: Asked) -> bool:
+    return any(parameter.dtype == "bfloat16" for stage in asked.stages for parameter in stage.parameters)
 
 
 def _pipeline(asked: Asked) -> tuple[list[str], str, list[str]]:

@@ -12,6 +12,7 @@ from headway.optimization.explanation.path import PathParts, path_of
 from headway.optimization.result import SearchResult
 from headway.permission import ASYNCHRONOUS
 from headway.replayer.replayer import Replayer
+from headway.replayer.simulate import Simulation
 
 SAME_MS = 1e-6
 SAME_SHARE = 1e-6
@@ -104,7 +105,7 @@ def explain(
 ) -> Explanation | None:
     """Why ``best`` is as fast as it is; with ``go_further`` also what would bring it closer to the bound.
 
-    Passes come upon the strategy, in what follows of it. None for plans that the recorded job is not replayed under as
+    A plan's passes are choices upon its strategy. None for plans that the recorded job is not replayed under as
     it is: of other stages or micro-batches, and those whose ranks do not wait for each other.
     """
     if best.recut is not None or best.of_other_size or best.strategy.permission == ASYNCHRONOUS:
@@ -115,7 +116,7 @@ def explain(
     choices: list[Choice] = []
     before = path_of(replayer, replayer.base)
     step_ms = replayer.base.step_ms
-    for step in _steps(replayer, best):
+    for step in _steps(replayer, best, target):
         after = path_of(replayer, step.played)
         choices.append(
             Choice(step.name, step.played.step_ms, step_ms - step.played.step_ms, before.less(after))
@@ -132,9 +133,10 @@ def explain(
     return Explanation(replayer.base.step_ms, target.step_ms, tuple(choices), before, more)
 
 
-def _steps(replayer: Replayer, best: Candidate) -> tuple[Step, ...]:
-    """The choices of the strategy, then the passes."""
+def _steps(replayer: Replayer, best: Candidate, played: Simulation) -> tuple[Step, ...]:
+    """The choices of the strategy, then the passes; all of them replay as ``played``."""
     if not best.changed:
         return ()
-    own = steps_to(replayer, best.strategy, replayer.replay(best.strategy))
+    without_passes = replayer.replay(best.strategy) if best.passes else played
+    own = steps_to(replayer, best.strategy, without_passes)
     return (*own, *passes_upon(replayer, best.strategy, best.passes))

@@ -36,14 +36,20 @@ def ranks_of(job: Job, form: Form) -> Ranks:
     scaled = [
         [step.scaled(factor) if factor != 1.0 else step for step in known[rank]] for rank, factor in alike
     ]
-    each = [periods_of(steps, job.model, form) for steps in scaled]
-    computed_ns = [own.computation_ns for own in each]
+    any_step_first = job.world_size > len(known)
+    each = [
+        [
+            periods_of(steps[first:] + steps[:first], job.model, form)
+            for first in (range(len(steps)) if any_step_first else (0,))
+        ]
+        for steps in scaled
+    ]
+    computed_ns = [min(one.computation_ns for one in own) for own in each]
     total_ns = sum(own_ns * count for own_ns, count in zip(computed_ns, alike.values(), strict=True))
+    every = [one for own in each for one in own]
     fastest: list[Period] = []
-    if len({len(own.periods) for own in each}) == 1:
-        fastest = [Period.fastest(periods) for periods in zip(*(own.periods for own in each), strict=True)]
-        if job.world_size > len(known) and len(scaled[0]) > 1:
-            turned = [steps[first:] + steps[:first] for steps in scaled for first in range(len(steps))]
-            every = [period for steps in turned for period in periods_of(steps, job.model, form).periods]
-            fastest = [Period.fastest(every)] * len(fastest)
-    return Ranks(max(computed_ns), total_ns / job.world_size, fastest, min(own.edges_ns for own in each))
+    if len({len(one.periods) for one in every}) == 1:
+        fastest = [Period.fastest(periods) for periods in zip(*(one.periods for one in every), strict=True)]
+        if any_step_first:
+            fastest = [Period.fastest([period for one in every for period in one.periods])] * len(fastest)
+    return Ranks(max(computed_ns), total_ns / job.world_size, fastest, min(one.edges_ns for one in every))

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from headway.graph.timeline import Part
 from headway.job import Job
 from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
 from headway.planning.bound.lateness import Work, least_lateness
@@ -106,6 +107,10 @@ def bound_of(
     count = recorded if steps is None else steps
     edges_ns = ranks.edges_ns / count
 
+    if fastest and _arrives_before(job):
+        first, *others = fastest
+        fastest = [replace(first, released_ns={}, after_ns={}), *others]
+
     def mean_ns(periods_ns: Iterable[float]) -> float:
         return sum(periods_ns) / recorded + edges_ns
 
@@ -123,9 +128,24 @@ def bound_of(
     for cut in cuts:
         each_ns = [_passing_ns(each, cut, sizes) for each in fastest]
         longest_ns = list(map(max, longest_ns, each_ns))
-        refilled_ns = cut.time_ns(total_bytes) - cut.credit_ns / count
+        refilled_ns = cut.time_ns(total_bytes) - cut.credit_ns / count + edges_ns
         parts_ns[cut.name] = max(parts_ns.get(cut.name, 0.0), mean_ns(each_ns), refilled_ns)
     return StepBound(max(*parts_ns.values(), mean_ns(longest_ns)), parts_ns)
+
+
+def _arrives_before(job: Job) -> bool:
+    """Whether gradients of the step before those that count are waited for in it, and those of the last one are not.
+
+    So it is where a script reads gradients in some steps, the first of them among these.
+    """
+    first_reads, last_reads = (
+        any(
+            any(item.kind == Part.READ for item in steps[index].items)
+            for steps in job.steps.timelines.values()
+        )
+        for index in (0, -1)
+    )
+    return first_reads and not last_reads
 
 
 def _bucketed(periods: Sequence[Period], schedule: BucketSchedule) -> list[Period]:

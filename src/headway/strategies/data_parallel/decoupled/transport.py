@@ -276,7 +276,7 @@ class BucketTransport:
         """A collective of a tensor on the CPU, to be run on ``channel``."""
         groups = self._groups
         second = groups.second[channel] if groups.second else None
-        algorithm, kind, pieces, hosts = selection
+        algorithm, kind, pieces, hosts, _ = selection
         return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second, hosts)
 
     def wait(self, job: Job) -> None:

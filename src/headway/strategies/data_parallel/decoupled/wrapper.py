@@ -401,7 +401,7 @@ class DecoupledDataParallel(Joins):
 def _adapt_afterwards(before: str, wrapped: Any, tuned: Tuned) -> None:
     from headway.strategies.data_parallel.decoupled.adapting import live
 
-    live.adapt(wrapped, tuned.entry(tuned.steps, before))
+    live.adapt(wrapped, tuned.entry(tuned.all_steps, before))
 
 
 def _compiled_inside(module: nn.Module) -> frozenset[int]:

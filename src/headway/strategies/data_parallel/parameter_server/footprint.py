@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headway.collectives.program import scratch_numel_of
-from headway.collectives.servers import push_and_pull
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import footprint as ddp
@@ -13,8 +12,11 @@ from headway.strategies.footprint import Footprint
 
 
 def footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Footprint:
-    """What one of ``world_size`` ranks holds."""
+    """What the rank holds that serves most. Raises PlanError for shares of others than ``world_size`` ranks."""
+    schedule.serving.check(world_size)
     stock = ddp.footprint(model, schedule, world_size)
     largest = max((bucket.size_bytes for bucket in schedule.buckets), default=0)
-    scratch_bytes = schedule.channels * scratch_numel_of(push_and_pull(0, world_size), largest)
+    most = max(range(world_size), key=(schedule.serving.shares or (1,) * world_size).__getitem__)
+    scratch = scratch_numel_of(schedule.serving.program(most, world_size), largest)
+    scratch_bytes = schedule.channels * scratch
     return replace(stock, buffers_bytes=stock.buffers_bytes + scratch_bytes)

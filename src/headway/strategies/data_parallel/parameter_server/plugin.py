@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.collectives.algorithms import NCCL, SERVERS
+from headway.collectives.servers import EVENLY
 from headway.job import Job
 from headway.planning.bound import bound_of
+from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.parameter_server import footprint
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.footprint import Footprint
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from headway.graph.step_layout import StepLayout
 
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
+PIECES_OF_UNEQUAL = (4, 16)
 
 
 class _Plugin(StrategyPlugin[ParameterServerStrategy]):
@@ -37,18 +41,29 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
         return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
     def propose(self, job: Job) -> Proposal:
-        """Keys of a few sizes, where a probe has measured servers.
+        """Keys of a few sizes, where a probe has measured servers; where links are unequal with unequal shares too.
 
         All push at once, which costs more than the messages by themselves: by how much only a probe can say.
         """
         if job.on.library == NCCL or SERVERS not in job.on.algorithms:
             return Proposal()
-        proposed = tuple(
+        proposed = [
             ParameterServerStrategy(bucket_cap_mb=cap, channels=channels)
             for channels in CHANNELS
             for cap in CAPS_MB
-        )
-        return Proposal.within(proposed, bound_of(job, "all-reduce"))
+        ]
+        if unequal := shares_on(job.on):
+            proposed += [
+                ParameterServerStrategy(bucket_cap_mb=cap, channels=channels, shares=unequal, pieces=pieces)
+                for channels in CHANNELS
+                for pieces in PIECES_OF_UNEQUAL
+                for cap in CAPS_MB
+            ]
+        return Proposal.within(tuple(proposed), bound_of(job, "all-reduce"))
+
+    def explain(self, before: Strategy, after: ParameterServerStrategy) -> Sequence[str]:
+        had = before.serving if isinstance(before, ParameterServerStrategy) else EVENLY
+        return [] if after.serving == had else [after.shares_in_words or "equal shares"]
 
     def wrap(self, module: nn.Module, strategy: ParameterServerStrategy, **ddp_options: Any) -> nn.Module:
         from headway.strategies.data_parallel.parameter_server import runtime

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
-from headway.collectives.servers import push_and_pull
+from headway.collectives.servers import Serving
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.communication import Job
@@ -57,13 +57,14 @@ def take_over(
 ) -> None:
     """Have a model that a script has just wrapped, with ``given`` and ``options``, communicate through servers.
 
-    Collective.
+    Collective. Raises PlanError for shares of another number of ranks.
     """
+    strategy.serving.check(wrapped.process_group.size())
     ddp_runtime.keep_compiled_parts(wrapped, given)
     setattr(wrapped, _STRATEGY, strategy)
     retirement.end_unused()
     if wrapped.process_group.size() > 1:
-        servers = Servers(wrapped.process_group, strategy.channels)
+        servers = Servers(wrapped.process_group, strategy.channels, strategy.serving)
         wrapped.register_comm_hook(servers, push_bucket)
         retirement.when_collected(wrapped, servers.abandon)
 
@@ -79,9 +80,9 @@ def in_force(wrapped: nn.Module) -> InForce | None:
 class Servers(HookedChannels):
     """This rank's part in serving: channels that push, add up and pull, one bucket at a time each."""
 
-    def __init__(self, group: dist.ProcessGroup, channels: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, channels: int, serving: Serving) -> None:
         super().__init__(group, channels, ParameterServerStrategy.name)
-        self._lanes = [_Lane(channel, self._groups) for channel in range(channels)]
+        self._lanes = [_Lane(channel, self._groups, serving) for channel in range(channels)]
 
     def push(self, buffer: torch.Tensor, bucket: int) -> torch.futures.Future[Any]:
         """Have the mean of ``buffer`` over ranks put in its place; the future is done when it is there."""
@@ -113,7 +114,8 @@ class _Lane:
     So only that of a bucket is kept which is where it was the time before.
     """
 
-    def __init__(self, channel: int, groups: OwnGroups) -> None:
+    def __init__(self, channel: int, groups: OwnGroups, serving: Serving) -> None:
+        self._serving = serving
         self._group = groups.host[channel]
         self._second = groups.second[channel] if groups.second else None
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
@@ -129,7 +131,7 @@ class _Lane:
         self._known[bucket] = _Known(place, program if stayed else None)
 
     def _bound(self, buffer: torch.Tensor) -> live.Prepared:
-        program = push_and_pull(self._group.rank(), self._group.size())
+        program = self._serving.program(self._group.rank(), self._group.size())
         needed = scratch_numel_of(program, buffer.numel())
         scratch = self._scratch.get(buffer.dtype)
         if scratch is None or scratch.numel() < needed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from headway.strategies.data_parallel.decoupled.tuning.planned import OTHER_FORM
 from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate
 
@@ -20,7 +21,9 @@ class CautiousProposer(PlannedProposer):
     """
 
     def _worth_trying(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        home, *others = candidates
+        home, *others = (
+            each for each in candidates if each.name != OTHER_FORM
+        )  # which waits for what others show
         limit_ms = math.inf
         if not home.is_stock:
             limit_ms = (home.predicted_ms or 0.0) * (1 - LEAST_GAIN)

@@ -90,7 +90,7 @@ class Adapting(StepCount):
             )  # fmt: skip
 
     def _was_tuned(self, wrapped: Tunable, tuned: Tuned, before: str) -> None:
-        self._steps += tuned.steps
+        self._steps += tuned.all_steps
         gain = gained(tuned)
         self._adapter = self._adapter.tuned(self._steps, tuned.steps, gain)
         took_ms = 0.0 if tuned.chosen is None else tuned.measured_ms[tuned.chosen]

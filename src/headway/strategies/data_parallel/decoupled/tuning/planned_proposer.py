@@ -113,6 +113,8 @@ class PlannedProposer:
 
     def _is_like_the_best(self, strategy: Alternative) -> bool:
         """Whether ours is the fastest so far, in as many channels."""
+        if not self._told:
+            return False
         best = min(self._told, key=lambda each: self._told[each][0]).strategy
         if not isinstance(best, DecoupledStrategy) or not isinstance(strategy, DecoupledStrategy):
             return False

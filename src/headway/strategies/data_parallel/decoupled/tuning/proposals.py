@@ -145,7 +145,8 @@ class Tuned:
     """What a tuner tried and what it left in force.
 
     ``predicted_ms`` and ``measured_ms`` belong to ``candidates``, ``chosen`` is an index of them, or None where
-    ``ended_early`` says why nothing was chosen. ``strategy`` decides what was left in force; ``steps`` is what it took.
+    ``ended_early`` says why nothing was chosen. ``strategy`` decides what was left in force; ``steps`` is what it took,
+    behind ``waited_steps`` in which another model was tuned.
     ``note`` says why stock DDP was not tried, where it was not.
     """
 
@@ -157,6 +158,12 @@ class Tuned:
     learned: Learned | None = None
     ended_early: str = ""
     note: str = ""
+    waited_steps: int = 0
+
+    @property
+    def all_steps(self) -> int:
+        """How many steps there were until it ended."""
+        return self.steps + self.waited_steps
 
     @property
     def predicted_ms(self) -> tuple[float | None, ...]:

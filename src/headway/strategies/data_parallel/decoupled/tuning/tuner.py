@@ -15,6 +15,7 @@ from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.replicas import is_so_anywhere
 from headway.strategies.data_parallel.decoupled.tuning import links
 from headway.strategies.data_parallel.decoupled.tuning.counting import (
     Interval,
@@ -75,7 +76,7 @@ class Tuner(StepCount):
         self._measured_steps = measured_steps
         self._initial = wrapped.schedule
         self._restarts = 0
-        self._turn = Turn()
+        self._turn = Turn(wrapped)
         self._waited_steps = 0
         self._watch: StepWatch | None = None
         self._begin(wrapped)
@@ -106,12 +107,12 @@ class Tuner(StepCount):
 
     def _made_study(self) -> Study:
         yield
+        self._refuse_alone()
         yield from self._wait_for_turn()
         if self._model().is_stock:  # which shows nothing of what its steps consist of
             self._put_in_force(self._initial)
         for _ in range(WARM_STEPS - 1):
             yield
-        self._refuse_alone()
         if self._proposer.learns and self._clock.host:
             self._watch = self._watch_steps()
             for _ in range(WATCHED_STEPS):
@@ -138,15 +139,18 @@ class Tuner(StepCount):
             self._proposer.tell(candidate, measured_ms)
 
     def _wait_for_turn(self) -> Study:
-        before = self._steps
-        while any(agreement_of(self._model()).slowest([not self._turn.is_free()])):  # on any rank
+        while self._another_has_its_turn():
             for _ in range(ASKED_EVERY_STEPS):
+                self._waited_steps += 1
                 yield
         self._turn.take()
-        self._waited_steps += self._steps - before
+
+    def _another_has_its_turn(self) -> bool:
+        wrapped = self._model()
+        return is_so_anywhere(not self._turn.ask(), wrapped.process_group, wrapped.join_device)
 
     def _refuse_alone(self) -> None:
-        if self._parts()[1].transport.world_size == 1:
+        if dist.get_world_size(self._model().process_group) == 1:
             raise TuningEndedError("a single worker does not communicate")
 
     def _watch_steps(self) -> StepWatch:
@@ -231,6 +235,10 @@ class Tuner(StepCount):
         # What was learned and tried is of no use.
         self._stop_watching()
         self._initial = restricted(self._initial, model_spec(wrapped.module))
+        if not self._turn.is_taken:  # nothing was tried
+            self._begin(wrapped)
+            return
+        self._turn.give_back()  # who waits holds up nobody
         self._put_in_force(self._initial)
         self._restarts += 1
         if self._restarts > MOST_RESTARTS:
@@ -258,6 +266,7 @@ class Tuner(StepCount):
             measured_ms=tuple(trial.measured_ms for trial in trials),
             chosen=chosen,
             steps=self._steps - self._waited_steps,
+            waited_steps=self._waited_steps,
             learned=self._learned,
             ended_early=reason,
             note=self._note,
@@ -300,7 +309,7 @@ def tune(
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
     Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
-    measured over ``measured_steps``: with three of them all is done within 70 steps. ``afterwards`` is called then.
+    measured over ``measured_steps``: with three of them all is done within 75 steps. ``afterwards`` is called then.
     """
     wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps, afterwards)
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, WeakSet
+import weakref
 
 ASKED_EVERY_STEPS = 10
-MOST_IDLE_ASKS = (
-    10  # so many times in a row another model may have taken no step before its turn is passed over
-)
+MOST_IDLE_ASKS = 10
+"""So many times in a row another model may have taken no step before its turn is passed over."""
 
 
 class Turn:
     """One model's turn. It ends with ``give_back()``, with the model, or when the model takes no steps any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: object) -> None:
         self.steps = 0
         """How many steps the model has taken; whoever waits looks whether they become more."""
-        self._seen: WeakKeyDictionary[Turn, tuple[int, int]] = WeakKeyDictionary()
+        self._model = weakref.ref(model)
+        self._seen: weakref.WeakKeyDictionary[Turn, tuple[int, int]] = weakref.WeakKeyDictionary()
 
-    def is_free(self) -> bool:
+    def ask(self) -> bool:
         """Whether no other model that takes steps is having its turn. To be asked every ``ASKED_EVERY_STEPS``."""
-        busy = [turn for turn in _taken if turn is not self and not self._is_idle(turn)]
-        return not busy
+        mine = self._model()
+        others = [turn for turn in _taken if turn._model() not in (None, mine)]
+        return not [turn for turn in others if not self._is_idle(turn)]
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it is being had."""
+        return self in _taken
 
     def take(self) -> None:
         """Have it, from now on; who is idle may have one at the same time."""
@@ -38,4 +44,4 @@ class Turn:
         return idle_asks >= MOST_IDLE_ASKS
 
 
-_taken: WeakSet[Turn] = WeakSet()
+_taken: weakref.WeakSet[Turn] = weakref.WeakSet()
