@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_same_numbers_as_one_process(world_size: int) -> None:
-    strategies = [
+    strategies: list[dict[str, Any]] = [
         {"bucket_cap_mb": cap, "channels": channels}
         for cap, channels in ((0, 1), (0.001, 2), (0.001, 3), (25, 1))
     ]

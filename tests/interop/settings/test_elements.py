@@ -26,8 +26,8 @@ def test_one_cap_is_exact_in_the_models_own_type() -> None:
 @pytest.mark.parametrize("closes_before", [False, True])
 def test_where_the_tool_ends_buckets_otherwise_is_said(closes_before: bool) -> None:
     ddp, decoupled = (
-        sized(asked(name, **{option: 1}), closes_before=closes_before)[1]
-        for name, option in (("ddp", "bucket_cap_mb"), ("decoupled", "bucket_cap_bytes"))
+        sized(each, closes_before=closes_before)[1]
+        for each in (asked("ddp", bucket_cap_mb=1), asked("decoupled", bucket_cap_bytes=1))
     )
     assert bool(ddp) == closes_before
     assert bool(decoupled) != closes_before
