@@ -1,9 +1,10 @@
 """DeAR as published (arXiv 2302.12445), on the ring of sends and receives that Headway uses itself.
 
-Groups are cut in the order of registration and gradients are gathered. ``update`` stands still until every
-reduce-scatter is done and launches the first gather; the pre-hook of a group's first layer waits for its gather and
-launches the next. Nothing of the authors' code is used. Their collectives are NCCL's; Gloo's own
-reduce-scatter would cost them an all-reduce, so they get the better ring.
+Groups are cut in the order of registration, each before it would exceed the threshold, and gradients are gathered.
+Either half has connections of its own. ``update`` stands still until every reduce-scatter is done and launches the
+first gather; the pre-hook of a group's first layer waits for its gather and launches the next. Nothing of the authors'
+code is used. Their collectives are NCCL's; Gloo's own reduce-scatter would cost them an all-reduce, so they get the
+better ring.
 """
 
 from __future__ import annotations
@@ -42,12 +43,10 @@ class Dear(Layered):
     def __init__(self, job: PacedJob, threshold_mb: float) -> None:
         super().__init__(job)
         self._world_size = dist.get_world_size()
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        self._process_group = group
+        self._process_groups = [dist.new_group(backend="gloo") for _ in range(2)]
         self._groups = self._cut(threshold_mb * job.scale * 2**20)
         self._group_of = {layer: g for g, group in enumerate(self._groups) for layer in group.layers}
-        self._lane = Lane()
+        self._scatters, self._gathers = Lane(), Lane()
         self.note = f"{len(self._groups)} groups of {threshold_mb:.3g} MiB scaled"
 
     def ready(self, index: int, position: int, parameter: torch.Tensor) -> None:
@@ -58,13 +57,13 @@ class Dear(Layered):
         group.missing -= 1
         if group.missing == 0:
             group.missing = group.tensors
-            group.scattered = self._lane.submit(group.scatter)
+            group.scattered = self._scatters.submit(group.scatter)
 
     def update(self) -> None:
         super().update()
         for group in self._groups:
             assert group.scattered is not None
-            self._lane.wait(group.scattered)
+            self._scatters.wait(group.scattered)
             group.gathered, group.arrived = None, False
         for layer in self.layers:
             layer.due = True
@@ -76,7 +75,7 @@ class Dear(Layered):
         if not group.arrived:
             self._gather(number)
             assert group.gathered is not None
-            self._lane.wait(group.gathered)
+            self._gathers.wait(group.gathered)
             group.arrived = True
             self._gather(number + 1)
             group.buffer.div_(self._world_size)
@@ -87,23 +86,26 @@ class Dear(Layered):
         return sum(4 * group.buffer.numel() + group.scratch_bytes for group in self._groups)
 
     def close(self) -> None:
-        self._lane.stop()
-        dist.destroy_process_group(self._process_group)
+        for lane in (self._scatters, self._gathers):
+            lane.stop()
+        for group in self._process_groups:
+            dist.destroy_process_group(group)
 
     def _gather(self, number: int) -> None:
         if number < len(self._groups) and self._groups[number].gathered is None:
             group = self._groups[number]
-            group.gathered = self._lane.submit(group.gather)
+            group.gathered = self._gathers.submit(group.gather)
 
     def _cut(self, threshold_bytes: float) -> list[_Group]:
         cut: list[list[int]] = []
-        size = threshold_bytes
+        size = 0
         for index, layer in enumerate(self.layers):
-            if size >= threshold_bytes:
+            own = 4 * sum(p.numel() for p in layer.parameters)
+            if not cut or size + own > threshold_bytes:
                 cut.append([])
                 size = 0
             cut[-1].append(index)
-            size += 4 * sum(p.numel() for p in layer.parameters)
+            size += own
         return [self._group(layers) for layers in cut]
 
     def _group(self, layers: list[int]) -> _Group:
@@ -115,5 +117,5 @@ class Dear(Layered):
         for index, position, parameter in owned:
             views[index, position] = buffer[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-        scatter, gather, scratch_bytes = ring(buffer, self._process_group)
+        scatter, gather, scratch_bytes = ring(buffer, *self._process_groups)
         return _Group(layers, buffer, scatter, gather, scratch_bytes, len(owned), views, tensors=len(owned))

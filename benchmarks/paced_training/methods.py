@@ -44,7 +44,8 @@ def build(job: PacedJob, learned: Learned, cost: AlphaBeta, effort: Effort) -> B
         return stock.merged(job, fusion.bucket_caps_mb(groups, learned.spec))
 
     def dear() -> Trainer:
-        threshold_mb, built.tried["dear"] = bayesian(lambda mb: Dear(job, mb), effort)
+        size_mb = learned.spec.size_bytes / job.scale / 2**20
+        threshold_mb, built.tried["dear"] = bayesian(lambda mb: Dear(job, mb), size_mb, effort)
         return Dear(job, threshold_mb)
 
     def decoupled() -> Trainer:

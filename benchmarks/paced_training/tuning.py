@@ -44,6 +44,9 @@ def _steps_of_trial_s(make: Callable[[], Measured], warm: int, steps: int) -> li
     return [end_s - begin_s for begin_s, end_s in pairwise(times_s)]
 
 
+START_MB, LEAST_MB = 25.0, 1.0
+
+
 def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) -> tuple[T, dict[str, float]]:
     """The best option, and every option's milliseconds."""
     times = [trial_s(partial(make, option), effort.trial_warm, effort.trial_steps) for option in options]
@@ -51,9 +54,14 @@ def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) ->
     return options[best], {str(o): round(t * 1e3, 1) for o, t in zip(options, times, strict=True)}
 
 
-def bayesian(make: Callable[[float], Trainer], effort: Effort) -> tuple[float, dict[str, float]]:
-    """DeAR's search for a threshold in MB, by trials; what each threshold took."""
-    search = ThresholdSearch(rank=dist.get_rank(), share=share_over(), trials=effort.bayesian_trials)
+def bayesian(
+    make: Callable[[float], Trainer], size_mb: float, effort: Effort
+) -> tuple[float, dict[str, float]]:
+    """DeAR's search for a threshold in MB, up to the model's ``size_mb``, by trials; what each threshold took."""
+    search = ThresholdSearch(
+        rank=dist.get_rank(), share=share_over(), trials=effort.bayesian_trials,
+        start_mb=min(START_MB, size_mb), bounds_mb=(LEAST_MB, max(size_mb, 2 * LEAST_MB)),
+    )  # fmt: skip
     tried: dict[float, float] = {}
     while not search.done:
         threshold_mb = search.ask()

@@ -186,7 +186,8 @@ class ModelSpec(BaseModel):
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
     Both are empty if nothing was recorded. ``activation_bytes`` is about what forward keeps for backward;
-    ``pass_memory`` has more detail, if it was watched, and ``stage_memory`` of a stage of a pipeline.
+    ``pass_memory`` has more detail, if it was watched, and ``stage_memory`` of a stage of a pipeline. Parameters that
+    are not trained are not listed; they take ``frozen_bytes``.
     ``find_unused_parameters`` says that the model is wrapped with that option of DDP: a backward may leave parameters
     without a gradient, and ranks tell each other which.
     """
@@ -197,6 +198,7 @@ class ModelSpec(BaseModel):
     forward_order: tuple[str, ...] = ()
     ready_order: tuple[str, ...] = ()
     buffer_bytes: int = Field(default=0, ge=0)
+    frozen_bytes: int = Field(default=0, ge=0)
     activation_bytes: int = Field(default=0, ge=0)
     pass_memory: PassMemory | None = None
     stage_memory: StageMemory | None = None

@@ -52,3 +52,14 @@ def test_an_optimizer_of_nothing_wrapped_does_not_count() -> None:
     clock = StepClock()
     clock.model_is(model)
     assert counted(clock, [optimizer_of(other), optimizer_of(model)], 2) == [1, 1]
+
+
+def test_all_optimizers_of_the_model_are_known_though_the_steps_of_one_count() -> None:
+    model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    own, strange = [optimizer_of(part) for part in model], optimizer_of(other)
+    clock = StepClock()
+    clock.model_is(model)
+    assert counted(clock, [strange, *own], 2) == [1, 1]
+    assert set(clock.optimizers) == set(own)
+    clock.forget()
+    assert clock.optimizers == []

@@ -4,7 +4,7 @@ from tests.models import layered_model
 
 from headway.job import Job
 from headway.model import ModelSpec, PassMemory
-from headway.replayer.memory import peak_bytes
+from headway.replayer.memory import peak_bytes, peak_is_rough
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -82,3 +82,19 @@ def test_without_a_watched_pass_activations_go_evenly() -> None:
     without = peak(model, GRADIENTS)
     with_them = peak(model.model_copy(update={"activation_bytes": 1_000_000}), GRADIENTS)
     assert 0 < with_them - without < 1_000_000, "all gradients were there without them"
+
+
+def test_frozen_parameters_are_there_all_the_time() -> None:
+    model = watched(layered_model(4))
+    frozen = model.model_copy(update={"frozen_bytes": 10**9})
+    assert peak(frozen, DDP) - peak(model, DDP) == 10**9
+    assert peak(frozen, PARAMETERS) - peak(model, PARAMETERS) == 10**9
+
+
+def test_peaks_are_rough_where_no_pass_was_watched() -> None:
+    def is_rough(model: ModelSpec) -> bool:
+        job = Job.of(model, 4)
+        return peak_is_rough(job, DDP, DDP.decide(job))
+
+    assert is_rough(layered_model(4))
+    assert not is_rough(watched(layered_model(4)))

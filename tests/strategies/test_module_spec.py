@@ -17,6 +17,7 @@ def test_parameters_in_registration_order_without_frozen_ones() -> None:
     assert spec.by_name["2.weight"].dtype == "float64"
     assert spec.by_name["0.weight"].shape == (3, 2)
     assert spec.buffer_bytes == 2 * 3 * 4 + 8
+    assert spec.frozen_bytes == 3 * 4
 
 
 def test_tied_parameters_count_once_and_own_parameters_have_no_module() -> None:

@@ -122,5 +122,5 @@ def _memory(found: SearchResult, candidate: Candidate) -> str:
     """The most that a rank holds, marked where another plan is better in memory or time and as good in the other."""
     if candidate.peak_bytes is None:
         return ""
-    rough = "~" if candidate.recut else ""
+    rough = "~" if candidate.peak_is_rough else ""
     return rough + format_bytes(candidate.peak_bytes) + (" *" if found.dominated(candidate) else "")

@@ -12,7 +12,7 @@ from headway.optimization.replaying import Asked
 from headway.optimization.sizes import Size
 from headway.planning.bound import OwnBounds
 from headway.replayer.expectation import Expectation
-from headway.replayer.memory import peak_bytes
+from headway.replayer.memory import peak_bytes, peak_is_rough
 from headway.replayer.replayer import Replayer
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
@@ -41,11 +41,20 @@ class Asking:
     def _replayed(
         self, played_by: Replayer | Size, said: str, strategy: Strategy, schedule: Schedule
     ) -> Candidate:
-        expected, held_bytes = _played(played_by, strategy, schedule)
+        expected, held_bytes, is_rough = _played(played_by, strategy, schedule)
         changes = _changes(self.recorded, self.in_force, strategy, schedule)
         name = strategy.describe() + (f" ({said})" if said else "")
         other = isinstance(played_by, Size)
-        return Candidate(name, strategy, schedule, expected, changes, held_bytes, of_other_size=other)
+        return Candidate(
+            name,
+            strategy,
+            schedule,
+            expected,
+            changes,
+            held_bytes,
+            of_other_size=other,
+            peak_is_rough=is_rough,
+        )
 
     def _lower_ms(self, strategy: Strategy, schedule: Schedule) -> float:
         """What is predicted of a plan at least. Where replay is too slow for the record, so may its bound be."""
@@ -73,14 +82,15 @@ def bounded(proposals: Sequence[Proposal], job: Job) -> dict[str, OwnBounds]:
 
 def _played(
     played_by: Replayer | Size, strategy: Strategy, schedule: Schedule
-) -> tuple[Expectation, int | None]:
-    """What to expect of a plan, and what a rank holds; of ranks that come as they will, over a time."""
+) -> tuple[Expectation, int | None, bool]:
+    """What to expect of a plan, and what a rank holds and whether that is rough; of ranks that come as they will, over
+    a time."""
     if isinstance(played_by, Replayer) and (outcome := played_by.replay_horizon(strategy)) is not None:
         job = played_by.job
         held_bytes = peak_bytes(job, strategy, schedule) if job.has_parameters else None
-        return played_by.expect_outcome(outcome), held_bytes
+        return played_by.expect_outcome(outcome), held_bytes, peak_is_rough(job, strategy, schedule)
     played = played_by.replay(strategy)
-    return played_by.expect(played), played.peak_bytes
+    return played_by.expect(played), played.peak_bytes, played.peak_is_rough
 
 
 def _changes(before: Strategy, had: Schedule, after: Strategy, has: Schedule) -> tuple[str, ...]:

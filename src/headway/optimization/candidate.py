@@ -17,7 +17,8 @@ UNCHANGED = ("none",)
 class Candidate:
     """One plan with what it decides for the job, and what is expected of it.
 
-    ``peak_bytes`` is the most that one rank will hold; None where nothing is known of parameters. ``recut`` is the job
+    ``peak_bytes`` is the most that one rank will hold, None where nothing is known of parameters; ``peak_is_rough``
+    where memory was not watched. ``recut`` is the job
     of a pipeline that the recorded script does not train, and follows only with ``headway.parallelize``. ``passes`` are
     what the plan has besides its strategy. ``of_other_size``: for another number of micro-batches than was recorded.
     """
@@ -31,6 +32,7 @@ class Candidate:
     recut: Job | None = None
     passes: tuple[Pass, ...] = ()
     of_other_size: bool = False
+    peak_is_rough: bool = False
 
     @property
     def predicted_ms(self) -> float:

@@ -11,7 +11,7 @@ from headway.units import format_bytes
 PEAK_UNCERTAINTY = 0.05
 """By how much predicted peaks may be too low (benchmarks/pipeline_memory.py)."""
 ROUGH_PEAK_UNCERTAINTY = 0.5
-"""The same of pipelines whose stages were not recorded: what modules put out stands for what they keep."""
+"""The same where memory was not watched: what modules put out stands for what they keep."""
 
 
 def within(
@@ -19,7 +19,8 @@ def within(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Those under which no rank needs more than ``limit_bytes``, and the others.
 
-    A predicted peak may be too low by up to ``PEAK_UNCERTAINTY``. Raises UserError where none is within the limit.
+    A predicted peak may be too low by up to ``PEAK_UNCERTAINTY``, one that is rough by more. Raises UserError where
+    none is within the limit.
     """
     fitting: list[Candidate] = []
     excluded: list[Candidate] = []
@@ -45,7 +46,7 @@ def fits_within(candidate: Candidate, limit_bytes: int | None) -> bool:
 
 def needed_bytes(candidate: Candidate) -> int:
     """The memory that a rank should have for it: its predicted peak, and what that may be too low by."""
-    share = PEAK_UNCERTAINTY if candidate.recut is None else ROUGH_PEAK_UNCERTAINTY
+    share = ROUGH_PEAK_UNCERTAINTY if candidate.peak_is_rough else PEAK_UNCERTAINTY
     return round((candidate.peak_bytes or 0) * (1 + share))
 
 

@@ -162,6 +162,7 @@ def _recut(replayer: Replayer, found: Recut) -> Candidate:
     return Candidate(
         found.name, found.strategy, simulation.graph.schedule, replayer.expect(simulation),
         (found.change, NOT_RUN), simulation.peak_bytes, found.job,
+        peak_is_rough=simulation.peak_is_rough,
     )  # fmt: skip
 
 

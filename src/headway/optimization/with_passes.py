@@ -134,4 +134,5 @@ class _Tried:
         return replace(
             candidate, name=f"{candidate.name} + {added.describe()}", expected=self._replayer.expect(played),
             changes=(*changes, added.describe()), peak_bytes=played.peak_bytes, passes=applied,
+            peak_is_rough=played.peak_is_rough,
         )  # fmt: skip

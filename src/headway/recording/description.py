@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def model_described(
     root: nn.Module | None,
     watch: ModuleWatch,
     rows: Iterable[Event],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     memory: PassMemory | None,
 ) -> ModelSpec:
     """The model of ``root``, with the orders of its last recorded step and what it and its optimizer hold.
@@ -38,7 +38,7 @@ def model_described(
             "ready_order": _last_order(rows),
             "activation_bytes": watch.activation_bytes,
             "pass_memory": memory,
-            "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer),
+            "optimizer_state_bytes": sum(map(_state_bytes, optimizers)),
             "find_unused_parameters": _finds_unused(model),
         }
     )
@@ -47,16 +47,16 @@ def model_described(
 def stage_described(
     stage: Any,
     activation_bytes: Mapping[int, int],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     memory: StageMemory | None,
 ) -> ModelSpec:
     """The model of one stage of a pipeline, and what one micro-batch leaves in it."""
-    own = stage.submod.parameters()
+    own = list(stage.submod.parameters())
     return model_spec(stage.submod).model_copy(
         update={
             "activation_bytes": activation_bytes.get(stage.stage_index, 0),
             "stage_memory": memory,
-            "optimizer_state_bytes": 0 if optimizer is None else _state_bytes(optimizer, own),
+            "optimizer_state_bytes": sum(_state_bytes(each, own) for each in optimizers),
         }
     )
 

@@ -450,12 +450,12 @@ class Recorder:
         events = labelled(self._rows + self._watch.rows(), self._pipelines.observed)
         events += unseen_uses(events, self._watch.unseen)
         model = model_described(
-            self._model, self._root, self._watch, events, self._step_clock.optimizer, self._memory.found
+            self._model, self._root, self._watch, events, self._step_clock.optimizers, self._memory.found
         ).model_copy(update={"chain": self._chain.found})
         pipelines, stages = self._pipelines, self._pipelines.stages
         of_stages = {
             index: stage_described(
-                stage, pipelines.activation_bytes, self._step_clock.optimizer, pipelines.memory.found
+                stage, pipelines.activation_bytes, self._step_clock.optimizers, pipelines.memory.found
             ).model_copy(update={"chain": pipelines.chain_of(index)})
             for index, stage in stages.items()
         }

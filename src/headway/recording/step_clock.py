@@ -23,6 +23,12 @@ class StepClock:
         self._others: list[frozenset[int]] = []
         self._calls: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._chosen = False  # among optimizers of several models
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All that hold parameters of the model, of which some steps may not be counted."""
+        return list(self._seen)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -39,6 +45,10 @@ class StepClock:
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step of ``optimizer`` is one of the job."""
+        if optimizer not in self._seen and (
+            not self._parameter_ids or _holds(optimizer, self._parameter_ids)
+        ):
+            self._seen.add(optimizer)
         if self._others and not self._chosen:
             return self._choose(optimizer)
         current = self.optimizer
@@ -53,8 +63,9 @@ class StepClock:
         return False
 
     def forget(self) -> None:
-        """Let go of the optimizer."""
+        """Let go of the optimizers."""
         self._optimizer = None
+        self._seen.clear()
 
     def _choose(self, optimizer: torch.optim.Optimizer) -> bool:
         models = [self._parameter_ids, *self._others]

@@ -32,8 +32,8 @@ def rank_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[
 def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple[int, ...]:
     """The most that a rank of each stage of ``job`` holds at once.
 
-    Parameters, buffers, the optimizer's state and what ``strategy`` holds exist all the time. During backward
-    activations are released and gradients are allocated; then the update may need more. If no pass was watched
+    Parameters, frozen ones too, buffers, the optimizer's state and what ``strategy`` holds exist all the time. During
+    backward activations are released and gradients are allocated; then the update may need more. If no pass was watched
     (``ModelSpec.pass_memory``, ``stage_memory``), activations are assumed to be released evenly.
     """
     plugin = plugin_of(strategy)
@@ -46,8 +46,19 @@ def stage_peaks_bytes(job: Job, strategy: Strategy, schedule: Schedule) -> tuple
     return tuple(peaks_bytes)
 
 
+def peak_is_rough(job: Job, strategy: Strategy, schedule: Schedule) -> bool:
+    """Whether no pass was watched of some stage: what modules put out stands for what they keep."""
+    plugin = plugin_of(strategy)
+    return any(
+        model.pass_memory is None and plugin.peak_bytes(job, schedule, stage) is None
+        for stage, model in enumerate(job.stages)
+    )
+
+
 def _peak_bytes(model: ModelSpec, held: Footprint) -> int:
-    always = model.size_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
+    always = (
+        model.size_bytes + model.frozen_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
+    )
     earlier = (held.passes_in_flight - 1) * model.activation_bytes
     return always + earlier + max(_moments(model, held))
 

@@ -21,7 +21,7 @@ from headway.graph.disturbance import play_disturbed
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
 from headway.replayer.folding import period_of
-from headway.replayer.memory import rank_peaks_bytes
+from headway.replayer.memory import peak_is_rough, rank_peaks_bytes
 from headway.replayer.ranks import draws_of, may_fold, ranks_of
 from headway.replayer.size import check_size, times_in_range
 from headway.scheduling.buckets import BucketSchedule
@@ -97,6 +97,11 @@ class Simulation:
         if not self.job.has_parameters:
             return None
         return rank_peaks_bytes(self.job, self.strategy, self.graph.schedule)
+
+    @cached_property
+    def peak_is_rough(self) -> bool:
+        """Whether these peaks are of a job whose memory was not watched."""
+        return peak_is_rough(self.job, self.strategy, self.graph.schedule)
 
     def rank_peak_bytes(self, rank: int) -> int | None:
         """The most that ``rank`` holds at once: that of its stages, where it has some of its own."""

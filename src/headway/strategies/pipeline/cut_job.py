@@ -171,6 +171,7 @@ def _stage(model: CutModel, own: range, share: float) -> ModelSpec:
         forward_order=tuple(layers[index].module for index in own),
         ready_order=tuple(each.name for each in reversed(parameters)),
         buffer_bytes=round(spec.buffer_bytes * part),
+        frozen_bytes=round(spec.frozen_bytes * part),
         activation_bytes=round(kept * share),
         optimizer_state_bytes=round(spec.optimizer_state_bytes * part),
     )

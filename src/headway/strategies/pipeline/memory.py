@@ -16,7 +16,8 @@ def peak_bytes(job: Job, schedule: PipelineSchedule, stage: int) -> int | None:
     memory = model.stage_memory
     if memory is None or len(schedule.ranks) != schedule.stages:
         return None
-    always_bytes = model.size_bytes + model.buffer_bytes + model.optimizer_state_bytes + memory.batch_bytes
+    always_bytes = model.size_bytes + model.frozen_bytes + model.buffer_bytes
+    always_bytes += model.optimizer_state_bytes + memory.batch_bytes
     outputs_bytes = schedule.micro_batches * memory.outputs_bytes
     after_bytes = memory.gradient_bytes + outputs_bytes + max(memory.end_bytes, memory.update_bytes)
     if isinstance(schedule, RecordedPipelineSchedule):
