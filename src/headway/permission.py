@@ -9,6 +9,9 @@ from headway.errors import UserError
 ASYNCHRONOUS = "asynchronous"
 """Permits strategies that change what is trained: averages of groups instead of all-reduces, averages that are late."""
 
+LOCAL_STEPS = "local-steps"
+"""Permits that each rank takes some optimizer steps on gradients of its own before models are averaged."""
+
 PRECISION = "precision"
 """Permits plans that send less than every bit of a gradient (rounded, its largest elements, or of a low rank), or
 compute with fewer digits."""
@@ -16,7 +19,10 @@ compute with fewer digits."""
 RANDOMNESS = "randomness"
 """Permits plans under which samples are made elsewhere: random augmentations differ, and data sets keep no state."""
 
-PERMISSIONS = (ASYNCHRONOUS, PRECISION, RANDOMNESS)
+WITHOUT_WAITING = frozenset((ASYNCHRONOUS, LOCAL_STEPS))
+"""Under these ranks do not finish their steps together."""
+
+PERMISSIONS = (ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS)
 
 
 def check_allowed(allowed: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.asking import _changes
 from headway.optimization.candidate import UNCHANGED, Candidate, is_better
+from headway.optimization.explanation import explain
 from headway.optimization.memory_limit import needed_bytes
 from headway.optimization.plan_writing import plan_of
 from headway.optimization.ranking import TIE, best_first
@@ -97,6 +98,18 @@ def test_servers_share_unequally_where_links_are_unequal() -> None:
     assert min(c.predicted_ms for c in unequal) >= found.bound_ms
     fewer = search(Replayer(replayer.trace, probed), prune=False)
     assert fewer.best().strategy == found.best().strategy
+
+
+def test_local_steps_are_found_where_they_are_permitted(replayer: Replayer) -> None:
+    without = search(replayer)
+    assert not any(each.strategy.name == "local-sgd" for each in without.candidates)
+    found = search(replayer, allow=("local-steps",))
+    local = [each for each in found.candidates if each.strategy.name == "local-sgd"]
+    assert len(local) > 1
+    assert all("for" in each.changes_training for each in local)
+    fewer = sorted(local, key=lambda each: dict(each.strategy)["steps"])
+    assert [each.predicted_ms for each in fewer] == sorted((c.predicted_ms for c in local), reverse=True)
+    assert explain(replayer, found, local[0]) is None
 
 
 def test_only_the_recorded_plan_changes_nothing(replayer: Replayer) -> None:

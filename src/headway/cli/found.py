@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from headway.permission import ASYNCHRONOUS
+from headway.permission import WITHOUT_WAITING
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def plans_table(found: SearchResult) -> Table:
     permitted = {permission for candidate in found.candidates for permission in candidate.permissions}
     if permitted:
         table.caption += "; ‡ changes what is trained, as was allowed, without a bound"
-    if ASYNCHRONOUS in permitted:
+    if not WITHOUT_WAITING.isdisjoint(permitted):
         table.caption += "; of ranks that do not wait for each other, the mean iteration"
     return table
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.allowing import allow_option
 from headway.errors import UserError, one_line
-from headway.permission import ASYNCHRONOUS
+from headway.permission import WITHOUT_WAITING
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
     permissions = {each.permission for each in predictions} - {""}
     if permissions:
         table.caption += "; ‡ changes what is trained"
-    if ASYNCHRONOUS in permissions:
+    if not WITHOUT_WAITING.isdisjoint(permissions):
         table.caption += ", of ranks that do not wait for each other ms a step is the mean iteration"
     return table
 

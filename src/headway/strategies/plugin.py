@@ -39,14 +39,14 @@ class Proposal:
     """The plans of a strategy that are worth a replay for one job.
 
     No plan of the strategy can have a step shorter than ``bound_ms``; ``bound`` says why, where that is known. ``note``
-    says why some plans are left out; it is told only to users who permit plans that change what is trained where it is
-    ``about_permitted`` ones.
+    says why some plans are left out; where it is about plans that need a permission, ``about_permitted``, it is told
+    only to users who give that.
     """
 
     strategies: tuple[Strategy, ...] = ()
     bound_ms: float = math.inf
     note: str = ""
-    about_permitted: bool = False
+    about_permitted: str = ""
     bound: StepBound | None = None
 
     @classmethod

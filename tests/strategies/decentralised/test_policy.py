@@ -9,6 +9,7 @@ from headway.cluster import Cluster, Host
 from headway.errors import PlanError, UserError
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
+from headway.permission import ASYNCHRONOUS
 from headway.scheduling.groups import CoordinatedGroups, GroupSchedule
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
 from headway.strategies.registry import plugin_named
@@ -69,7 +70,7 @@ def test_it_proposes_a_handful_for_whoever_permits_it_and_says_what_each_changes
     many = Cluster(hosts=tuple(host_of(number) for number in range(300)))
     left_out = plugin.propose(Job((MODEL,), 300, many))
     assert left_out.strategies == ()
-    assert left_out.about_permitted
+    assert left_out.about_permitted == ASYNCHRONOUS
     assert "300 ranks" in left_out.note
     refused = plugin.propose(Job((MODEL,), 6, CLUSTER, refusals={plugin.name: "it has SyncBatchNorm"}))
     assert refused.strategies == ()

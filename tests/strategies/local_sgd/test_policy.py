@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
+from headway.permission import LOCAL_STEPS
 from headway.scheduling.periods import OuterStep, PeriodicSchedule
 from headway.strategies.data_parallel.local_sgd.footprint import footprint
 from headway.strategies.data_parallel.local_sgd.horizon import mean_spread, over_a_horizon
@@ -112,4 +114,12 @@ def test_no_steps_are_laid_out() -> None:
     of = job(2)
     with pytest.raises(UnsupportedError, match="DDP"):
         PLUGIN.reactions(GraphBuilder(of.on, LocalSGDStrategy().decide(of)), of)
-    assert PLUGIN.propose(of).strategies == ()
+
+
+def test_periods_are_proposed_to_who_permits_steps_of_each_rank_s_own() -> None:
+    of = job(2)
+    assert {each.permission for each in PLUGIN.propose(of).strategies} == {LOCAL_STEPS}
+    refused = replace(of, refusals={"local-sgd": "it is compiled"})
+    assert PLUGIN.propose(refused).strategies == ()
+    assert PLUGIN.propose(refused).about_permitted == LOCAL_STEPS
+    assert PLUGIN.propose(job(1)).strategies == ()

@@ -10,9 +10,9 @@ from headway.optimization.explanation.choices import Step, passes_upon, steps_to
 from headway.optimization.explanation.further import Further, further
 from headway.optimization.explanation.path import PathParts, path_of
 from headway.optimization.result import SearchResult
-from headway.permission import ASYNCHRONOUS
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
+from headway.strategies.registry import plugin_of
 
 SAME_MS = 1e-6
 SAME_SHARE = 1e-6
@@ -108,7 +108,7 @@ def explain(
     A plan's passes are choices upon its strategy. None for plans that the recorded job is not replayed under as
     it is: of other stages or micro-batches, and those whose ranks do not wait for each other.
     """
-    if best.recut is not None or best.of_other_size or best.strategy.permission == ASYNCHRONOUS:
+    if best.recut is not None or best.of_other_size or plugin_of(best.strategy).has_horizon:
         return None
     target = replayer.replay(best.strategy, passes=best.passes)
     if abs(replayer.expect(target).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:

@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Strategy)
 class UnreducedPlugin(StrategyPlugin[S]):
     """What such strategies have in common; ``not_replayed`` says why no recording under one is replayed.
 
-    They propose nothing: what they train is not what all-reduce does, which only the user can permit.
+    What they train is not what all-reduce does, which only the user can permit.
     """
 
     not_replayed: str

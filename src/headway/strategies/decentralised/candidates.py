@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headway.job import Job
+from headway.permission import ASYNCHRONOUS
 from headway.strategies.decentralised.policy import STATIC, PartialAllReduceStrategy
 from headway.strategies.plugin import Proposal
 
@@ -20,7 +21,7 @@ def proposal(job: Job) -> Proposal:
     if job.world_size < 2:
         return Proposal()
     if why := _why_not(job):
-        return Proposal(note=f"partial all-reduce was not considered: {why}", about_permitted=True)
+        return Proposal(note=f"partial all-reduce was not considered: {why}", about_permitted=ASYNCHRONOUS)
     own = PartialAllReduceStrategy
     sizes = [size for size in SIZES if size < job.world_size] or [2]
     found = [own(group_size=size, staleness=staleness) for size in sizes for staleness in STALENESS]

@@ -6,17 +6,22 @@ from typing import TYPE_CHECKING
 
 from headway.errors import UnsupportedError
 from headway.job import Job
+from headway.permission import LOCAL_STEPS
 from headway.scheduling.periods import PeriodicSchedule
 from headway.strategies.data_parallel.local_sgd import footprint
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.data_parallel.unreduced_plugin import UnreducedPlugin
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
+from headway.strategies.plugin import Proposal
 
 if TYPE_CHECKING:
     from torch import nn
 
     from headway.strategies.data_parallel.local_sgd.runtime import LocalSGD
+
+
+PERIODS = (2, 4, 8, 16)
 
 
 class _Plugin(UnreducedPlugin[LocalSGDStrategy]):
@@ -34,6 +39,17 @@ class _Plugin(UnreducedPlugin[LocalSGDStrategy]):
         from headway.strategies.data_parallel.local_sgd.horizon import over_a_horizon
 
         return over_a_horizon(job, strategy.decide(job))
+
+    def propose(self, job: Job) -> Proposal:
+        """Periods of a few lengths, for users who permit steps of each rank's own; with no bound.
+
+        Longer ones are always faster, and further from what all-reduce trains: that is for the user to weigh.
+        """
+        if job.world_size < 2 or not job.has_parameters:
+            return Proposal()
+        if why := job.refusals.get(self.policy.name):
+            return Proposal(note=f"local SGD was not considered: {why}", about_permitted=LOCAL_STEPS)
+        return Proposal(tuple(LocalSGDStrategy(steps=steps) for steps in PERIODS))
 
     def footprint(self, job: Job, schedule: PeriodicSchedule, stage: int) -> Footprint:
         return footprint.footprint(job.stages[stage], schedule)

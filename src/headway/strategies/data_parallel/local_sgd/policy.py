@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.job import Job
+from headway.permission import LOCAL_STEPS
 from headway.scheduling.periods import OuterStep, PeriodicSchedule
 from headway.strategies.base import Strategy
 
@@ -83,6 +84,11 @@ class LocalSGDStrategy(Strategy):
             else ""
         )
         return said + outer
+
+    @property
+    def permission(self) -> str:
+        """That of steps of each rank's own."""
+        return LOCAL_STEPS
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""

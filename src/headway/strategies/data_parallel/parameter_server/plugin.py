@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 PIECES_OF_UNEQUAL = (4, 16)
+LEAST_PIECE_MB = 1 / 16
+"""Of a key: what more and smaller messages cost the cores is more than is predicted of them."""
 
 
 class _Plugin(StrategyPlugin[ParameterServerStrategy]):
@@ -58,6 +60,7 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
                 for channels in CHANNELS
                 for pieces in PIECES_OF_UNEQUAL
                 for cap in CAPS_MB
+                if cap / pieces >= LEAST_PIECE_MB
             ]
         return Proposal.within(tuple(proposed), bound_of(job, "all-reduce"))
 
