@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import commit, median_interval, parse_arguments, report
+from common import commit, keep_case, median_interval, parse_arguments, report
 from compressed_training.worker import CAP_MB, FOUND, FULL, METHODS, PLAIN, PROBED, QUICK, TRACE, work
 from in_lab import run_in_lab
 
@@ -46,7 +46,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, WORKER, folder, str(int(arguments.quick))]
             run_in_lab(case, LabSpec(hosts=2, rate=RATES[case]), command, TIMEOUT_S)
-            rows += _rows(case, Path(folder), quick=arguments.quick)
+            own = _rows(case, Path(folder), quick=arguments.quick)
+        if not arguments.quick:
+            keep_case("compression", own, list(RATES), WORDS)
+        rows += own
     report("compression", rows, arguments, WORDS)
 
 
