@@ -236,7 +236,7 @@ def _action(method: str, numel: int, hosts: Hosts, group: dist.ProcessGroup) -> 
     flat, scratch = torch.ones(numel), torch.empty(max(needed))
     runs = [
         prepare(algorithm, kind, flat, group, scratch, pieces, hosts=on)
-        for algorithm, kind, pieces, on, _ in selections
+        for algorithm, kind, pieces, on, *_ in selections
     ]
     return partial(_in_turn, runs)
 

@@ -48,6 +48,7 @@ def trains(
     places: str,
     algorithm: str = HIERARCHICAL,
     by_size: Sequence[dict[str, Any]] = (),
+    ring_order: Sequence[int] = (),
 ) -> dict[str, Any]:
     """What a model has become under each form of the plan, and under stock DDP, on hosts that have a letter each."""
     os.environ["HEADWAY_HOST"] = places[rank]
@@ -57,21 +58,22 @@ def trains(
         for channels in (1, 2):
             model = net()
             optimizer = optimizer_of(model)
-            wrapped: Any = parallelize(
-                model, optimizer, _plan(model, algorithm, gather=gather, channels=channels, by_size=by_size)
-            )
+            options = {"gather": gather, "channels": channels, "by_size": by_size, "ring_order": ring_order}
+            wrapped: Any = parallelize(model, optimizer, _plan(model, algorithm, **options))
             _trained(model, wrapped, optimizer, rank)
             wrapped.flush()
             found[f"{gather} {channels}"] = [p.detach().flatten().tolist() for p in model.parameters()]
     return found
 
 
-def is_refused(rank: int, _world_size: int, places: str, algorithm: str = HIERARCHICAL) -> str:
+def is_refused(
+    rank: int, _world_size: int, places: str, algorithm: str = HIERARCHICAL, ring_order: Sequence[int] = ()
+) -> str:
     """What the plan raises, or nothing."""
     os.environ["HEADWAY_HOST"] = places[rank]
     model = net()
     try:
-        parallelize(model, optimizer_of(model), _plan(model, algorithm))
+        parallelize(model, optimizer_of(model), _plan(model, algorithm, ring_order=ring_order))
     except PlanError as error:
         return str(error)
     return ""

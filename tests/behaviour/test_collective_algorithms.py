@@ -9,7 +9,7 @@ from tests import workers
 from tests.behaviour.hierarchical_cases import SMALL
 from tests.behaviour.parameter_server_cases import alone
 
-from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL
+from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL, RING
 from headway.replayer.replayer import Replayer
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
@@ -33,6 +33,19 @@ def test_same_numbers_as_ddp_and_as_one_process(algorithm: str, places: str) -> 
         for trained in result.values():
             for got, wanted in zip(trained, expected, strict=True):
                 assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_rings_in_another_order_train_the_same() -> None:
+    expected = alone(4, 1)
+    for result in workers.run(4, f"{CASES}:trains", "abcd", RING, (), (2, 0, 3, 1), timeout_s=110):
+        for trained in result.values():
+            for got, wanted in zip(trained, expected, strict=True):
+                assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_an_order_of_other_ranks_is_refused() -> None:
+    for said in workers.run(2, f"{CASES}:is_refused", "ab", RING, (0, 1, 2)):
+        assert "ring_order does not have every rank once" in said
 
 
 def test_halving_is_refused_on_every_rank_unless_they_are_a_power_of_two() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.interpreter import interpret
 
+from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, program_of
 from headway.collectives.program import (
     chunk_bounds,
     largest_piece,
@@ -64,6 +65,26 @@ def test_rings_sum_like_one_process_however_they_interleave(
     assert all((result == total).all() for result in gathered)
     reduced = interpret([ring_all_reduce(r, world_size, pieces) for r in ranks], tensors, seed)
     assert all((result == total).all() for result in reduced)
+
+
+@settings(deadline=None)
+@given(data=st.data(), world_size=WORLD_SIZES, pieces=PIECES, numel=st.integers(0, 200), seed=SEEDS)
+def test_rings_in_any_order_leave_every_rank_its_own_chunk(
+    data: st.DataObject, world_size: int, pieces: int, numel: int, seed: int
+) -> None:
+    order = tuple(data.draw(st.permutations(range(world_size))))
+    tensors = [np.random.default_rng(seed + rank).integers(-1000, 1000, numel) for rank in range(world_size)]
+    total = np.sum(tensors, axis=0)
+    halves = [program_of(RING, kind, pieces, order=order) for kind in (REDUCE_SCATTER, ALL_GATHER)]
+    scattered = interpret([halves[0](rank, world_size) for rank in range(world_size)], tensors, seed)
+    for rank, result in enumerate(scattered):
+        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
+        assert (result[own] == total[own]).all()
+    gathered = interpret([halves[1](rank, world_size) for rank in range(world_size)], scattered, seed)
+    assert all((result == total).all() for result in gathered)
+    neighbours = {order[place]: order[(place + 1) % world_size] for place in range(world_size)}
+    sent = [{step.send_to for step in halves[0](rank, world_size).steps} for rank in range(world_size)]
+    assert all(to == {neighbours[rank]} for rank, to in enumerate(sent) if world_size > 1)
 
 
 @pytest.mark.parametrize("world_size", range(1, 17))

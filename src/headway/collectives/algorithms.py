@@ -25,6 +25,7 @@ from headway.collectives.hosts import Hosts
 from headway.collectives.program import (
     ChunkProgram,
     ProgramOf,
+    in_order,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
@@ -192,18 +193,26 @@ def cost_name(algorithm: str, kind: str, pieces: int = 1) -> str:
 
 @cache
 def program_of(
-    algorithm: str, kind: str, pieces: int = 1, hosts: Hosts | None = None, shares: tuple[int, ...] = ()
+    algorithm: str,
+    kind: str,
+    pieces: int = 1,
+    hosts: Hosts | None = None,
+    shares: tuple[int, ...] = (),
+    order: tuple[int, ...] = (),
 ) -> ProgramOf:
     """The chunk programs of a collective, for the live executor and for replay.
 
     A library's own collective is replayed as what it does. ``hosts`` is for algorithms that follow them, ``shares`` for
-    servers. Raises PlanError for an unknown name.
+    servers, ``order`` for rings. Raises PlanError for an unknown name.
     """
     known = known_algorithm(algorithm, kind)
     programs: Callable[..., ChunkProgram] = known.programs(kind, pieces)
     if shares:
         assert algorithm == SERVERS, f"{algorithm} collectives have no shares"
         return partial(programs, shares=shares)
+    if order:
+        assert algorithm == RING, f"{algorithm} collectives have no order of ranks"
+        return partial(in_order, program_of=programs, order=order)
     if not known.follows_hosts:
         return programs
     assert hosts is not None, f"{algorithm} collectives depend on hosts"

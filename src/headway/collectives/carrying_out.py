@@ -45,14 +45,15 @@ def prepare(
     pieces: int = 1,
     second: dist.ProcessGroup | None = None,
     hosts: Hosts | None = None,
+    order: tuple[int, ...] = (),
 ) -> Run:
     """``collective`` bound to its tensors, to be called over and over at the least cost a call.
 
     It is called with a tag for its messages, the same on all ranks. ``second`` is for rings of two ranks. See
-    ``live.Prepared`` for both. ``hosts`` is for algorithms that follow them.
+    ``live.Prepared`` for both. ``hosts`` is for algorithms that follow them, ``order`` for rings.
     """
     if not known_algorithm(algorithm, kind).is_library:
-        program = program_of(algorithm, kind, pieces, hosts)(group.rank(), group.size())
+        program = program_of(algorithm, kind, pieces, hosts, order=order)(group.rank(), group.size())
         return live.Prepared(program, flat, group, scratch, second).run
     action = collective(algorithm, kind, group.rank(), group.size())
 

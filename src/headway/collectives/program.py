@@ -26,7 +26,7 @@ while it is still leaving: what arrives for it later is made from it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 LOOKAHEAD_ROUNDS = 2  # rounds whose receives are posted where they need scratch
@@ -195,6 +195,31 @@ def ring_all_reduce(rank: int, world_size: int, pieces: int = 1) -> ChunkProgram
         scatter.lookahead,
         rotation=1,
     )
+
+
+def in_order(rank: int, world_size: int, program_of: ProgramOf, order: tuple[int, ...]) -> ChunkProgram:
+    """A program whose ranks stand in another ``order``: the one at place ``p`` does what rank ``p`` would.
+
+    Chunks are those of ranks, as before: which one a rank owns does not depend on the order.
+    """
+    assert sorted(order) == list(range(world_size))
+    program = program_of(order.index(rank), world_size)
+
+    def moved(piece: int) -> int:
+        chunk, within = divmod(piece, program.pieces)
+        return order[chunk] * program.pieces + within
+
+    steps = tuple(
+        replace(
+            step, send_piece=moved(step.send_piece), send_to=order[step.send_to],
+            receive_piece=moved(step.receive_piece), receive_from=order[step.receive_from],
+        )
+        for step in program.steps
+    )  # fmt: skip
+    assert all(step.run == step.received == 1 for step in steps), (
+        "a run of pieces may not lie side by side then"
+    )
+    return replace(program, rank=rank, steps=steps, rotation=0)
 
 
 def _ring_steps(

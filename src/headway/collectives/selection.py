@@ -27,6 +27,7 @@ from headway.collectives.algorithms import (
 from headway.collectives.gloo import segments_for
 from headway.collectives.hosts import Hosts
 from headway.collectives.program import ProgramOf, pieces_for, scratch_numel_of
+from headway.errors import PlanError
 
 
 def _may_be_chosen(name: str) -> str:
@@ -44,7 +45,8 @@ MOST_PIECES = 64  # more would change next to nothing, and be many messages
 class Selection(NamedTuple):
     """How one collective of some kind is carried out: over ``hosts``, where its algorithm follows them.
 
-    ``shares`` are those that servers have, where they are unequal.
+    ``shares`` are those that servers have, where they are unequal; ``order`` is that in which ranks stand in a ring,
+    where it is not that of their numbers.
     """
 
     algorithm: str
@@ -52,17 +54,19 @@ class Selection(NamedTuple):
     pieces: int = 1
     hosts: Hosts | None = None
     shares: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     def on(self, hosts: Hosts) -> Selection:
         """The same among ranks on ``hosts``. Raises PlanError where its algorithm cannot do with them."""
         known = ALGORITHMS[self.algorithm]
         known.check(hosts)
+        check_order(self.order, hosts.world_size)
         return self._replace(hosts=hosts) if known.follows_hosts else self
 
     @property
     def program_of(self) -> ProgramOf:
         """Its chunk programs."""
-        return program_of(self.algorithm, self.kind, self.pieces, self.hosts, self.shares)
+        return program_of(self.algorithm, self.kind, self.pieces, self.hosts, self.shares, self.order)
 
     @property
     def cost_names(self) -> tuple[str, ...]:
@@ -94,6 +98,16 @@ class Selection(NamedTuple):
         return scratch_numel_of(program_of(algorithm, self.kind, self.pieces)(0, world_size), numel)
 
 
+def check_order(order: tuple[int, ...], world_size: int) -> None:
+    """Raise PlanError for an order that does not have each of ``world_size`` ranks once. There may be none."""
+    if order and sorted(order) != list(range(world_size)):
+        raise PlanError(
+            "ring_order does not have every rank once", got=" ".join(map(str, order)),
+            expected=f"the ranks 0 to {world_size - 1} in some order, or nothing",
+            fix="Leave out ring_order, or plan for as many workers as there are.",
+        )  # fmt: skip
+
+
 class SizeClass(BaseModel):
     """The algorithms of buckets of up to some size: an entry of ``by_size`` of ``decoupled``."""
 
@@ -113,13 +127,15 @@ class SizeClass(BaseModel):
 class Algorithms:
     """The algorithm of each half of a decoupled all-reduce.
 
-    Smaller buckets may have others: those of the first of ``by_size``, which grow, that is as large as they are. NCCL
-    has its own for all, whatever is said here.
+    Smaller buckets may have others: those of the first of ``by_size``, which grow, that is as large as they are. In
+    rings ranks stand in ``ring_order``; where there is none, in that of their numbers. NCCL has its own for all,
+    whatever is said here.
     """
 
     reduce_scatter: AlgorithmName = "ring"
     all_gather: AlgorithmName = "ring"
     by_size: tuple[SizeClass, ...] = ()
+    ring_order: tuple[int, ...] = ()
 
     def of(self, kind: str, size_bytes: float) -> AlgorithmName:
         """The algorithm of a half ``kind`` of a bucket of ``size_bytes``."""
@@ -133,7 +149,7 @@ class Algorithms:
 
     @property
     def in_words(self) -> list[str]:
-        """Those that are not rings, and up to which size of buckets."""
+        """Those that are not rings, and up to which size of buckets; the order of ranks in rings."""
         limits: list[tuple[Algorithms | SizeClass, str]] = [(self, "")]
         limits += [(each, f" up to {each.size_bytes:,} bytes") for each in self.by_size]
         return [
@@ -141,10 +157,11 @@ class Algorithms:
             for own, limit in limits
             for half, name in (("reduce-scatter", own.reduce_scatter), ("all-gather", own.all_gather))
             if limit or name != RING
-        ]
+        ] + ([f"rings in the order {'-'.join(map(str, self.ring_order))}"] if self.ring_order else [])
 
     def check(self, hosts: Hosts) -> None:
         """Raise PlanError where they cannot do with ranks on ``hosts``."""
+        check_order(self.ring_order, hosts.world_size)
         for kind in (REDUCE_SCATTER, ALL_GATHER):
             for algorithm in self.names(kind):
                 Selection(algorithm, kind).on(hosts)
@@ -159,7 +176,8 @@ class Algorithms:
         algorithm = self.of(kind, size_bytes)
         if ALGORITHMS[algorithm].is_library:
             return native(kind, size_bytes, world_size)
-        return Selection(algorithm, kind, pieces_for(size_bytes // world_size))
+        order = self.ring_order if algorithm == RING else ()
+        return Selection(algorithm, kind, pieces_for(size_bytes // world_size), order=order)
 
 
 def native(kind: str, size_bytes: int, world_size: int, library: str = GLOO) -> Selection:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from headway.collectives.algorithms import ALGORITHMS, ALL_GATHER, FOR_HALVES, REDUCE_SCATTER, RING
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import GLOO, RINGS, AlgorithmName, Algorithms, Selection, SizeClass
 from headway.planning.link_cost import CollectiveCost, LinkCosts
+from headway.planning.ring_order import ring_order_on
 
 LEAST_SHARE = 1 / 256  # of a model, that buckets are taken to have
 LEAST_GAIN = 0.02  # over rings, of an algorithm that replaces them: measurements are no better
@@ -24,16 +26,23 @@ def algorithm_choices(costs: LinkCosts, total_bytes: int) -> list[Algorithms]:
 
     Then come, where others are faster for some bucket, those that are the fastest for each size; and if those depend on
     the size, the ones of large buckets for all, as what counts of collectives in flight together is what their bytes
-    take. Others than rings are known only where a probe has measured them, but for hierarchical ones, which are made of
+    take. Where the ways between some hosts are slow, all with rings in an order that avoids them come before these.
+    Others than rings are known only where a probe has measured them, but for hierarchical ones, which are made of
     rings' messages, where several hosts have the same number of workers, more than one.
     """
-    limits = {kind: _fastest(_known(costs, kind), total_bytes) for kind in HALVES}
+    order = ring_order_on(costs.cluster) if costs.cluster.library == GLOO else ()
+    limits = {kind: _fastest(_known(costs, kind, order), total_bytes) for kind in HALVES}
     fastest = _by_size(limits[REDUCE_SCATTER], limits[ALL_GATHER])
     alike = Algorithms(fastest.reduce_scatter, fastest.all_gather)
-    return list(dict.fromkeys((RINGS, fastest, alike)))
+    reordered = [replace(each, ring_order=order) for each in (RINGS, fastest, alike) if _has_rings(each)]
+    return list(dict.fromkeys((*(reordered if order else ()), RINGS, fastest, alike)))
 
 
-def _known(costs: LinkCosts, kind: str) -> dict[AlgorithmName, CollectiveCost]:
+def _has_rings(algorithms: Algorithms) -> bool:
+    return any(RING in algorithms.names(kind) for kind in HALVES)
+
+
+def _known(costs: LinkCosts, kind: str, ring_order: tuple[int, ...]) -> dict[AlgorithmName, CollectiveCost]:
     """What a half costs by each algorithm that the cluster can have."""
     cluster = costs.cluster
     hosts = Hosts.of_cluster(cluster)
@@ -46,7 +55,7 @@ def _known(costs: LinkCosts, kind: str) -> dict[AlgorithmName, CollectiveCost]:
             if name != RING and known.differs(hosts) and (known.follows_hosts or is_measured):
                 yield name
 
-    return {name: costs.of_half(name, kind) for name in names()}
+    return {name: costs.of_half(name, kind, ring_order) for name in names()}
 
 
 def _fastest(costs: Mapping[AlgorithmName, CollectiveCost], total_bytes: int) -> list[Limit]:

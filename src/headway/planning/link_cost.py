@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.cluster import Cluster
-from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RING
 from headway.collectives.dataflow import alone
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import RINGS, AlgorithmName, Algorithms, Selection, native
@@ -78,7 +78,7 @@ class LinkCosts:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._known: dict[tuple[AlgorithmName, str], CollectiveCost] = {}
+        self._known: dict[tuple[AlgorithmName, str, tuple[int, ...]], CollectiveCost] = {}
 
     def of(self, algorithms: Algorithms = RINGS) -> LinkCost:
         """Both halves, by ``algorithms``."""
@@ -90,14 +90,19 @@ class LinkCosts:
 
     def _half(self, algorithms: Algorithms, kind: str) -> HalfCost:
         sizes_bytes = [each.size_bytes for each in algorithms.by_size]
-        smaller = tuple((size, self.of_half(algorithms.of(kind, size), kind)) for size in sizes_bytes)
-        return HalfCost(self.of_half(algorithms.of(kind, math.inf), kind), smaller)
+        order = algorithms.ring_order
+        smaller = tuple((size, self.of_half(algorithms.of(kind, size), kind, order)) for size in sizes_bytes)
+        return HalfCost(self.of_half(algorithms.of(kind, math.inf), kind, order), smaller)
 
-    def of_half(self, algorithm: AlgorithmName, kind: str) -> CollectiveCost:
+    def of_half(
+        self, algorithm: AlgorithmName, kind: str, ring_order: tuple[int, ...] = ()
+    ) -> CollectiveCost:
         """A half ``kind`` by one algorithm, whatever its size."""
-        if (algorithm, kind) not in self._known:
-            self._known[algorithm, kind] = _measure(self.cluster, Algorithms(algorithm, algorithm), kind)
-        return self._known[algorithm, kind]
+        key = algorithm, kind, ring_order if algorithm == RING else ()
+        if key not in self._known:
+            alike = Algorithms(algorithm, algorithm, ring_order=key[2])
+            self._known[key] = _measure(self.cluster, alike, kind)
+        return self._known[key]
 
 
 def all_reduce_cost(cluster: Cluster) -> CollectiveCost:

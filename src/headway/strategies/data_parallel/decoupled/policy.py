@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -73,6 +73,10 @@ class DecoupledStrategy(Strategy):
     """Other algorithms of smaller buckets, in the order of sizes: a bucket has those of the first that is as large as
     it is, and the two above where none is."""
 
+    ring_order: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """In which order ranks stand in Headway's rings; if empty, in that of their numbers. It matters where the way
+    between some hosts is slower than their links: those should not be neighbours."""
+
     wire: Cast | None = None
     """What gradients are cast to where they are sent, null for as they are; parameters are gathered as they are. It
     changes numerics, so it is proposed only to those who permit it (``--allow precision``)."""
@@ -113,7 +117,7 @@ class DecoupledStrategy(Strategy):
     @property
     def algorithms(self) -> Algorithms:
         """Those of both halves, for buckets of each size."""
-        return Algorithms(self.reduce_scatter, self.all_gather, self.by_size)
+        return Algorithms(self.reduce_scatter, self.all_gather, self.by_size, self.ring_order)
 
     def decide(self, job: Job) -> BucketSchedule:
         """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's."""
@@ -207,6 +211,7 @@ def options_of(schedule: BucketSchedule, model: ModelSpec) -> dict[str, object]:
         "reduce_scatter": schedule.algorithms.reduce_scatter,
         "all_gather": schedule.algorithms.all_gather,
         "by_size": schedule.algorithms.by_size,
+        "ring_order": schedule.algorithms.ring_order,
         "wire": None if schedule.halves is None else schedule.halves.model_dump(mode="json"),
     }
 

@@ -276,8 +276,8 @@ class BucketTransport:
         """A collective of a tensor on the CPU, to be run on ``channel``."""
         groups = self._groups
         second = groups.second[channel] if groups.second else None
-        algorithm, kind, pieces, hosts, _ = selection
-        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second, hosts)
+        algorithm, kind, pieces, hosts, _, order = selection
+        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second, hosts, order)
 
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""

@@ -1,0 +1,77 @@
+"""In which order ranks should stand in a ring, where the ways between some hosts are slower than their links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import permutations
+
+from headway.cluster import Cluster
+
+MOST_TRIED_HOSTS = 8
+"""Up to so many hosts every order is looked at."""
+
+
+def ring_order_on(cluster: Cluster) -> tuple[int, ...]:
+    """The order of ranks in which the slowest way between neighbours is the fastest; none where that is their numbers'.
+
+    In a ring every way carries as much, so that the slowest decides; among equals the mean does. Over links alone all
+    orders are equal, as each host sends and receives as much in all of them. Ranks of a host stay together.
+    """
+    hosts = len(cluster.hosts)
+    if not cluster.paths or hosts < 3:
+        return ()
+    costs = _costs(cluster)
+
+    def cost(order: tuple[int, ...]) -> tuple[float, float]:
+        ways = [costs[one][other] for one, other in zip(order, (*order[1:], order[0]), strict=True)]
+        return max(ways), sum(ways)
+
+    known = tuple(range(hosts))
+    best = _of_all(known, cost) if hosts <= MOST_TRIED_HOSTS else _improved(known, cost)
+    if cost(best)[0] >= cost(known)[0]:
+        return ()
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(cluster.host_of_rank):
+        ranks.setdefault(host, []).append(rank)
+    return tuple(rank for host in best for rank in ranks[host])
+
+
+def _of_all(
+    known: tuple[int, ...], cost: Callable[[tuple[int, ...]], tuple[float, float]]
+) -> tuple[int, ...]:
+    first, *others = known
+    return min(((first, *order) for order in permutations(others)), key=cost)
+
+
+def _improved(
+    known: tuple[int, ...], cost: Callable[[tuple[int, ...]], tuple[float, float]]
+) -> tuple[int, ...]:
+    """Parts are turned round as long as that gains (2-opt: Croes, 1958)."""
+    best, improved = known, True
+    while improved:
+        improved = False
+        for start in range(1, len(best) - 1):
+            for end in range(start + 1, len(best)):
+                turned = (*best[:start], *reversed(best[start : end + 1]), *best[end + 1 :])
+                if cost(turned) < cost(best):
+                    best, improved = turned, True
+    return best
+
+
+def _costs(cluster: Cluster) -> list[list[float]]:
+    """What a bit takes from one host to another."""
+    places = {host.name: index for index, host in enumerate(cluster.hosts)}
+    slow = {(places[path.source], places[path.target]): path.gbps for path in cluster.paths}
+    return [
+        [
+            1
+            / min(
+                source.up_gbps,
+                target.down_gbps,
+                slow.get((places[source.name], places[target.name]), math.inf),
+            )
+            for target in cluster.hosts
+        ]
+        for source in cluster.hosts
+    ]
