@@ -50,3 +50,17 @@ def test_no_link_is_in_use_for_longer_than_with_equal_shares(rates: list[float])
     )
     assert longest <= equal * (1 + 2 * count / PARTS)
     assert min(shares) >= 1
+
+
+def test_many_slow_workers_find_room_too() -> None:
+    rates = [1.0] * 100 + [0.1] * 100
+    shares = shares_on(on(rates))
+    assert shares
+    longest = max((1 + 198 * share / sum(shares)) / rate for share, rate in zip(shares, rates, strict=True))
+    assert longest < 0.7 * (1 + 198 / 200) / 0.1
+
+
+def test_what_others_send_for_a_while_is_no_reason() -> None:
+    for options in ({"start_ms": 10}, {"end_ms": 1000}):
+        traffic = Traffic(source="h2", target="h0", gbps=0.8, **options)
+        assert shares_on(on([1.0] * 4, traffic=(traffic,))) == ()

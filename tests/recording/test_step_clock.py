@@ -63,3 +63,13 @@ def test_all_optimizers_of_the_model_are_known_though_the_steps_of_one_count() -
     assert set(clock.optimizers) == set(own)
     clock.forget()
     assert clock.optimizers == []
+
+
+def test_optimizers_of_what_was_trained_before_are_not_the_models() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    before, own = optimizer_of(other), optimizer_of(model)
+    clock = StepClock()
+    counted(clock, [before], 2)  # nothing is wrapped yet
+    clock.model_is(model)
+    counted(clock, [before, own], 2)
+    assert clock.optimizers == [own]

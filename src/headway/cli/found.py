@@ -110,6 +110,8 @@ def plans_table(found: SearchResult) -> Table:
         table.caption += "; * another plan is no slower and needs no more memory"
     if any(candidate.recut for candidate in found.candidates):
         table.caption += "; † only with headway.parallelize in the script, without a bound"
+    if any(candidate.peak_is_rough and candidate.peak_bytes is not None for candidate in found.candidates):
+        table.caption += "; ~ roughly, as memory was not watched"
     permitted = {permission for candidate in found.candidates for permission in candidate.permissions}
     if permitted:
         table.caption += "; ‡ changes what is trained, as was allowed, without a bound"

@@ -32,7 +32,8 @@ def within(
             "no plan keeps every rank within the memory limit",
             got=f"{format_bytes(needed_bytes(least))} for {least.name}, which needs least of {len(excluded)}",
             expected=f"at most {format_bytes(limit_bytes)}",
-            fix="Raise --memory-limit, or record the job with smaller micro-batches or more stages.",
+            fix="Raise --memory-limit, or record the job with smaller micro-batches or more stages; where its memory "
+            "was not watched (~), record it under DDP.",
         )
     return fitting, excluded
 

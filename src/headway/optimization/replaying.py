@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from headway.errors import UserError
 from headway.optimization.candidate import Candidate
 from headway.planning.time_limit import TimeLimit
 from headway.scheduling.schedule import Schedule
@@ -33,7 +34,8 @@ class Asked:
 class Replays:
     """What was replayed, in the order in which it was asked for.
 
-    ``pruned`` plans were not, as they are slower for certain, and ``unseen`` were not as time was up.
+    ``pruned`` plans were not, as they are slower for certain, and ``unseen`` were not as time was up, or as they cannot
+    be replayed.
     """
 
     candidates: tuple[Candidate, ...]
@@ -64,7 +66,13 @@ def replay_all(asked: Sequence[Asked], limit: TimeLimit, progress: Progress | No
         if not one.always and is_slower_than_all(one, rivals):
             pruned += 1
         else:
-            made = found[number] = one.replay()
+            try:
+                made = found[number] = one.replay()
+            except UserError:  # too large, maybe: others may not be
+                if one.always:
+                    raise
+                unseen += 1
+                continue
             rivals.append(made)
             rivals.sort(key=lambda each: each.predicted_ms)
             best = made if best is None or made.predicted_ms < best.predicted_ms else best

@@ -38,8 +38,8 @@ def with_passes(
     """The fastest of ``candidates`` with those passes that make them faster, or fit into ``limit_bytes``.
 
     Passes are added one by one, that which gains most first. Those that only save memory are tried where a plan needs
-    more than the limit. ``candidates`` are of the recorded job as it is. Passes that change what is trained need the
-    permission ``precision``.
+    more than the limit. ``candidates`` are of the recorded job as it is. Passes that change what is trained need a
+    permission.
     """
     job = replayer.job
     if len(job.stages) > 1:

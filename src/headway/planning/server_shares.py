@@ -6,14 +6,14 @@ from headway.cluster import Cluster
 
 LEAST_DIFFERENCE = 0.1
 """By so much the rates of links have to differ."""
-PARTS = 96
+PARTS, PARTS_A_WORKER = 96, 8
 LEAST_RATE = 0.05
 """What other traffic leaves of a link's rate at the least."""
 HALVINGS = 60
 
 
 def shares_on(cluster: Cluster) -> tuple[int, ...]:
-    """The shares of the workers of ``cluster``, of ``PARTS`` or a few more; none where equal ones are the best.
+    """The shares of the workers of ``cluster``; none where equal ones are about the best.
 
     With ``n`` workers, one that serves the part ``s`` sends and receives ``1 + (n - 2) s`` times the gradients
     (``collectives.servers``). So in the time ``t`` a link of rate ``r`` has room for ``s = (t r - 1) / (n - 2)``, and
@@ -34,15 +34,16 @@ def shares_on(cluster: Cluster) -> tuple[int, ...]:
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(room(middle)) >= 1 else (middle, high)
-    shares = tuple(max(1, round(part * PARTS)) for part in room(high))
+    parts = max(PARTS, PARTS_A_WORKER * count)
+    shares = tuple(max(1, round(part * parts)) for part in room(high))
     return () if len(set(shares)) == 1 else shares
 
 
 def _rates(cluster: Cluster) -> list[float]:
-    """What each host's link can carry both ways, in Gbit/s, besides what others send over it."""
+    """What each host's link can carry both ways, in Gbit/s, besides what others send over it all the time."""
     up = {host.name: host.up_gbps for host in cluster.hosts}
     down = {host.name: host.down_gbps for host in cluster.hosts}
-    for traffic in cluster.traffic:
+    for traffic in (each for each in cluster.traffic if not each.start_ms and each.end_ms is None):
         up[traffic.source] -= traffic.gbps
         down[traffic.target] -= traffic.gbps
     return [

@@ -28,7 +28,7 @@ class StepClock:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """All that hold parameters of the model, of which some steps may not be counted."""
-        return list(self._seen)
+        return [each for each in self._seen if not self._parameter_ids or _holds(each, self._parameter_ids)]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

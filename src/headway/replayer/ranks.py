@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from headway.graph.timeline import Part, Point, Timeline
+from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.incidents import Incidents
 from headway.job import Job
 from headway.replayer.folding import period_of
@@ -16,9 +16,10 @@ from headway.replayer.size import operations_of
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
 from headway.strategies.slowing import slowed
+from headway.trace.events import Read
 
 MOST_OPERATIONS = 10_000_000  # that are worth playing for more different ranks
-LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP, Part.READ)
+LAUNCHING = (Point.READY, Point.UNUSED, Point.BACKWARD_END, Point.BLOCKING, Point.STEP)
 
 Recorded = Mapping[int, Sequence[Timeline]]
 
@@ -71,14 +72,15 @@ def may_fold(recorded: Recorded) -> bool:
     return len(recorded) == 1 or sorted(recorded) == list(range(len(recorded)))
 
 
+def _launches(item: Item) -> bool:
+    """Whether something may be communicated at it: to read gradients may take gathers."""
+    return item.kind in LAUNCHING or (item.kind == Part.READ and item.name != Read.VALUES)
+
+
 def _alike(recorded: Recorded) -> bool:
     """Whether all steps launch the same, so that ranks may be in different ones at a time."""
     launches = {
-        tuple(
-            sorted(
-                (item.kind, item.name, item.size_bytes) for item in timeline.items if item.kind in LAUNCHING
-            )
-        )
+        tuple(sorted((item.kind, item.name, item.size_bytes) for item in timeline.items if _launches(item)))
         for timelines in recorded.values()
         for timeline in timelines
     }

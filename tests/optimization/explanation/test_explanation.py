@@ -9,11 +9,13 @@ from tests.synthetic import synthetic_trace
 
 from headway.optimization.explanation import Explanation, explain
 from headway.optimization.explanation.explanation import Choice
+from headway.optimization.explanation.further import further
 from headway.optimization.explanation.path import PathParts
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,16 @@ def test_what_closes_half_of_the_distance_does(replayer: Replayer, found: Search
     for factor, closes in ((more.bandwidth, True), (more.bandwidth / 1.2, False)):
         played = replayer.replay(recorded.strategy, WhatIf(bandwidth=factor))
         assert (replayer.expect(played).step_ms <= more.target_ms) == closes
+
+
+def test_fewer_workers_are_not_said_to_be_of_no_use_where_a_plan_cannot_have_them(
+    replayer: Replayer, found: SearchResult
+) -> None:
+    recorded = next(each for each in found.candidates if not each.changed)
+    shares = replace(recorded, strategy=ParameterServerStrategy(shares=(1, 3)))
+    more = further(replayer, shares, bound_ms=recorded.predicted_ms * 1e-6)
+    assert not more.any_workers
+    assert "workers" not in more.sentence
 
 
 def test_the_recorded_plan_has_no_choices(replayer: Replayer, found: SearchResult) -> None:

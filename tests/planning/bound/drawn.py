@@ -25,6 +25,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.trace.events import Read
 
 MS = 1_000_000
 
@@ -52,14 +53,15 @@ def drawn(draw: st.DrawFn, *, ranks_differ: bool = False, steps_differ: bool = F
     speeds = st.sampled_from([0.7, 1.0, 1.1, 1.5])
     rank_speeds = [draw(speeds) if ranks_differ else 1.0 for _ in range(ranks)]
     read_ns = draw(st.sampled_from([0, 0, 0, MS]))
-    reads_in = (
-        draw(st.sampled_from([{0}, {steps - 1}, set(range(steps))])) if steps_differ else set(range(steps))
-    )
+    every = set(range(steps))
+    some = st.sampled_from([{0}, {steps - 1}, every])
+    reads_in = draw(some) if steps_differ else every
+    looks_in = draw(st.just(set()) | some) if steps_differ else set()
     timelines = {
         rank: tuple(
-            _with_reads(profile.timeline(rank, step), read_ns * (step in reads_in)).scaled(
-                speed * (draw(speeds) if steps_differ else 1.0)
-            )
+            _with_reads(
+                profile.timeline(rank, step), read_ns * (step in reads_in), looks=step in looks_in
+            ).scaled(speed * (draw(speeds) if steps_differ else 1.0))
             for step in range(steps)
         )
         for rank, speed in enumerate(rank_speeds)
@@ -106,12 +108,14 @@ def profiles(draw: st.DrawFn, model: ModelSpec, computation_ns: int) -> StepProf
     return StepProfile(forward_ns, now_ns + 1000, needs_ns, ready_ns, between, tail, rest, optimizer)
 
 
-def _with_reads(timeline: Timeline, read_ns: int) -> Timeline:
-    """The same where the script reads all gradients before the optimizer's step."""
-    if not read_ns:
-        return timeline
-    place = next(index for index, item in enumerate(timeline.items) if item.kind == "step")
-    items = (*timeline.items[:place], Item(Part.READ, "grad", read_ns), *timeline.items[place:])
+def _with_reads(timeline: Timeline, read_ns: int, *, looks: bool) -> Timeline:
+    """The same where the script reads all gradients before the optimizer's step, or ``looks`` at parameters behind."""
+    items = timeline.items
+    if read_ns:
+        place = next(index for index, item in enumerate(items) if item.kind == "step")
+        items = (*items[:place], Item(Part.READ, "grad", read_ns), *items[place:])
+    if looks:
+        items = (*items, Item(Part.READ, Read.VALUES, MS))
     return Timeline(timeline.rank, timeline.step, items)
 
 

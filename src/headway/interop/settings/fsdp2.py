@@ -33,8 +33,11 @@ def shard(model, **options):
     \"\"\"The model with its groups sharded. Construct its optimizer after it, and load its state as FSDP2 has it.\"\"\"
     options["reshard_after_forward"] = False
     frozen = {{parameter for parameter in model.parameters() if not parameter.requires_grad}}
-    if frozen:  # whole on every rank, and never gathered
+    if frozen:  # whole on every rank, never gathered, and left on the device where they are
         options["ignored_params"] = frozen | set(options.get("ignored_params") or ())
+        computed_in = getattr(options.get("mp_policy"), "param_dtype", None)
+        for parameter in frozen if computed_in is not None else ():
+            parameter.data = parameter.data.to(computed_in)
     groups = with_tied_modules(model, [[model.get_submodule(name) for name in group] for group in GROUPS])
     for group in groups:
         fully_shard(group, **options)
@@ -66,7 +69,7 @@ def with_tied_modules(model, groups):
 
 
 def parameters_in(modules):
-    return {{id(parameter) for module in modules for parameter in module.parameters()}}
+    return {{id(p) for module in modules for p in module.parameters() if p.requires_grad}}
 """
 
 
@@ -111,6 +114,8 @@ def settings(asked: Asked) -> Settings:
     gist = f"{groups}, not resharded after forward, {strategy.channels} gathered ahead"
     body = _BODY.format(groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels)
     use = f"Call shard(model) of {FILE} before the optimizer is constructed."
+    if model.frozen_bytes:
+        use += " Frozen parameters stay whole, where they are: move the model to its device before."
     text = python_file(f"{FSDP2}, {gist}", tuple(lacks), body)
     return Settings(FSDP2, gist, use, tuple(lacks), files={FILE: text})
 

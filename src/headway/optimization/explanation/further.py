@@ -19,13 +19,15 @@ CLOSED_SHARE = 0.5
 class Further:
     """What alone would bring the step to ``target_ms``; None for what does not, however much of it there is.
 
-    ``bandwidth`` and ``latency`` are factors of the links', ``workers`` the largest smaller number of workers.
+    ``bandwidth`` and ``latency`` are factors of the links', ``workers`` the largest smaller number of workers;
+    ``any_workers`` says whether the plan can have others than it was made for.
     """
 
     target_ms: float
     bandwidth: float | None
     latency: float | None
     workers: int | None
+    any_workers: bool = True
 
     @property
     def sentence(self) -> str:
@@ -39,6 +41,8 @@ class Further:
             ways.append(f"{self.workers} workers" if self.workers > 1 else "one worker")
         goal = f"half of the distance to the bound ({self.target_ms:.1f} ms)"
         if not ways:
+            if not self.any_workers:
+                return f"Links {MOST:g} times as fast do not close {goal} under this plan."
             return f"Neither links {MOST:g} times as fast nor fewer workers close {goal} under this plan."
         return f"Under this plan {goal} would take {' or '.join(ways)}."
 
@@ -66,9 +70,16 @@ def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:
                 low = middle
         return float(MOST ** (sign * high))
 
+    any_workers = True
+    try:
+        replayer.replay(
+            plan.strategy, WhatIf(workers=max(1, replayer.trace.world_size // 2)), passes=plan.passes
+        )
+    except UserError:
+        any_workers = False
     workers = replayer.trace.world_size // 2
     while workers >= 1 and not reaches(WhatIf(workers=workers)):
         workers //= 2
     bandwidth = least(lambda factor: WhatIf(bandwidth=factor), 1)
     latency = least(lambda factor: WhatIf(latency=factor), -1)
-    return Further(target_ms, bandwidth, latency, workers or None)
+    return Further(target_ms, bandwidth, latency, workers or None, any_workers)

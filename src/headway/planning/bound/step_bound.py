@@ -24,10 +24,11 @@ Where ranks compute differently, links and dependencies are those of a rank that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.graph.timeline import Part
+from headway.graph.timeline import Part, Timeline
 from headway.job import Job
 from headway.planning.bound.cuts import Cut, cuts_of, least_byte_factor
 from headway.planning.bound.lateness import Work, least_lateness
@@ -107,7 +108,7 @@ def bound_of(
     count = recorded if steps is None else steps
     edges_ns = ranks.edges_ns / count
 
-    if fastest and _arrives_before(job):
+    if fastest and form != "all-reduce" and count < math.inf and _warm_up_waits_for_more(job):
         first, *others = fastest
         fastest = [replace(first, released_ns={}, after_ns={}), *others]
 
@@ -133,19 +134,17 @@ def bound_of(
     return StepBound(max(*parts_ns.values(), mean_ns(longest_ns)), parts_ns)
 
 
-def _arrives_before(job: Job) -> bool:
-    """Whether gradients of the step before those that count are waited for in it, and those of the last one are not.
+def _warm_up_waits_for_more(job: Job) -> bool:
+    """Whether the step before those that count, which is as the first of them, waits for more than the last one does.
 
-    So it is where a script reads gradients in some steps, the first of them among these.
+    So it is where a script reads gradients or parameters in some steps, the first of them among these: then what the
+    step before communicates may be over when those that count begin.
     """
-    first_reads, last_reads = (
-        any(
-            any(item.kind == Part.READ for item in steps[index].items)
-            for steps in job.steps.timelines.values()
-        )
-        for index in (0, -1)
-    )
-    return first_reads and not last_reads
+    return any(not _reads(steps[0]) <= _reads(steps[-1]) for steps in job.steps.timelines.values())
+
+
+def _reads(step: Timeline) -> set[tuple[str, tuple[str, ...]]]:
+    return {(item.name, tuple(item.parameters)) for item in step.items if item.kind == Part.READ}
 
 
 def _bucketed(periods: Sequence[Period], schedule: BucketSchedule) -> list[Period]:

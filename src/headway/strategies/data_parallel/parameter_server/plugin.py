@@ -42,6 +42,10 @@ class _Plugin(StrategyPlugin[ParameterServerStrategy]):
     def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
         return footprint.footprint(job.stages[stage], schedule, job.world_size)
 
+    def messages(self, schedule: BucketSchedule, world_size: int, library: str) -> int:
+        """As many as each key has pieces."""
+        return len(schedule.buckets) * schedule.serving.pieces
+
     def propose(self, job: Job) -> Proposal:
         """Keys of a few sizes, where a probe has measured servers; where links are unequal with unequal shares too.
 

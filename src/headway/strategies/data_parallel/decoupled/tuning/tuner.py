@@ -46,7 +46,7 @@ from headway.strategies.decisions import Journal
 WARM_STEPS = 3
 WATCHED_STEPS = 4
 MEASURED_STEPS = 3
-MOST_RESTARTS = 2
+MOST_RESTARTS, MOST_CHANGES = 2, 20
 SEVERAL_BACKWARDS = (
     "stock DDP was not tried: it reduces one backward behind a forward, and this script has several"
 )
@@ -75,7 +75,9 @@ class Tuner(StepCount):
         self._proposer = proposer
         self._measured_steps = measured_steps
         self._initial = wrapped.schedule
-        self._restarts = 0
+        self._restarts = self._changes = (
+            0  # of what is trained; all of them, and those that began tuning anew
+        )
         self._turn = Turn(wrapped)
         self._waited_steps = 0
         self._watch: StepWatch | None = None
@@ -235,13 +237,14 @@ class Tuner(StepCount):
         # What was learned and tried is of no use.
         self._stop_watching()
         self._initial = restricted(self._initial, model_spec(wrapped.module))
-        if not self._turn.is_taken:  # nothing was tried
+        self._changes += 1
+        if not self._turn.is_taken and self._changes <= MOST_CHANGES:  # nothing was tried
             self._begin(wrapped)
             return
         self._turn.give_back()  # who waits holds up nobody
         self._put_in_force(self._initial)
         self._restarts += 1
-        if self._restarts > MOST_RESTARTS:
+        if self._restarts > MOST_RESTARTS or self._changes > MOST_CHANGES:
             again = "the set of trainable parameters changes again and again"
             self._finish(again, keep=not self._began_in_stock)
         else:
