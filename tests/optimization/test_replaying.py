@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
+from headway.errors import UserError
 from headway.optimization import replaying
 from headway.optimization.candidate import Candidate
 from headway.optimization.result import SearchResult
@@ -17,6 +19,7 @@ from headway.optimization.search import search
 from headway.planning import time_limit
 from headway.planning.planner import plan
 from headway.replayer.replayer import Replayer
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
@@ -65,6 +68,22 @@ def test_plans_are_left_out_where_buckets_are_too_coarse_to_begin_early() -> Non
 def test_nothing_is_left_out_where_memory_is_limited() -> None:
     one = replayer_of(forward_ms=20, backward_ms=60, gbps=0.5)
     assert search(one, memory_limit_bytes=10**12).pruned == 0
+
+
+def test_plans_that_cannot_be_replayed_are_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replayer_of()
+    replay = Replayer.replay
+
+    def refusing(self: Replayer, strategy: Any = None, *rest: Any, **options: Any) -> Any:
+        if isinstance(strategy, DecoupledStrategy):
+            raise UserError("the replay would be too large")
+        return replay(self, strategy, *rest, **options)
+
+    monkeypatch.setattr(Replayer, "replay", refusing)
+    found = search(one)
+    assert found.candidates
+    assert not any(isinstance(each.strategy, DecoupledStrategy) for each in found.candidates)
+    assert "plans cannot be replayed: the replay would be too large" in found.note
 
 
 def test_without_time_what_the_job_would_be_left_with_is_found() -> None:

@@ -34,13 +34,14 @@ class Asked:
 class Replays:
     """What was replayed, in the order in which it was asked for.
 
-    ``pruned`` plans were not, as they are slower for certain, and ``unseen`` were not as time was up, or as they cannot
-    be replayed.
+    ``pruned`` plans were not, as they are slower for certain, and ``unseen`` were not as time was up. ``refusals`` say
+    why others cannot be.
     """
 
     candidates: tuple[Candidate, ...]
     pruned: int = 0
     unseen: int = 0
+    refusals: tuple[str, ...] = ()
 
 
 Progress = Callable[[int, int, str], None]
@@ -56,6 +57,7 @@ def replay_all(asked: Sequence[Asked], limit: TimeLimit, progress: Progress | No
     found: dict[int, Candidate] = {}
     of_strategy: dict[str, list[Candidate]] = defaultdict(list)
     pruned = unseen = 0
+    refusals: list[str] = []
     best: Candidate | None = None
     for done, number in enumerate(_by_turns(asked), start=1):
         one = asked[number]
@@ -68,17 +70,17 @@ def replay_all(asked: Sequence[Asked], limit: TimeLimit, progress: Progress | No
         else:
             try:
                 made = found[number] = one.replay()
-            except UserError:  # too large, maybe: others may not be
+            except UserError as refusal:  # too large, maybe: others may not be
                 if one.always:
                     raise
-                unseen += 1
+                refusals.append(str(refusal))
                 continue
             rivals.append(made)
             rivals.sort(key=lambda each: each.predicted_ms)
             best = made if best is None or made.predicted_ms < best.predicted_ms else best
         if progress and best:
             progress(done, len(asked), f"{best.name}, {best.predicted_ms:.1f} ms")
-    return Replays(tuple(found[number] for number in sorted(found)), pruned, unseen)
+    return Replays(tuple(found[number] for number in sorted(found)), pruned, unseen, tuple(refusals))
 
 
 def is_slower_than_all(one: Asked, rivals: Sequence[Candidate]) -> bool:

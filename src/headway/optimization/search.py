@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from headway.errors import one_line
 from headway.job import Job
 from headway.optimization.asking import Asking, bounded
 from headway.optimization.candidate import Candidate
@@ -26,6 +27,7 @@ from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy, fits
 from headway.strategies.plugin import Proposal
 from headway.strategies.registry import plugins
+from headway.units import counted
 
 NOT_RUN = "needs headway.parallelize in the script"
 
@@ -98,6 +100,10 @@ def search(
     notes += [
         f"times of {each.count} micro-batches are interpolated {each.said}" for each in sized if each.said
     ]
+    if replays.refusals:
+        notes.append(
+            f"{counted(len(replays.refusals), 'plan')} cannot be replayed: {one_line(replays.refusals[0])}"
+        )
     if memory_limit_bytes is not None and excluded:
         notes.append(exclusion(excluded, memory_limit_bytes))
     bound_ms, bound = least_bound(

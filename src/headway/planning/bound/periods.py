@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 from headway.graph.timeline import Item, Part, Point, Timeline
@@ -188,12 +189,19 @@ class _Reader:
         """Add the updates to ``after_ns``, and return what all of them take.
 
         A parameter is updated when it is used, and what is used later is updated later; unless the script reads some
-        of them, which may then be updated before.
+        of them, which may then be updated before. Of those that are used at the same time, any may be the last.
         """
         open_ = self._open
-        total_ns = 0.0
-        for name in sorted(after_ns, key=after_ns.__getitem__):
-            own_ns = open_.optimizer_ns * self._parameters[name].size_bytes / self._total_bytes
-            total_ns += own_ns
-            after_ns[name] += own_ns if open_.reads else total_ns
-        return total_ns
+
+        def own_ns(name: str) -> float:
+            return open_.optimizer_ns * self._parameters[name].size_bytes / self._total_bytes
+
+        later_ns = 0.0
+        for _, used_together in groupby(
+            sorted(after_ns, key=after_ns.__getitem__), dict(after_ns).__getitem__
+        ):
+            names = list(used_together)
+            for name in names:
+                after_ns[name] += own_ns(name) + (0.0 if open_.reads else later_ns)
+            later_ns += sum(map(own_ns, names))
+        return later_ns
