@@ -148,7 +148,10 @@ def test_rows_are_held_against_the_better_of_default_and_tuned() -> None:
     }  # fmt: skip
     told = {"predicted_ms": 810.0, "uncertainty_ms": 20.0, "search_s": 70.0}
     known = {DEFAULT: {}, STOCK: {}, HEADWAY: told, EXHAUSTIVE: {**told, "predicted_ms": 800.0}}
-    rows = {row["method"]: row for row in rows_of("case", measured, known, {"bound_ms": 700.0, "recorded_ms": 1250.0})}
+    rows = {
+        row["method"]: row
+        for row in rows_of("case", measured, known, {"bound_ms": 700.0, "recorded_ms": 1250.0})
+    }
     assert rows[HEADWAY]["over_stock"] == pytest.approx(1.0 / 0.8)
     assert rows[STOCK]["over_stock"] == pytest.approx(1.0 / 1.2)
     assert rows[HEADWAY]["error"] == pytest.approx(810 / 800 - 1)
