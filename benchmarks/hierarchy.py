@@ -234,11 +234,7 @@ def _action(method: str, numel: int, hosts: Hosts, group: dist.ProcessGroup) -> 
     selections = _selections(method, numel * 4, hosts)
     needed = [each.scratch_numel(numel, group.size()) for each in selections]
     flat, scratch = torch.ones(numel), torch.empty(max(needed))
-    runs = [
-        prepare(algorithm, kind, flat, group, scratch, pieces, hosts=on)
-        for algorithm, kind, pieces, on, *_ in selections
-    ]
-    return partial(_in_turn, runs)
+    return partial(_in_turn, [prepare(each, flat, group, scratch) for each in selections])
 
 
 def _in_turn(runs: list[Any]) -> None:

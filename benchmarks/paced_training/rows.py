@@ -46,7 +46,7 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
     )
     computing_ms = _median_ms(alone["step_s"])
     medians = {name: _median_ms(method["samples"]["step_s"]) for name, method in methods.items()}
-    rows = []
+    rows, checked_out = [], commit()
     for name, method in methods.items():
         time_ms, bound_ms = medians[name], bounds.of(method["bound"])
         low, _, high = statistics.quantiles(method["samples"]["step_s"], n=4, method="inclusive")
@@ -67,7 +67,7 @@ def rows_of(case: str, described: Mapping[str, Any], found: Mapping[str, Any]) -
         row |= tuning_cost(method["tuning_steps_ms"], time_ms, medians[DEFAULT])
         row["cpu"] = f"{sum(method['samples']['cpu_s']) / sum(method['samples']['step_s']) / _cores():.0%}"
         row["stolen"] = statistics.mean(method["samples"]["stolen"])
-        row["commit"] = commit()
+        row["commit"] = checked_out
         row["busiest_core"] = f"{statistics.median(method['samples']['busiest_core']):.0%}"
         if name != ALONE:
             row["agrees"] = method["disagreement"] < _AGREE

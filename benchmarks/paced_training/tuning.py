@@ -17,6 +17,7 @@ from paced_training.threshold_search import ThresholdSearch, share_over
 from paced_training.trainer import Trainer
 
 T = TypeVar("T")
+START_MB, LEAST_MB = 25.0, 1.0
 
 
 def trial_s(make: Callable[[], Measured], warm: int, steps: int) -> float:
@@ -42,9 +43,6 @@ def _steps_of_trial_s(make: Callable[[], Measured], warm: int, steps: int) -> li
     trainer.finish()
     trainer.close()
     return [end_s - begin_s for begin_s, end_s in pairwise(times_s)]
-
-
-START_MB, LEAST_MB = 25.0, 1.0
 
 
 def sweep(options: Sequence[T], make: Callable[[T], Trainer], effort: Effort) -> tuple[T, dict[str, float]]:

@@ -106,7 +106,7 @@ def check_prepared_again_and_again(rank: int, world_size: int) -> list[str]:
     scratch = torch.empty(scratch_numel(1000, world_size, 3), dtype=torch.int64)
     for algorithm in (RING, NATIVE) if flat.numel() % world_size == 0 else (RING,):
         actions = {
-            kind: carrying_out.prepare(algorithm, kind, flat, group, scratch, pieces=3) for kind in KINDS
+            kind: carrying_out.prepare(Selection(algorithm, kind, 3), flat, group, scratch) for kind in KINDS
         }
         for turn in range(20):
             flat.copy_(torch.arange(1000) * (rank + turn))
@@ -153,7 +153,7 @@ def _check_halves(rank: int, world_size: int, algorithm: str) -> list[str]:
             needed = Selection(algorithm, REDUCE_SCATTER, pieces).scratch_numel(numel, world_size)
             flat, scratch = torch.empty(numel, dtype=dtype), torch.empty(needed, dtype=dtype)
             scatter, gather = (
-                carrying_out.prepare(algorithm, kind, flat, group, scratch, pieces)
+                carrying_out.prepare(Selection(algorithm, kind, pieces), flat, group, scratch)
                 for kind in (REDUCE_SCATTER, ALL_GATHER)
             )
             for turn in range(3):
@@ -180,7 +180,7 @@ def _check_hierarchical(
     own = slice(*bounds[owned_chunk(rank, world_size)])
     flat, scratch = torch.empty(numel, dtype=dtype), torch.empty(numel * 2 + 2, dtype=dtype)
     runs = {
-        kind: carrying_out.prepare(HIERARCHICAL, kind, flat, group, scratch, pieces, hosts=hosts)
+        kind: carrying_out.prepare(Selection(HIERARCHICAL, kind, pieces, hosts), flat, group, scratch)
         for kind in KINDS
     }
     flat.copy_(inputs[rank])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from headway.collectives import live, native
 from headway.collectives.algorithms import known_algorithm, program_of
-from headway.collectives.hosts import Hosts
+from headway.collectives.selection import Selection
 
 Collective = Callable[[torch.Tensor, dist.ProcessGroup, torch.Tensor], None]
 """Carries out one collective in place: (flat tensor, group, scratch)."""
@@ -37,25 +37,21 @@ class Run(Protocol):
 
 
 def prepare(
-    algorithm: str,
-    kind: str,
+    selection: Selection,
     flat: torch.Tensor,
     group: dist.ProcessGroup,
     scratch: torch.Tensor,
-    pieces: int = 1,
     second: dist.ProcessGroup | None = None,
-    hosts: Hosts | None = None,
-    order: tuple[int, ...] = (),
 ) -> Run:
-    """``collective`` bound to its tensors, to be called over and over at the least cost a call.
+    """What ``selection`` says bound to its tensors, to be called over and over at the least cost a call.
 
     It is called with a tag for its messages, the same on all ranks. ``second`` is for rings of two ranks. See
-    ``live.Prepared`` for both. ``hosts`` is for algorithms that follow them, ``order`` for rings.
+    ``live.Prepared`` for both.
     """
-    if not known_algorithm(algorithm, kind).is_library:
-        program = program_of(algorithm, kind, pieces, hosts, order=order)(group.rank(), group.size())
+    if not known_algorithm(selection.algorithm, selection.kind).is_library:
+        program = selection.program_of(group.rank(), group.size())
         return live.Prepared(program, flat, group, scratch, second).run
-    action = collective(algorithm, kind, group.rank(), group.size())
+    action = collective(selection.algorithm, selection.kind, group.rank(), group.size())
 
     def run(tag: int = 0) -> None:
         del tag  # the process group counts its own collectives

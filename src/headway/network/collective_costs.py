@@ -25,7 +25,7 @@ from headway.collectives.carrying_out import prepare
 from headway.collectives.dataflow import ProgramOf, alone
 from headway.collectives.hosts import Hosts
 from headway.collectives.program import scratch_numel_of
-from headway.collectives.selection import native
+from headway.collectives.selection import Selection, native
 from headway.network.cost_fit import Measured, as_fast_as_seen, fit_cost
 from headway.network.interference import Timing, Work, repeat, timed
 from headway.simulation.engine import play
@@ -65,7 +65,7 @@ class Candidate:
         programs = [program(rank, world_size) for program in self.programs(size_bytes, hosts)]
         scratch = torch.empty(max(scratch_numel_of(program, flat.numel()) for program in programs))
         actions = [
-            prepare(self.algorithm, kind, flat, group, scratch, self.pieces, second, hosts)
+            prepare(Selection(self.algorithm, kind, self.pieces, hosts), flat, group, scratch, second)
             for kind in self.kinds
         ]
         return partial(_in_turn, actions)

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from itertools import permutations
 
 from headway.cluster import Cluster
+from headway.collectives.hosts import Hosts
+
+Order = tuple[int, ...]
+Cost = Callable[[Order], tuple[float, float]]
 
 MOST_TRIED_HOSTS = 8
 """Up to so many hosts every order is looked at."""
 
 
-def ring_order_on(cluster: Cluster) -> tuple[int, ...]:
+def ring_order_on(cluster: Cluster) -> Order:
     """The order of ranks in which the slowest way between neighbours is the fastest; none where that is their numbers'.
 
     In a ring every way carries as much, so that the slowest decides; among equals the mean does. Over links alone all
@@ -23,7 +27,7 @@ def ring_order_on(cluster: Cluster) -> tuple[int, ...]:
         return ()
     costs = _costs(cluster)
 
-    def cost(order: tuple[int, ...]) -> tuple[float, float]:
+    def cost(order: Order) -> tuple[float, float]:
         ways = [costs[one][other] for one, other in zip(order, (*order[1:], order[0]), strict=True)]
         return max(ways), sum(ways)
 
@@ -31,22 +35,16 @@ def ring_order_on(cluster: Cluster) -> tuple[int, ...]:
     best = _of_all(known, cost) if hosts <= MOST_TRIED_HOSTS else _improved(known, cost)
     if cost(best)[0] >= cost(known)[0]:
         return ()
-    ranks: dict[int, list[int]] = {}
-    for rank, host in enumerate(cluster.host_of_rank):
-        ranks.setdefault(host, []).append(rank)
+    ranks = Hosts.of_cluster(cluster).ranks
     return tuple(rank for host in best for rank in ranks[host])
 
 
-def _of_all(
-    known: tuple[int, ...], cost: Callable[[tuple[int, ...]], tuple[float, float]]
-) -> tuple[int, ...]:
+def _of_all(known: Order, cost: Cost) -> Order:
     first, *others = known
     return min(((first, *order) for order in permutations(others)), key=cost)
 
 
-def _improved(
-    known: tuple[int, ...], cost: Callable[[tuple[int, ...]], tuple[float, float]]
-) -> tuple[int, ...]:
+def _improved(known: Order, cost: Cost) -> Order:
     """Parts are turned round as long as that gains (2-opt: Croes, 1958)."""
     best, improved = known, True
     while improved:
@@ -61,16 +59,10 @@ def _improved(
 
 def _costs(cluster: Cluster) -> list[list[float]]:
     """What a bit takes from one host to another."""
-    places = {host.name: index for index, host in enumerate(cluster.hosts)}
-    slow = {(places[path.source], places[path.target]): path.gbps for path in cluster.paths}
+    slow = {(path.source, path.target): path.gbps for path in cluster.paths}
     return [
         [
-            1
-            / min(
-                source.up_gbps,
-                target.down_gbps,
-                slow.get((places[source.name], places[target.name]), math.inf),
-            )
+            1 / min(source.up_gbps, target.down_gbps, slow.get((source.name, target.name), math.inf))
             for target in cluster.hosts
         ]
         for source in cluster.hosts

@@ -45,10 +45,7 @@ class StepClock:
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step of ``optimizer`` is one of the job."""
-        if optimizer not in self._seen and (
-            not self._parameter_ids or _holds(optimizer, self._parameter_ids)
-        ):
-            self._seen.add(optimizer)
+        self._seen.add(optimizer)
         if self._others and not self._chosen:
             return self._choose(optimizer)
         current = self.optimizer

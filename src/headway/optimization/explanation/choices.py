@@ -58,11 +58,19 @@ def steps_to(replayer: Replayer, target: Strategy, played_target: Simulation) ->
     return (*taken, Step(", ".join(left) or f"{target.name} as planned", played_target))
 
 
-def passes_upon(replayer: Replayer, strategy: Strategy, passes: Sequence[Pass]) -> tuple[Step, ...]:
-    """``passes`` one after the other upon ``strategy``, in the order in which they are applied."""
+def passes_upon(
+    replayer: Replayer, strategy: Strategy, passes: Sequence[Pass], played_all: Simulation
+) -> tuple[Step, ...]:
+    """``passes`` one after the other upon ``strategy``, in the order in which they are applied.
+
+    ``played_all`` is the replay of all of them.
+    """
     return tuple(
-        Step(each.describe(), replayer.replay(strategy, passes=passes[: number + 1]))
-        for number, each in enumerate(passes)
+        Step(
+            each.describe(),
+            played_all if count == len(passes) else replayer.replay(strategy, passes=passes[:count]),
+        )
+        for count, each in enumerate(passes, start=1)
     )
 
 

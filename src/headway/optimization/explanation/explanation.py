@@ -139,4 +139,4 @@ def _steps(replayer: Replayer, best: Candidate, played: Simulation) -> tuple[Ste
         return ()
     without_passes = replayer.replay(best.strategy) if best.passes else played
     own = steps_to(replayer, best.strategy, without_passes)
-    return (*own, *passes_upon(replayer, best.strategy, best.passes))
+    return (*own, *passes_upon(replayer, best.strategy, best.passes, played))

@@ -51,12 +51,13 @@ def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:
     """What closes half of the distance from what is predicted of ``plan`` to ``bound_ms``."""
     target_ms = plan.predicted_ms - (plan.predicted_ms - bound_ms) * CLOSED_SHARE
 
-    def reaches(what_if: WhatIf) -> bool:
+    def reaches(what_if: WhatIf) -> bool | None:
+        """None where the plan cannot be replayed so."""
         try:
             played = replayer.replay(plan.strategy, what_if, passes=plan.passes)
             return replayer.expect(played).step_ms <= target_ms
         except UserError:
-            return False
+            return None
 
     def least(what_if: Callable[[float], WhatIf], sign: int) -> float | None:
         if not reaches(what_if(MOST**sign)):
@@ -70,16 +71,13 @@ def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:
                 low = middle
         return float(MOST ** (sign * high))
 
-    any_workers = True
-    try:
-        replayer.replay(
-            plan.strategy, WhatIf(workers=max(1, replayer.trace.world_size // 2)), passes=plan.passes
-        )
-    except UserError:
-        any_workers = False
-    workers = replayer.trace.world_size // 2
-    while workers >= 1 and not reaches(WhatIf(workers=workers)):
+    workers, answers = replayer.trace.world_size // 2, []
+    while workers >= 1:
+        answers.append(reaches(WhatIf(workers=workers)))
+        if answers[-1]:
+            break
         workers //= 2
+    any_workers = not answers or any(each is not None for each in answers)
     bandwidth = least(lambda factor: WhatIf(bandwidth=factor), 1)
     latency = least(lambda factor: WhatIf(latency=factor), -1)
     return Further(target_ms, bandwidth, latency, workers or None, any_workers)

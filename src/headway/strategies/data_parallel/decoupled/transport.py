@@ -276,8 +276,7 @@ class BucketTransport:
         """A collective of a tensor on the CPU, to be run on ``channel``."""
         groups = self._groups
         second = groups.second[channel] if groups.second else None
-        algorithm, kind, pieces, hosts, _, order = selection
-        return prepare(algorithm, kind, flat, groups.host[channel], scratch, pieces, second, hosts, order)
+        return prepare(selection, flat, groups.host[channel], scratch, second)
 
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""

@@ -16,7 +16,8 @@ def footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Fo
     schedule.serving.check(world_size)
     stock = ddp.footprint(model, schedule, world_size)
     largest = max((bucket.size_bytes for bucket in schedule.buckets), default=0)
-    most = max(range(world_size), key=(schedule.serving.shares or (1,) * world_size).__getitem__)
+    shares = schedule.serving.shares
+    most = shares.index(max(shares)) if shares else 0
     scratch = scratch_numel_of(schedule.serving.program(most, world_size), largest)
     scratch_bytes = schedule.channels * scratch
     return replace(stock, buffers_bytes=stock.buffers_bytes + scratch_bytes)

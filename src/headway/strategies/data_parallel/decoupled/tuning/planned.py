@@ -133,8 +133,11 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
         if schedule not in candidates:
             predicted_ms = predictor.predict(schedule) / 1e6
             candidates[schedule] = Candidate.of(name, schedule, model, predicted_ms)
-    early = [each for each in candidates.values() if each.name != OTHER_FORM]
-    return [*with_stock(early, question), *(each for each in candidates.values() if each not in early)]
+    at_once, later = (
+        [each for each in candidates.values() if (each.name == OTHER_FORM) == waits]
+        for waits in (False, True)
+    )
+    return [*with_stock(at_once, question), *later]
 
 
 def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]:
