@@ -9,7 +9,7 @@ from tests import workers
 from tests.behaviour.hierarchical_cases import SMALL
 from tests.behaviour.parameter_server_cases import alone
 
-from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL, RING
+from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL, RING, TREE
 from headway.replayer.replayer import Replayer
 from headway.trace.events import Kind
 from headway.trace.folder import load_trace
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.processes
     [
         *((DIRECT, places) for places in ("aa", "abc", "aabb", "aabcc")),
         *((HALVING_DOUBLING, places) for places in ("aa", "aabc")),
+        *((TREE, places) for places in ("abc", "aabbc")),
     ],
 )
 def test_same_numbers_as_ddp_and_as_one_process(algorithm: str, places: str) -> None:

@@ -19,6 +19,7 @@ from headway.collectives.algorithms import (
     NATIVE,
     REDUCE_SCATTER,
     RING,
+    TREE,
 )
 from headway.collectives.hosts import Hosts
 from headway.collectives.program import (
@@ -141,6 +142,11 @@ def check_direct(rank: int, world_size: int) -> list[str]:
 def check_halving_doubling(rank: int, world_size: int) -> list[str]:
     """The same of halving and doubling."""
     return _check_halves(rank, world_size, HALVING_DOUBLING)
+
+
+def check_trees(rank: int, world_size: int) -> list[str]:
+    """The same of trees."""
+    return _check_halves(rank, world_size, TREE)
 
 
 def _check_halves(rank: int, world_size: int, algorithm: str) -> list[str]:

@@ -18,6 +18,7 @@ from headway.collectives.algorithms import (
     NATIVE,
     REDUCE_SCATTER,
     RING,
+    TREE,
     program_of,
 )
 from headway.collectives.columns import _stacked, columns_of, piece_sizes, structure_of
@@ -29,6 +30,7 @@ KIND = st.sampled_from(KINDS)
 PROGRAMS = st.one_of(
     st.builds(program_of, st.just(RING), KIND, st.integers(1, 3)), st.builds(program_of, st.just(NATIVE), KIND),
     st.builds(program_of, st.just(DIRECT), st.sampled_from([REDUCE_SCATTER, ALL_GATHER]), st.integers(1, 3)),
+    st.builds(program_of, st.just(TREE), st.sampled_from([REDUCE_SCATTER, ALL_GATHER])),
 )  # fmt: skip
 HOSTS = st.one_of(
     st.builds(lambda count, workers: Hosts.of_places([n // workers for n in range(count * workers)]),

@@ -11,6 +11,7 @@ from headway.collectives.algorithms import (
     HALVING_DOUBLING,
     REDUCE_SCATTER,
     RING,
+    TREE,
     sent_bytes,
 )
 from headway.collectives.hosts import Hosts
@@ -19,12 +20,15 @@ LARGE_BYTES = 64 * 2**20
 
 
 @pytest.mark.parametrize("kind", [REDUCE_SCATTER, ALL_GATHER])
-@pytest.mark.parametrize(("algorithm", "rounds"), [(DIRECT, 1), (HALVING_DOUBLING, 3), (RING, 7)])
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "rounds"),
+    [(DIRECT, 8, 1), (HALVING_DOUBLING, 8, 3), (RING, 8, 7), (TREE, 6, 3), (TREE, 12, 4), (RING, 12, 11)],
+)
 def test_a_small_tensor_takes_a_latency_a_round_and_a_large_one_as_long_as_in_a_ring(
-    algorithm: str, rounds: int, kind: str
+    algorithm: str, ranks: int, rounds: int, kind: str
 ) -> None:
-    cluster = cluster_of(8)
-    assert time_us(cluster, algorithm, kind, 80) == pytest.approx(100 * rounds, rel=0.02)
+    cluster = cluster_of(ranks)
+    assert time_us(cluster, algorithm, kind, 10 * ranks) == pytest.approx(100 * rounds, rel=0.02)
     ring_us = time_us(cluster, RING, kind, LARGE_BYTES)
     assert time_us(cluster, algorithm, kind, LARGE_BYTES) == pytest.approx(ring_us, rel=0.01)
 

@@ -57,6 +57,12 @@ def test_halving_and_doubling(world_size: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("world_size", [1, 3, 6])
+def test_trees(world_size: int) -> None:
+    nothing_is_wrong(world_size, "check_trees")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_native_forms(world_size: int) -> None:
     nothing_is_wrong(world_size, "check_native")

@@ -4,7 +4,7 @@ import pytest
 from tests import workers
 
 from headway.cluster import Cluster, Host
-from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL, NATIVE, RING
+from headway.collectives.algorithms import DIRECT, HALVING_DOUBLING, HIERARCHICAL, NATIVE, RING, TREE
 from headway.collectives.hosts import Hosts
 from headway.network.collective_costs import CANDIDATES, SHORT
 
@@ -18,12 +18,13 @@ from headway.network.collective_costs import CANDIDATES, SHORT
         ("aab", {DIRECT}),
         ("abcd", {DIRECT, HALVING_DOUBLING}),
         ("aabb", {DIRECT, HALVING_DOUBLING, HIERARCHICAL}),
-        ("aabbcc", {DIRECT, HIERARCHICAL}),
+        ("aabbcc", {DIRECT, HIERARCHICAL, TREE}),
+        ("abcdefgh", {DIRECT, HALVING_DOUBLING}),
     ],
 )
 def test_probes_time_what_differs_from_rings_among_these_ranks(places: str, others: set[str]) -> None:
     found = {each.algorithm for each in CANDIDATES if each.fits(Hosts.of_places(places))}
-    assert found & {DIRECT, HALVING_DOUBLING, HIERARCHICAL} == others
+    assert found & {DIRECT, HALVING_DOUBLING, HIERARCHICAL, TREE} == others
     assert {RING, NATIVE} <= found
 
 

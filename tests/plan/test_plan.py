@@ -88,7 +88,7 @@ SMALL = "{size_bytes: 9, reduce_scatter: direct, all_gather: ring}"
         ("by_size: []", f"by_size: [{SMALL}, {SMALL}]", "by_size is not in ascending order of size_bytes"),
         (
             "by_size: []",
-            "by_size: [{size_bytes: 9, reduce_scatter: tree, all_gather: ring}]",
+            "by_size: [{size_bytes: 9, reduce_scatter: telepathy, all_gather: ring}]",
             "expected ring or",
         ),
     ],

@@ -36,11 +36,14 @@ def test_what_was_measured_joins_where_it_is_faster() -> None:
     assert algorithm_choices(slower.cluster, 10**6) == [RINGS]
 
 
-@pytest.mark.parametrize("name", ["direct", "halving_doubling"])
-def test_others_of_our_own_join_only_where_they_were_measured(name: str) -> None:
-    assert algorithm_choices(job_with(ring=400).cluster, 10**6) == [RINGS]
-    assert Algorithms(name, name) in algorithm_choices(job_with(ring=20_000, **{name: 5}).cluster, 10**6)
-    assert algorithm_choices(job_with(ring=50, **{name: 50_000}).cluster, 10**6) == [RINGS]
+@pytest.mark.parametrize(("name", "workers"), [("direct", 4), ("halving_doubling", 4), ("tree", 6)])
+def test_others_of_our_own_join_only_where_they_were_measured(name: str, workers: int) -> None:
+    def found(**costs: float) -> list[Algorithms]:
+        return algorithm_choices(on_hosts(job_with(**costs), workers, 1).cluster, 10**6)
+
+    assert found(ring=400) == [RINGS]
+    assert Algorithms(name, name) in found(**{"ring": 20_000, name: 5})
+    assert found(**{"ring": 50, name: 50_000}) == [RINGS]
 
 
 def crossing_job() -> PlannedJob:

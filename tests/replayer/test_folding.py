@@ -15,6 +15,7 @@ from headway.collectives.algorithms import (
     HALVING_DOUBLING,
     HIERARCHICAL,
     KINDS,
+    TREE,
     program_of,
 )
 from headway.collectives.hosts import Hosts
@@ -64,11 +65,15 @@ def test_everything_repeats_after_as_many_ranks(cluster: Cluster, timelines: int
     ("algorithm", "kind"),
     [(name, kind) for name, each in ALGORITHMS.items() for kind in KINDS if kind in each.kinds],
 )
-def test_all_programs_can_be_folded(algorithm: str, kind: str) -> None:
+def test_programs_that_repeat_can_be_folded(algorithm: str, kind: str) -> None:
     """Whatever is folded repeats after whole hosts."""
     hosts = Hosts.of_places("aabb")
     program = program_of(algorithm, kind, hosts=hosts)(0, 4)
-    assert program.mirrors or program.rotation == (2 if algorithm == HIERARCHICAL else 1)
+    if ALGORITHMS[algorithm].repeats:
+        assert program.mirrors or program.rotation == (2 if algorithm == HIERARCHICAL else 1)
+    else:
+        assert not program.mirrors
+        assert not program.rotation
 
 
 @settings(deadline=None, max_examples=25)
@@ -110,6 +115,13 @@ def test_folding_changes_nothing_of_other_algorithms(algorithm: str, a_host: int
     folded, unfolded = (replayer.replay(strategy, asked, fold=fold) for fold in (True, False))
     assert folded.graph.ranks < unfolded.graph.ranks == 16
     assert folded.step_times_ms == pytest.approx(unfolded.step_times_ms, rel=1e-4)
+
+
+def test_ranks_of_trees_are_not_alike_and_all_are_played() -> None:
+    replayer = Replayer(as_bucketed(synthetic_trace(job(steps=1))))
+    strategy = DecoupledStrategy(bucket_cap_bytes=2**19, all_gather=TREE)
+    assert replayer.replay(strategy, WhatIf(workers=12)).graph.ranks == 12
+    assert replayer.replay(what_if=WhatIf(workers=12)).graph.ranks < 12
 
 
 def test_thousands_of_workers_are_replayed() -> None:

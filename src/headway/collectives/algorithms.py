@@ -31,6 +31,7 @@ from headway.collectives.program import (
     ring_reduce_scatter,
 )
 from headway.collectives.servers import push_and_pull
+from headway.collectives.trees import has_rounds_to_save, tree_all_gather, tree_reduce_scatter
 from headway.errors import PlanError
 
 ALL_REDUCE = "all_reduce"
@@ -45,6 +46,7 @@ RING = "ring"  # Headway's chunk programs
 HIERARCHICAL = "hierarchical"  # rings within hosts and across them
 DIRECT = "direct"  # every rank sends to every other one
 HALVING_DOUBLING = "halving_doubling"  # partners halve and double what they hold
+TREE = "tree"  # every chunk along a tree of its own
 NATIVE = "native"  # the process group's own collectives, of Gloo where replay plays them
 NCCL = "nccl"  # a process group's own as NCCL does them: replayed, never chosen
 SERVERS = "servers"  # every rank a parameter server
@@ -63,7 +65,8 @@ class Algorithm:
     ``programs`` gives the chunk programs of a kind in so many pieces, ``cost_name`` the name under which
     ``Cluster.algorithms`` holds what that costs. ``is_library`` says that live the process group does it by itself.
     ``probed`` are the kinds that share a cost, each with the pieces in which a probe measures them. ``follows_hosts``
-    says that programs depend on which ranks share a host. ``check`` raises PlanError for ranks on hosts with which it
+    says that programs depend on which ranks share a host, ``repeats`` that some ranks stand for all others
+    (``ChunkProgram.rotation`` or ``mirrors``). ``check`` raises PlanError for ranks on hosts with which it
     cannot do; ``differs`` says whether it can, and does anything there that rings do not.
     """
 
@@ -74,6 +77,7 @@ class Algorithm:
     is_library: bool = False
     probed: tuple[tuple[tuple[str, ...], int], ...] = ()
     follows_hosts: bool = False
+    repeats: bool = True
     check: Callable[[Hosts], None] = lambda _hosts: None
     differs: Callable[[Hosts], bool] = lambda _hosts: True
 
@@ -101,6 +105,10 @@ def _direct(kind: str, pieces: int) -> ProgramOf:
 
 def _halving_doubling(kind: str, _pieces: int) -> ProgramOf:
     return {REDUCE_SCATTER: halving_reduce_scatter, ALL_GATHER: doubling_all_gather}[kind]
+
+
+def _trees(kind: str, _pieces: int) -> ProgramOf:
+    return {REDUCE_SCATTER: tree_reduce_scatter, ALL_GATHER: tree_all_gather}[kind]
 
 
 def _gloo(kind: str, pieces: int) -> ProgramOf:
@@ -157,6 +165,15 @@ ALGORITHMS: dict[str, Algorithm] = {
             probed=((_HALVES, 1),),
             check=check_power_of_two,
             differs=lambda hosts: hosts.world_size > 2 and is_power_of_two(hosts.world_size),
+        ),
+        Algorithm(
+            TREE,
+            _HALVES,
+            _trees,
+            lambda _kind, _pieces: TREE,
+            probed=((_HALVES, 1),),
+            repeats=False,
+            differs=has_rounds_to_save,
         ),
         Algorithm(
             NATIVE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -26,7 +27,7 @@ from headway.collectives.algorithms import (
 )
 from headway.collectives.gloo import segments_for
 from headway.collectives.hosts import Hosts
-from headway.collectives.program import ProgramOf, pieces_for, scratch_numel_of
+from headway.collectives.program import ChunkProgram, ProgramOf, pieces_for, scratch_numel_of
 from headway.errors import PlanError
 
 
@@ -91,11 +92,24 @@ class Selection(NamedTuple):
     def scratch_numel(self, numel: int, world_size: int) -> int:
         """How many elements it needs as scratch for a tensor of ``numel`` elements, whatever ranks share a host.
 
-        What follows hosts needs no more than a ring.
+        What follows hosts needs no more than a ring. Where ranks are not alike it is what the one needs that needs
+        most.
         """
         known = ALGORITHMS[self.algorithm]
         algorithm = RING if known.is_library or known.follows_hosts else self.algorithm
-        return scratch_numel_of(program_of(algorithm, self.kind, self.pieces)(0, world_size), numel)
+        program = _of_the_neediest(algorithm, self.kind, self.pieces, world_size)
+        return scratch_numel_of(program, numel)
+
+
+@cache
+def _of_the_neediest(algorithm: str, kind: str, pieces: int, world_size: int) -> ChunkProgram:
+    """The program of a rank that needs as much scratch as any."""
+    programs = program_of(algorithm, kind, pieces)
+    first = programs(0, world_size)
+    if ALGORITHMS[algorithm].repeats:
+        return first
+    each = (programs(rank, world_size) for rank in range(world_size))
+    return max(each, key=lambda program: program.scratch_slots * program.slot_numel(world_size))
 
 
 def check_order(order: tuple[int, ...], world_size: int) -> None:
@@ -146,6 +160,12 @@ class Algorithms:
         """The algorithms that a half ``kind`` may have, those of small buckets first."""
         sizes = (*(each.size_bytes for each in self.by_size), math.inf)
         return list(dict.fromkeys(self.of(kind, size) for size in sizes))
+
+    @property
+    def repeat(self) -> bool:
+        """Whether in each of them some ranks stand for all others."""
+        names = {name for kind in (REDUCE_SCATTER, ALL_GATHER) for name in self.names(kind)}
+        return not self.ring_order and all(ALGORITHMS[name].repeats for name in names)
 
     @property
     def in_words(self) -> list[str]:

@@ -1,8 +1,9 @@
 """Folding: ranks that do the same at the same moment are simulated once.
 
-All programs of collectives rotate: shifting every rank by the same number gives the same collective again. So where
-hosts and timelines repeat after some number of ranks as well, whatever happens on one rank happens at the same moment
-on the one that lies so many further, but for a byte a message where a tensor cannot be cut evenly.
+Most programs of collectives rotate: shifting every rank by the same number gives the same collective again. So where
+a plan has no others (``Algorithms.repeat``), and hosts and timelines repeat after some number of ranks as well,
+whatever happens on one rank happens at the same moment on the one that lies so many further, but for a byte a message
+where a tensor cannot be cut evenly.
 """
 
 from __future__ import annotations

@@ -158,9 +158,8 @@ class Simulator:
             and not job.incidents.slow_share
             and may_fold(known)
             and isinstance(schedule, BucketSchedule)
-            and not (
-                schedule.serving.shares or schedule.algorithms.ring_order
-            )  # which differ from rank to rank
+            and not schedule.serving.shares  # which differ from rank to rank
+            and schedule.algorithms.repeat
         )
         period = period_of(cluster, draws * len(known)) if alike else cluster.world_size
         factors = (computation.factor_of(rank) for rank in range(period))
