@@ -5,21 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tests.commands import headway, torchrun
 
-# Of links that take no time, for no bucket or codec to gain by them.
-CLUSTER = """
-format: 1
-hosts: [{name: a, workers: 2, up_gbps: 10, down_gbps: 10}]
-local_gbps: 1000
-local_latency_us: 1
-"""
+from headway.compression.registry import PROPOSED
+
+# Of links that take no time and codecs that take much, for no bucket or codec to gain by them.
+CLUSTER = {
+    "format": 1,
+    "hosts": [{"name": "a", "workers": 2, "up_gbps": 10, "down_gbps": 10}],
+    "local_gbps": 1000,
+    "local_latency_us": 1,
+    "codecs": {each.cost_name: {"bucket_us": [1e5] * 4, "mib_us": [1e5] * 4} for each in PROPOSED},
+}
 
 
 def fast_cluster(folder: Path) -> Path:
     """The file of a cluster of two ranks with such links."""
     path = folder / "cluster.yaml"
-    path.write_text(CLUSTER)
+    path.write_text(yaml.safe_dump(CLUSTER))
     return path
 
 

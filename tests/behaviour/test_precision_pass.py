@@ -86,7 +86,7 @@ def test_an_unmodified_script_goes_round_the_loop(tmp_path: Path) -> None:
         assert planned.returncode == 0, planned.stderr
         plan = yaml.safe_load(path.read_text())
         assert ("bfloat16" in str(plan.get("passes"))) == taken
-        assert (plan.get("changes_training") == "the model computes in bfloat16") == taken
+        assert ("the model computes in bfloat16" in (plan.get("changes_training") or "")) == taken
 
     trained = headway("run", "--plan", path, "--", *torchrun(*script, "--losses", losses[1]))
     assert trained.returncode == 0, trained.stderr
