@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Half widths that covered nine of ten steps of what was never recorded, as shares of the step. They come from
-# benchmarks/uncertainty.py; docs/replay.md says how.
+# Half widths that covered nine of ten steps of what was never recorded, as shares of the step: the larger ones of two
+# complete runs of benchmarks/replay_accuracy.py, by benchmarks/uncertainty.py; docs/replay.md says how.
 SAME_SHARE = 0.014  # the recorded strategy, with other buckets, on other links or with other workers
-OTHER_SHARE = 0.018  # another strategy than the recorded one
+OTHER_SHARE = 0.022  # another strategy than the recorded one
 BUSY_SHARE = 0.056  # the same, where communication takes cores that training computes on
 CROWDED_SHARE = 0.136  # more work at a time for cores that all ranks share
 CROWDED = 1.5  # times the recorded work at a time
