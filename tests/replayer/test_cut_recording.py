@@ -16,6 +16,7 @@ from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
 from headway.model import Chain, ChainLink
+from headway.optimization.explanation import explain
 from headway.optimization.plan_writing import plan_of
 from headway.optimization.recut import recuts
 from headway.optimization.search import search
@@ -127,6 +128,14 @@ def test_candidates_stand_beside_those_that_the_script_follows() -> None:
     again = of.replay(plan.strategy, mesh=plan.mesh)
     assert of.expect(again).step_ms == pytest.approx(two.predicted_ms)
     assert of.expect(again).uncertainty_ms == pytest.approx(two.uncertainty_ms)
+    for each in (best, two):
+        explained = explain(of, found, each, go_further=True)
+        assert explained is not None
+        (choice,) = explained.choices
+        assert choice.name == each.name
+        assert choice.step_ms == pytest.approx(explained.to_ms)
+        assert "exposed communication" in explained.after.parts_ms
+        assert explained.further is None
     assert "BatchNorm" not in found.note
     normed = search(replayer(recorded(CHAIN.model_copy(update={"batch_norms": True}))))
     assert "BatchNorm computes its statistics of micro-batches" in normed.note

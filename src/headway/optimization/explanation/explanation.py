@@ -105,12 +105,13 @@ def explain(
 ) -> Explanation | None:
     """Why ``best`` is as fast as it is; with ``go_further`` also what would bring it closer to the bound.
 
-    A plan's passes are choices upon its strategy. None for plans that the recorded job is not replayed under as
-    it is: of other stages or micro-batches, and those whose ranks do not wait for each other.
+    A plan's passes are choices upon its strategy; other stages are one choice with the pipeline that has them. None for
+    plans of another number of micro-batches than was recorded, and those whose ranks do not wait for each other.
     """
-    if best.recut is not None or best.of_other_size or plugin_of(best.strategy).has_horizon:
+    if best.of_other_size or plugin_of(best.strategy).has_horizon:
         return None
-    target = replayer.replay(best.strategy, passes=best.passes)
+    mesh = None if best.recut is None else best.recut.mesh
+    target = replayer.replay(best.strategy, passes=best.passes, mesh=mesh)
     if abs(replayer.expect(target).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
         return None
     choices: list[Choice] = []
@@ -126,6 +127,7 @@ def explain(
     if (
         go_further
         and found.bound is not None
+        and best.recut is None
         and not best.changes_training
         and best.predicted_ms > found.bound_ms
     ):
@@ -137,6 +139,8 @@ def _steps(replayer: Replayer, best: Candidate, played: Simulation) -> tuple[Ste
     """The choices of the strategy, then the passes; all of them replay as ``played``."""
     if not best.changed:
         return ()
+    if best.recut is not None:
+        return (Step(best.name, played),)
     without_passes = replayer.replay(best.strategy) if best.passes else played
     own = steps_to(replayer, best.strategy, without_passes)
     return (*own, *passes_upon(replayer, best.strategy, best.passes, played))
