@@ -71,6 +71,29 @@ def test_a_text_is_written_whole_and_nothing_is_left_beside_it(tmp_path: Path) -
         files.write_text(tmp_path / "missing" / "a", "text")
 
 
+def test_a_device_and_a_link_are_written_through(tmp_path: Path) -> None:
+    pipe, link, kept = tmp_path / "pipe", tmp_path / "link", tmp_path / "kept"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_text(pipe, "into the pipe")
+    assert os.read(reader, 100) == b"into the pipe"
+    os.close(reader)
+    assert pipe.is_fifo()
+    link.symlink_to(kept)
+    files.write_text(link, "into the file")
+    assert link.is_symlink()
+    assert kept.read_text() == "into the file"
+    with pytest.raises(UserError, match="cannot be written"):
+        files.write_text(tmp_path, "into a folder")
+
+
+def test_where_nothing_can_be_written_is_said_before(tmp_path: Path) -> None:
+    files.check_writable(tmp_path / "file")
+    files.check_writable(Path(os.devnull))
+    with pytest.raises(PlanError, match="no folder"):
+        files.check_writable(tmp_path / "none" / "file", PlanError)
+
+
 def test_reading_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "big").write_text("x" * 100)
     with pytest.raises(TraceError, match="too large"):

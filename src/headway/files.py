@@ -65,10 +65,31 @@ def write_text(path: Path, text: str, error: type[UserError] = UserError) -> Non
         file.write(text.encode())
 
 
+def check_writable(path: Path, error: type[UserError] = UserError) -> None:
+    """Raise ``error`` where a file cannot be written at ``path``: before what takes long."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise error(
+            f"{path} cannot be written",
+            got=f"no right to write into {folder}" if folder.is_dir() else f"no folder {folder}",
+            fix="Make the folder, or name another.",
+        )
+
+
 @contextmanager
 def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[IO[bytes]]:
-    """Yield a file next to ``path`` that takes its name only when the block ends well: readers see no half of it."""
+    """Yield a file next to ``path`` that takes its name only when the block ends well: readers see no half of it.
+
+    A link stays one. What is there and is no file, such as a pipe or /dev/null, is written into.
+    """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            with path.open("wb") as device:
+                yield device
+            return
+        path = Path(os.path.realpath(path))
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:

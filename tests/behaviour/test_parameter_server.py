@@ -66,7 +66,7 @@ def test_buckets_that_ddp_replaces_are_not_kept() -> None:
     for held in workers.run(2, f"{CASES}:held_after_rebuilding"):
         replaced, own = zip(*held, strict=True)
         assert replaced == (0,) * 4
-        assert min(own) > 1
+        assert min(own[1:]) > 1  # DDP begins with one bucket, which it replaces
         assert len(set(own)) > 1  # DDP rebuilt its buckets
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headway.cluster import Cluster, Host, Traffic
 from headway.planning.server_shares import PARTS, shares_on
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
 def on(rates_gbps: Sequence[float], workers: int = 1, **options: object) -> Cluster:
@@ -31,6 +32,12 @@ def test_a_slow_link_s_worker_serves_next_to_nothing() -> None:
     shares = shares_on(on([4.0, 4.0, 4.0, 1.0]))
     assert shares[3] == 1
     assert shares[:3] == (PARTS // 3,) * 3
+
+
+@pytest.mark.parametrize(("hosts", "fast"), [(200, 1), (1000, 5)])
+def test_shares_of_many_workers_stay_within_what_a_plan_takes(hosts: int, fast: int) -> None:
+    shares = shares_on(on([100.0] * fast + [1.0] * (hosts - fast)))
+    assert ParameterServerStrategy(shares=shares).shares == shares
 
 
 def test_what_others_send_makes_a_link_slow() -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 UNDECIDED = 0  # of --measure without a number
 NOT_NEEDED = (
-    "Nothing was measured: predictions tell the best plan apart from all others that the command can follow."
+    "Nothing was measured: of the plans that the command can follow, predictions leave no two that may be the "
+    "best."
 )
 WENT_ON = (
     "the command goes on when it is to end after its last timed step (it catches SystemExit), so each run takes as "

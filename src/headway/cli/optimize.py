@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +23,9 @@ from headway.cli.measuring import (
 )
 from headway.units import parse_size_bytes
 
+if TYPE_CHECKING:
+    from headway.trace.format import Trace
+
 ANY = "any"
 
 
@@ -28,7 +33,7 @@ ANY = "any"
 @click.argument(
     "traces", metavar="TRACE [TRACE]...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("-o", "--output", "plan_path", type=click.Path(path_type=Path), default=Path("plan.yaml"),
+@click.option("-o", "--output", "plan_path", type=click.Path(path_type=Path, dir_okay=False), default=Path("plan.yaml"),
               show_default=True, help="The plan file to write.")  # fmt: skip
 @click.option(
     "--cluster",
@@ -92,18 +97,11 @@ def optimize(
     More TRACEs are recordings of the same pipeline with other numbers of micro-batches, which are tried too.
     """
     from headway.cluster import Cluster
-    from headway.replayer.incomplete import check_takes_plans
-    from headway.report.timeline import require_bokeh
-    from headway.trace.folder import load_trace
 
     command = command_to_measure_with(ctx, measured, follow=follow)
     limit_bytes = None if limit is None else parse_size_bytes(limit, "--memory-limit")
-    if html is not None:
-        require_bokeh()
     cluster = Cluster.load(cluster_path) if cluster_path else None
-    loaded = [load_trace(trace) for trace in traces]
-    for each in loaded:
-        check_takes_plans(each)
+    loaded = _loaded(traces, (plan_path, html), command if measured is not None else None)
 
     from headway.optimization.explanation import explain
     from headway.optimization.plan_writing import plan_of
@@ -162,3 +160,25 @@ def optimize(
     console.print(f"{searched(found)} Links: {replayer.cluster.source}.")
     if html is not None:
         console.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _loaded(
+    traces: Sequence[Path], written: Sequence[Path | None], measured_with: Sequence[str] | None
+) -> list[Trace]:
+    """The recordings. Raises UserError where the rest of the command would end in vain."""
+    from headway.integrations.short_runs import check_command
+    from headway.replayer.incomplete import check_takes_plans
+    from headway.report.timeline import require_bokeh
+    from headway.trace.folder import load_trace
+
+    _, html = written
+    if html is not None:
+        require_bokeh()
+    for path in filter(None, written):
+        files.check_writable(path)
+    loaded = [load_trace(trace) for trace in traces]
+    for each in loaded:
+        check_takes_plans(each)
+    if measured_with is not None:
+        check_command(measured_with, loaded[0].world_size)
+    return loaded

@@ -65,16 +65,18 @@ def replay_all(asked: Sequence[Asked], limit: TimeLimit, progress: Progress | No
             unseen += 1
             continue
         rivals = of_strategy[one.strategy.name]
-        if not one.always and is_slower_than_all(one, rivals):
+        made = None
+        try:
+            if one.always or not is_slower_than_all(one, rivals):
+                made = found[number] = one.replay()
+        except UserError as refusal:  # too large, maybe: others may not be
+            if one.always:
+                raise
+            refusals.append(str(refusal))
+            continue
+        if made is None:
             pruned += 1
         else:
-            try:
-                made = found[number] = one.replay()
-            except UserError as refusal:  # too large, maybe: others may not be
-                if one.always:
-                    raise
-                refusals.append(str(refusal))
-                continue
             rivals.append(made)
             rivals.sort(key=lambda each: each.predicted_ms)
             best = made if best is None or made.predicted_ms < best.predicted_ms else best

@@ -48,11 +48,11 @@ class SearchResult:
         )
 
     def like(self, best: Candidate) -> tuple[Candidate, ...]:
-        """The others that cannot be told apart from ``best``."""
+        """The others that cannot be told apart from ``best``, which may be one that was made to follow its network."""
         return tuple(
             each
             for each in self.candidates
-            if each is not best
+            if each.expected is not best.expected
             and best.expected.like(each.expected)
             and (each.recut is None or best.recut is not None)
             and no_other_training(each, best)

@@ -73,8 +73,8 @@ def search(
     begun = time.perf_counter()
     job, recorded = replayer.job, replayer.recorded_strategy
     in_force, script = recorded.decide(job), script_micro_batches(recorded, job)
-    sized = sizes(replayer, others)
     limit, reproduced = TimeLimit.of(budget_s), replayer.recorded_step_ms / replayer.base.step_ms
+    sized = sizes(replayer, others)
     with limited(limit):
         proposals, decided = _proposed(job, recorded, script, allow)
         more = [(each, *_proposed(each.job, recorded, script, allow, recorded_too=False)) for each in sized]
@@ -92,7 +92,7 @@ def search(
             under_passes = with_passes(replayer, own, memory_limit_bytes, allow)
             candidates += under_passes.found
         if not limit.is_over():
-            uncut = recuts(replayer, [each.strategy for each in so_far])
+            uncut = recuts(replayer, [each.strategy for each in so_far if not each.of_other_size])
             candidates += [_recut(replayer, each) for each in uncut.found]
     fitting, excluded = within(candidates, memory_limit_bytes)
     notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]

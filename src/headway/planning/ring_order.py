@@ -8,12 +8,17 @@ from itertools import permutations
 
 from headway.cluster import Cluster
 from headway.collectives.hosts import Hosts
+from headway.planning.time_limit import time_is_up
 
 Order = tuple[int, ...]
 Cost = Callable[[Order], tuple[float, float]]
 
 MOST_TRIED_HOSTS = 8
 """Up to so many hosts every order is looked at."""
+MOST_THOROUGH_HOSTS = 64
+"""For more, each part is turned round once at most."""
+MOST_HOSTS = 256
+"""For more, the order stays: looking for another would take minutes."""
 
 
 def ring_order_on(cluster: Cluster) -> Order:
@@ -23,7 +28,7 @@ def ring_order_on(cluster: Cluster) -> Order:
     orders are equal, as each host sends and receives as much in all of them. Ranks of a host stay together.
     """
     hosts = len(cluster.hosts)
-    if not cluster.paths or hosts < 3:
+    if not cluster.paths or not 3 <= hosts <= MOST_HOSTS:
         return ()
     costs = _costs(cluster)
 
@@ -45,15 +50,18 @@ def _of_all(known: Order, cost: Cost) -> Order:
 
 
 def _improved(known: Order, cost: Cost) -> Order:
-    """Parts are turned round as long as that gains (2-opt: Croes, 1958)."""
-    best, improved = known, True
+    """Parts are turned round as long as that gains (2-opt: Croes, 1958), and there is time."""
+    best, least, improved = known, cost(known), True
     while improved:
         improved = False
         for start in range(1, len(best) - 1):
+            if time_is_up():
+                return best
             for end in range(start + 1, len(best)):
                 turned = (*best[:start], *reversed(best[start : end + 1]), *best[end + 1 :])
-                if cost(turned) < cost(best):
-                    best, improved = turned, True
+                if (found := cost(turned)) < least:
+                    best, least, improved = turned, found, True
+        improved = improved and len(best) <= MOST_THOROUGH_HOSTS
     return best
 
 

@@ -6,7 +6,7 @@ from headway.cluster import Cluster
 
 LEAST_DIFFERENCE = 0.1
 """By so much the rates of links have to differ."""
-PARTS, PARTS_A_WORKER = 96, 8
+PARTS, PARTS_A_WORKER, MOST_PARTS_OF_ONE = 96, 8, 1000
 LEAST_RATE = 0.05
 """What other traffic leaves of a link's rate at the least."""
 HALVINGS = 60
@@ -34,8 +34,9 @@ def shares_on(cluster: Cluster) -> tuple[int, ...]:
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(room(middle)) >= 1 else (middle, high)
-    parts = max(PARTS, PARTS_A_WORKER * count)
-    shares = tuple(max(1, round(part * parts)) for part in room(high))
+    rooms = room(high)
+    parts = min(max(PARTS, PARTS_A_WORKER * count), MOST_PARTS_OF_ONE / max(rooms))
+    shares = tuple(max(1, round(part * parts)) for part in rooms)
     return () if len(set(shares)) == 1 else shares
 
 

@@ -36,6 +36,7 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
     def reactions(self, graph: GraphBuilder[ReplicatedSchedule], job: Job) -> StepLayout:
         from headway.strategies.pipeline.layout import PipelineLayout
         from headway.strategies.pipeline.recorded_layout import RecordedLayout
+        from headway.strategies.pipeline.stage_times import check_as_many
 
         schedule = graph.schedule
         gradients = {
@@ -45,6 +46,7 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         }
         if isinstance(schedule.pipeline, RecordedPipelineSchedule):
             return RecordedLayout(graph, gradients)
+        check_as_many(schedule.pipeline.micro_batches, job.steps)
         return PipelineLayout(
             graph, schedule.pipeline, job.boundary_bytes, pipelines=schedule.pipelines, gradients=gradients
         )

@@ -41,6 +41,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
     def reactions(self, graph: GraphBuilder[PipelineSchedule], job: Job) -> StepLayout:
         from headway.strategies.pipeline.layout import PipelineLayout
         from headway.strategies.pipeline.recorded_layout import RecordedLayout
+        from headway.strategies.pipeline.stage_times import check_as_many
 
         if (ranks := len(graph.schedule.ranks)) != job.world_size:
             raise PlanError(
@@ -50,6 +51,7 @@ class _Plugin(StrategyPlugin[PipelineStrategy]):
             )
         if isinstance(graph.schedule, RecordedPipelineSchedule):
             return RecordedLayout(graph)
+        check_as_many(graph.schedule.micro_batches, job.steps)
         return PipelineLayout(graph, graph.schedule, job.boundary_bytes)
 
     def footprint(self, job: Job, schedule: PipelineSchedule, stage: int) -> Footprint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headway.errors import PlanError
 from headway.graph.blocks import ComputeBlock, blocks_of
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
@@ -86,6 +87,16 @@ def recorded_actions(computation: Computation) -> tuple[tuple[Action, ...], ...]
         actions = tuple(StageTimes.of(timelines[rank][0]).passes_ns)
         found.setdefault(frozenset(action.stage for action in actions), actions)
     return tuple(found.values())
+
+
+def check_as_many(planned: int, computation: Computation) -> None:
+    """Raise PlanError where ``planned`` is another number of micro-batches than recorded steps have."""
+    recorded = micro_batches(computation)
+    if recorded != planned:
+        raise PlanError(
+            "the plan is for another number of micro-batches than was recorded", got=f"{planned}",
+            expected=f"{recorded}", fix="Replay it on a recording of as many, or give optimize both recordings.",
+        )  # fmt: skip
 
 
 def micro_batches(computation: Computation) -> int:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headway import torch_private
-from headway.errors import HeadwayError
+from headway.errors import CommunicationError, HeadwayError
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.communication import Channels, Job
 from headway.strategies.data_parallel.channels.departure import Departure
@@ -45,6 +45,10 @@ class HookedChannels:
     def submit(self, job: Job, buffer: torch.Tensor) -> torch.futures.Future[Any]:
         """Queue ``job``, which puts a mean into ``buffer``; the future is done when it is there, or fails as that."""
         future: torch.futures.Future[Any] = torch.futures.Future()
+        if self._stopped:
+            gone = "the process group of this model has been destroyed: no gradient is reduced any more"
+            future.set_exception(CommunicationError(gone))
+            return future
 
         def then(error: HeadwayError | None) -> None:
             if error is None:

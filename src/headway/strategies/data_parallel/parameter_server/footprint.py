@@ -15,9 +15,11 @@ def footprint(model: ModelSpec, schedule: BucketSchedule, world_size: int) -> Fo
     """What the rank holds that serves most. Raises PlanError for shares of others than ``world_size`` ranks."""
     schedule.serving.check(world_size)
     stock = ddp.footprint(model, schedule, world_size)
-    largest = max((bucket.size_bytes for bucket in schedule.buckets), default=0)
+    largest: dict[str, int] = {}  # bucket of each type, which has scratch memory of its own
+    for bucket in schedule.buckets:
+        largest[bucket.dtype] = max(bucket.size_bytes, largest.get(bucket.dtype, 0))
     shares = schedule.serving.shares
     most = shares.index(max(shares)) if shares else 0
-    scratch = scratch_numel_of(schedule.serving.program(most, world_size), largest)
-    scratch_bytes = schedule.channels * scratch
+    program = schedule.serving.program(most, world_size)
+    scratch_bytes = schedule.channels * sum(scratch_numel_of(program, each) for each in largest.values())
     return replace(stock, buffers_bytes=stock.buffers_bytes + scratch_bytes)

@@ -44,7 +44,7 @@ class ParameterServerStrategy(Strategy):
 
     def bucketing(self) -> DistributedDataParallelStrategy:
         """What cuts gradients into keys."""
-        return DistributedDataParallelStrategy(bucket_caps_mb=(self.bucket_cap_mb,))
+        return DistributedDataParallelStrategy(bucket_cap_mb=self.bucket_cap_mb)
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words."""
