@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.interop.settings.plans import BY_NAME, asked, meshed, of_tables, piped
 from tests.interop.settings.tuner_reader import COLLECTIVES, Choice, answer
 
 from headway.cluster import Cluster, Host
+from headway.collectives.selection import SizeClass
 from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
-from headway.interop.settings.asked import CollectiveOptions
+from headway.interop.settings.asked import CollectiveOptions, unexpressed
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
 AS_REPLAYED = CollectiveOptions(as_replayed=True)
 CHANNELS = CollectiveOptions(channels=8)
+SMALL = SizeClass(size_bytes=1000, reduce_scatter="direct", all_gather="ring")
 
 
 def test_the_halves_of_a_decoupled_plan_are_chosen_by_function() -> None:
@@ -25,6 +28,30 @@ def test_the_halves_of_a_decoupled_plan_are_chosen_by_function() -> None:
     one = nccl.nccl(asked("decoupled", traced=False, reduce_scatter="native"))
     assert one.environment == {"NCCL_ALGO": "allgather:ring"}, "the other is NCCL's own choice"
     assert one.gist == "ring for allgather"
+
+
+def test_what_the_library_has_no_algorithm_for_is_said() -> None:
+    one = nccl.nccl(asked("decoupled", traced=False, all_gather="tree"))
+    assert one.lacks == ("tree collectives: allgather is left to the library",)
+    options: dict[str, Any] = {
+        "reduce_scatter": "direct",
+        "ring_order": (1, 0, 3, 2),
+        "by_size": (SMALL,),
+    }
+    fixed = nccl.rccl(asked("decoupled", collectives=AS_REPLAYED, **options))
+    assert fixed.lacks == (
+        "direct collectives: rings for reducescatter",
+        "other algorithms of smaller buckets: rings for all",
+        "the order of ranks in rings: the library has its own",
+    )
+    assert not fixed.complete
+
+
+def test_a_plan_that_adapts_is_asked_for_what_it_begins_with() -> None:
+    begins = DistributedDataParallelStrategy(bucket_cap_mb=5.0)
+    plan = asked("decoupled", adapt=True, begin_as=begins)
+    assert plan.data == begins
+    assert any("search for better options" in each for each in unexpressed(plan))
 
 
 @pytest.mark.parametrize("library", [nccl.nccl, nccl.rccl])

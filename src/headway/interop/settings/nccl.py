@@ -5,6 +5,7 @@ The variables choose by function, for every communicator of a process; the table
 
 from __future__ import annotations
 
+from headway.collectives.algorithms import NATIVE
 from headway.errors import UserError
 from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.settings import Settings
@@ -39,7 +40,7 @@ def nccl(asked: Asked) -> Settings:
         NCCL,
         _gist(chosen),
         "Export the variables on every host; NCCL 2.24 or newer reads them by function.",
-        tuple(unexpressed(asked)),
+        _left_out(asked, chosen),
         ("the variables hold for all sizes, and for every communicator of the process",),
         environment=environment,
         part=PART,
@@ -61,7 +62,7 @@ def rccl(asked: Asked) -> Settings:
         RCCL,
         _gist(chosen),
         "Export the variable on every host, where the file is; RCCL 2.28.3 or newer reads it, without any plugin.",
-        tuple(unexpressed(asked)),
+        _left_out(asked, chosen),
         tuple(cautions),
         {FILE: table(rules, _comments(RCCL, _gist(chosen)))},
         environment={"NCCL_TUNER_CONFIG_FILE": FILE},
@@ -83,7 +84,7 @@ def _nccl_table(asked: Asked, chosen: dict[str, str], channels: int) -> Settings
         gist,
         f"Build {PLUGIN} from plugins/tuner/example of NCCL's source, and export the variables on every host, where "
         "the files are. NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows which rule it applies.",
-        tuple(unexpressed(asked)),
+        _left_out(asked, chosen),
         (
             OF_PROTOCOL,
             "what no rule fits would be sent through one channel, so the last five rules fix all other collectives to "
@@ -128,6 +129,25 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
             "might know better ones.",
         )  # fmt: skip
     return found
+
+
+def _left_out(asked: Asked, chosen: dict[str, str]) -> tuple[str, ...]:
+    """What of the plan is not among what was ``chosen``."""
+    said = unexpressed(asked)
+    if isinstance(data := asked.data, DecoupledStrategy):
+        halves = {"reducescatter": data.reduce_scatter, "allgather": data.all_gather}
+        for function, name in halves.items():
+            if name not in (RING, NATIVE):
+                instead = (
+                    f"rings for {function}" if function in chosen else f"{function} is left to the library"
+                )
+                said.append(f"{name} collectives: {instead}")
+        if data.by_size:
+            instead = "rings for all" if chosen else "all are left to the library"
+            said.append(f"other algorithms of smaller buckets: {instead}")
+        if data.ring_order:
+            said.append("the order of ranks in rings: the library has its own")
+    return tuple(said)
 
 
 def _rules(asked: Asked, chosen: dict[str, str], channels: int) -> tuple[TunerRule, ...]:
