@@ -17,7 +17,9 @@ import torch
 from tests.behaviour.tuning_cases import batch, seen
 from torch import nn
 
+from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.channels import observer as observing
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.adapting import live
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import wrap
@@ -63,13 +65,16 @@ def step_of(model: nn.Module, optimizer: Optimizer, step: int, rank: int, world_
     optimizer.step()
 
 
-def slowed(rank: int, world_size: int, decisions: str, adapt: bool) -> dict[str, Any]:
-    """Training on a network that becomes slow."""
+def slowed(
+    rank: int, world_size: int, decisions: str, adapt: bool, begin_as: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Training on a network that becomes slow, where given in stock DDP at first."""
     logging.getLogger("headway").setLevel(logging.ERROR)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live, "WINDOW_MS", 20.0)  # steps are short here
         patch.setenv(DECISIONS_VARIABLE, decisions)
-        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=2**16, adapt=adapt))
+        options = {"bucket_cap_bytes": 2**16, "adapt": adapt, "begin_as": begin_as}
+        wrapped: Any = wrap(net(), DecoupledStrategy.model_validate(options))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         for step in range(FAST_STEPS):
             step_of(wrapped, optimizer, step, rank, world_size)
@@ -114,3 +119,13 @@ def dropped(rank: int, world_size: int) -> bool:
         gc.enable()
         gc.collect()
     return gone
+
+
+def compiled(_rank: int, _world_size: int) -> str:
+    """Why a plan of stock DDP does not adapt a compiled model."""
+    strategy = DecoupledStrategy(adapt=True, begin_as=DistributedDataParallelStrategy())
+    try:
+        wrap(torch.compile(net()), strategy)  # type: ignore[arg-type]
+    except UnsupportedError as refusal:
+        return str(refusal)
+    return ""

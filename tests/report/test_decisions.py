@@ -9,7 +9,7 @@ import pytest
 from tests.commands import headway
 
 from headway.errors import UserError
-from headway.report.decisions import decisions_page, summary
+from headway.report.decisions import decisions_page, starts, summary
 from headway.strategies.decisions import DECISIONS_VARIABLE, Entry, Journal, read_journal
 from headway.strategies.pipeline.tuning.follower import entry_of
 from headway.strategies.pipeline.tuning.tuner import Decision
@@ -43,6 +43,23 @@ def test_what_is_written_is_read(written: Path) -> None:
         file.write('{"step": 3, "bef')  # being written
     assert len(read_journal(written)) == 3
     assert summary(entries) == "1 switch after 3 decisions; in force: pipeline, <2F2B>"
+
+
+def test_what_a_job_wrote_before_it_was_started_again_stays(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with written.open("a") as file:
+        file.write('{"step": 3, "bef')  # as it was killed
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    Journal(written).add(Entry(step=1, before=ORDERS[1], order=ORDERS[0], reason="a death", measured_ms=0.0))
+    entries = read_journal(written)
+    assert [(each.attempt, each.workers, each.step) for each in entries[-2:]] == [(0, 0, 2), (1, 3, 1)]
+    assert starts(entries) == [0, 0, 0, 1]
+    assert "; started again 1 time; " in summary(entries)
+    said = headway("decisions", written, "--html", tmp_path / "page.html")
+    assert said.returncode == 0, said.stderr
+    assert "1 of start 2" in said.stdout
 
 
 def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
 
     from headway import files
     from headway.report import words
-    from headway.report.decisions import decisions_page, summary
+    from headway.report.decisions import decisions_page, starts, summary
     from headway.strategies.decisions import read_journal
 
     entries = read_journal(file)
@@ -36,12 +36,14 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
         return
     answers = console()
     answers.print(summary(entries))
-    switches = [each for each in entries if each.switches]
+    numbers = starts(entries)
+    switches = [(each, start) for each, start in zip(entries, numbers, strict=True) if each.switches]
     if switches:
         table = Table("after step", "took", "from", "to", "because", box=None, pad_edge=False)
-        for each in switches[-MAX_LISTED:]:
+        for each, start in switches[-MAX_LISTED:]:
             before, order, reason = (words.plain(text) for text in (each.before, each.order, each.reason))
-            table.add_row(f"{each.step}", words.duration(each.measured_ms), before, order, reason)
+            step = f"{each.step}" + (f" of start {start + 1}" if numbers[-1] else "")
+            table.add_row(step, words.duration(each.measured_ms), before, order, reason)
         answers.print(table)
     if len(switches) > MAX_LISTED:
         answers.print(f"{len(switches) - MAX_LISTED} earlier switches are not listed.")

@@ -47,10 +47,10 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
     command = trailing_command(ctx)
     plan = Plan.load(plan_path)
     injection_of(plan)
-    _check_world_size(plan, command)
     if adapt:
         plan = _adapting(plan)
-    noted = {} if decisions is None else _noted(plan, decisions)
+    _check_world_size(plan, command)
+    noted = {} if decisions is None else _noted(plan, decisions, command)
     # Processes on other hosts see the plan's folder and not this host's temporary one.
     folder = plan_path.absolute().parent if spreads(command) else None
     if folder is not None and not os.access(folder, os.W_OK):
@@ -83,24 +83,28 @@ def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Map
 
 def _adapting(plan: Plan) -> Plan:
     """The plan as one that changes while the job trains."""
-    from headway.strategies.registry import plugin_of
+    from headway.strategies.registry import adapting
 
     strategy = plan.strategy
-    adapting = plugin_of(strategy).adapting(strategy)
-    if adapting is None or len(plan.parallel) > 1:
+    changed = adapting(strategy)
+    if changed is None or len(plan.parallel) > 1:
         raise PlanError(
             "this plan cannot be changed while the job trains",
             got=strategy.describe(),
-            expected="a decoupled all-reduce that sends gradients as they are, or a pipeline that headway optimize "
-            "--follow-network planned",
+            expected="stock DDP or a decoupled all-reduce, with gradients sent as they are, or a pipeline that "
+            "headway optimize --follow-network planned",
             fix="Leave out --adapt, or plan with headway optimize --strategy decoupled.",
         )
     (dimension,) = plan.parallel
-    return plan.model_copy(update={"parallel": {dimension: adapting}})
+    return plan.model_copy(update={"parallel": {dimension: changed}})
 
 
-def _noted(plan: Plan, decisions: Path) -> dict[str, str]:
-    """The variable that has rank 0 write its decisions there."""
+def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str]:
+    """The variable that has rank 0 write its decisions there, whenever ranks are started again.
+
+    Where the job is on this host alone, the file is of this run alone.
+    """
+    from headway.integrations.torchrun import starts_all_here
     from headway.strategies.decisions import DECISIONS_VARIABLE
 
     strategy = plan.strategy
@@ -111,24 +115,31 @@ def _noted(plan: Plan, decisions: Path) -> dict[str, str]:
             expected="a plan that headway optimize --follow-network wrote, one with tune: true, or --adapt",
             fix="Leave out --decisions.",
         )
-    if not decisions.absolute().parent.is_dir():
+    try:
+        begins = not spreads(command) and starts_all_here(command, os.environ)
+        with decisions.open("w" if begins else "a"):
+            pass
+    except OSError as failure:
         raise LaunchError(
-            f"{decisions} cannot be written", got=f"no folder {decisions.absolute().parent}",
-            fix="Make the folder, or name another.",
-        )  # fmt: skip
+            f"{decisions} cannot be written", got=failure.strerror or type(failure).__name__,
+            fix="Make the folder, or name another file.",
+        ) from None  # fmt: skip
     return {DECISIONS_VARIABLE: str(decisions.absolute())}
 
 
 def _check_world_size(plan: Plan, command: Sequence[str]) -> None:
     from headway.integrations.torchrun import stated_world_size
+    from headway.strategies.registry import plugin_of
 
     world_size = stated_world_size(command, os.environ)
-    if world_size not in (None, plan.world_size):
+    if world_size in (None, plan.world_size):
+        return
+    if plugin_of(plan.strategy).for_workers(plan.strategy) is None:
         raise PlanError(
             "the plan is for another world size",
             got=f"{world_size} workers",
             expected=f"{plan.world_size}",
-            fix="Record this job and run headway optimize on that trace.",
+            fix="Record this job and run headway optimize on that trace, or give --adapt.",
         )
 
 

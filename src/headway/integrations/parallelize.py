@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UnsupportedError, UserError
+from headway.integrations.fitted import strategy_for
 from headway.passes.applied import apply_all
 from headway.plan import Plan
 from headway.strategies.base import Strategy
@@ -50,8 +51,9 @@ def parallelize(
     own, and what the plan has for "data" averages the gradients of a stage's replicas: stock DDP where it has nothing.
     Without ``mesh`` that of the plan holds.
 
-    Raises PlanError if the plan is for another model or number of workers, UnsupportedError if the model or an option
-    would train wrongly, UserError if there is no process group or the optimizer updates another model.
+    Raises PlanError if the plan is for another model, or another number of workers unless it adapts, UnsupportedError
+    if the model or an option would train wrongly, UserError if there is no process group or the optimizer updates
+    another model.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -85,8 +87,7 @@ def parallelize(
     if isinstance(plan, Strategy):
         strategy = plan
     elif plan is not None:
-        check(plan, model, ddp_options.get("process_group"))
-        strategy = plan.strategy
+        strategy = strategy_for(plan, model, ddp_options.get("process_group"))
         model = apply_all(plan.passes, model, optimizer)
     _check_updates(optimizer, model)
     plugin = plugin_of(strategy)
@@ -166,12 +167,3 @@ def _check_updates(optimizer: Optimizer, model: nn.Module) -> None:
             expected="the optimizer of this model",
             fix="Construct it over model.parameters(), after the model is moved.",
         )  # fmt: skip
-
-
-def check(plan: Plan, model: nn.Module, process_group: Any = None) -> None:
-    """Raise PlanError unless ``plan`` was made for ``model`` and for the size of ``process_group``."""
-    import torch.distributed as dist
-
-    from headway.strategies.data_parallel.module_spec import model_spec
-
-    plan.check(model_spec(model), dist.get_world_size(process_group))

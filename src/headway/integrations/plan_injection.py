@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.errors import PlanError, UnsupportedError, UserError
+from headway.integrations.fitted import check, strategy_for
 from headway.integrations.followable import injection_of
-from headway.integrations.parallelize import check
 from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
@@ -56,10 +56,10 @@ _installed: _Installed | None = None
 def install(plan: Plan, on_refusal: Callable[[UserError], object] | None = None) -> None:
     """From now on ``DistributedDataParallel(model, ...)`` of the plan's model follows ``plan`` in this process.
 
-    The call raises PlanError where the number of workers is not the plan's. Other models stay stock, and rank 0 says
-    so. Where no model has followed the plan when one of them is first called, that raises PlanError; so does the first
-    step of an optimizer whose model is sharded with ``fully_shard``. ``on_refusal`` is called with what these two
-    raise, for a script may catch it.
+    The call raises PlanError where the number of workers is not the plan's, unless that adapts. Other models stay
+    stock, and rank 0 says so. Where no model has followed the plan when one of them is first called, that raises
+    PlanError; so does the first step of an optimizer whose model is sharded with ``fully_shard``. ``on_refusal`` is
+    called with what these two raise, for a script may catch it.
 
     Raises UnsupportedError for a strategy that can only be had with ``headway.parallelize``.
     """
@@ -207,7 +207,7 @@ def _construct(
     # What the script gave by position must give way too.
     given = dict(_stock_signature.bind(wrapped, module, *args, **kwargs).arguments)
     del given["self"], given["module"]
-    check(installed.plan, module, given.get("process_group"))
+    strategy = strategy_for(installed.plan, module, given.get("process_group"))
     installed.followed = True
     module = apply_all(installed.plan.passes, module, None)
-    installed.injection.construct(init, wrapped, module, given, installed.plan.strategy)
+    installed.injection.construct(init, wrapped, module, given, strategy)

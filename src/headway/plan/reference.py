@@ -33,6 +33,7 @@ from headway.passes.base import Pass
 from headway.passes.registry import SHIPPED as SHIPPED_PASSES
 from headway.plan.plan import Plan, PlannedModel, Prediction
 from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files
@@ -41,7 +42,7 @@ HEAD = """# Plan files
 
 A plan is one YAML file: `headway optimize` writes it, `headway run --plan` and `headway.parallelize` carry it out, and
 `headway replay --plan` predicts it. It can be written by hand. What is not described here is refused, and so is a plan
-for another model or another number of workers.
+for another model, or for another number of workers unless it adapts.
 
     format: 2
     mesh: {data: 4}
@@ -78,6 +79,7 @@ under the entry point group `headway.passes`.
 # What each type is called in the column of values, and the section that describes it.
 SECTIONS: dict[type, tuple[str, str]] = {
     Strategy: ("strategy", "strategies"),
+    DistributedDataParallelStrategy: ("options of ddp", "ddp-along-data"),
     Pass: ("pass", "passes"),
     PlannedModel: ("model", "model"),
     Prediction: ("prediction", "prediction"),

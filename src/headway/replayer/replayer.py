@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -274,7 +274,7 @@ class Replayer:
             check_takes_plans(self._recorded)
         if asked is None or (asked.name == self.recorded_strategy.name and self._is_recorded(asked)):
             return self.recorded_strategy
-        return cast("Strategy", plugin_of(asked).as_run(asked, self.job))
+        return plugin_of(asked).as_run(asked, self.job)
 
     def _is_recorded(self, asked: Strategy) -> bool:
         return asked.decide(self.job) == self._recorded_schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from headway.report import palette, words
@@ -31,37 +32,36 @@ def decisions_page(entries: Sequence[Entry]) -> str:
     from bokeh.resources import INLINE
 
     shown = entries[-MAX_DRAWN:]
+    places = _places(shown)
     orders = list(
         dict.fromkeys(name for each in shown for name in (each.before, *each.predicted_ms, each.order))
     )
     colours = {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(orders)}
     plot = figure(
-        height=420, sizing_mode="stretch_width", x_axis_label="step", y_axis_label="ms a step",
+        height=420, sizing_mode="stretch_width", y_axis_label="ms a step",
+        x_axis_label="step" if starts(shown)[-1] == 0 else "step, of all starts one after the other",
         title=summary(entries), tools="xpan,xwheel_zoom,reset,save",
     )  # fmt: skip
     measured: list[DataRenderer] = []
     for name in orders:
         expected = [each.predicted_ms.get(name, float("nan")) for each in shown]
-        plot.line(
-            [each.step for each in shown], expected, color=colours[name], alpha=0.45, line_dash="dashed"
-        )
-        own = [each for each in shown if each.before == name]
+        plot.line(places, expected, color=colours[name], alpha=0.45, line_dash="dashed")
+        own = [(each, place) for each, place in zip(shown, places, strict=True) if each.before == name]
         source = ColumnDataSource(_columns(own))
         if own:
             points = plot.scatter(
-                "step", "measured_ms", source=source, size=7, color=colours[name],
+                "place", "measured_ms", source=source, size=7, color=colours[name],
                 legend_label=words.plain(name),
             )  # fmt: skip
             measured.append(points)
-    for each in shown:
+    for each, place in zip(shown, places, strict=True):
         if each.switches:
             plot.add_layout(
-                Span(
-                    location=each.step + 0.5, dimension="height", line_color=palette.MUTED, line_dash="dotted"
-                )
+                Span(location=place + 0.5, dimension="height", line_color=palette.MUTED, line_dash="dotted")
             )
     tips = [
         ("step", "@step"),
+        ("workers", "@workers"),
         ("took", "@measured_ms{0.0} ms"),
         ("decided", "@order"),
         ("as", "@reason"),
@@ -76,15 +76,38 @@ def decisions_page(entries: Sequence[Entry]) -> str:
 def summary(entries: Sequence[Entry]) -> str:
     """In one line: how often the order was changed, and which is in force."""
     switches = sum(each.switches for each in entries)
+    again = starts(entries)[-1]
     return (
-        f"{counted(switches, 'switch', 'switches')} after {counted(len(entries), 'decision')}; "
-        f"in force: {words.plain(entries[-1].order)}"
+        f"{counted(switches, 'switch', 'switches')} after {counted(len(entries), 'decision')}"
+        + (f"; started again {counted(again, 'time')}" if again else "")
+        + f"; in force: {words.plain(entries[-1].order)}"
     )
 
 
-def _columns(entries: Sequence[Entry]) -> dict[str, list[Any]]:
+def starts(entries: Sequence[Entry]) -> list[int]:
+    """In which start of the job each was taken, from 0 on: what began again counts its steps anew."""
+    found = [0]
+    for before, each in pairwise(entries):
+        began = (each.attempt, each.workers) != (before.attempt, before.workers)
+        found.append(found[-1] + began)
+    return found
+
+
+def _places(entries: Sequence[Entry]) -> list[int]:
+    """Where each is drawn: by its step, and those of each start behind all of the one before."""
+    places: list[int] = []
+    for _, own in groupby(zip(starts(entries), entries, strict=True), key=lambda pair: pair[0]):
+        behind = max(places, default=0)
+        places += [behind + each.step for _, each in own]
+    return places
+
+
+def _columns(drawn: Sequence[tuple[Entry, int]]) -> dict[str, list[Any]]:
+    entries = [each for each, _ in drawn]
     return {
+        "place": [place for _, place in drawn],
         "step": [each.step for each in entries],
+        "workers": [str(each.workers or "?") for each in entries],
         "measured_ms": [each.measured_ms for each in entries],
         "order": [words.plain(each.order) for each in entries],
         "reason": [words.plain(each.reason) for each in entries],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ from headway.errors import UserError
 
 DECISIONS_VARIABLE = "HEADWAY_DECISIONS"
 MAX_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 2**20
+MOST_DIGITS = 10
 _Milliseconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 _log = logging.getLogger("headway")
 
@@ -35,6 +38,13 @@ class Entry(BaseModel):
     """What a step of each order was expected to take."""
     links_gbps: dict[str, float] = Field(default_factory=dict)
     """What links carried, from rank to rank as ``0>1``."""
+    attempt: int = Field(default=0, ge=0)
+    """How often torchrun had started these ranks again because one had failed; steps count from each start on.
+
+    It does not count starts for hosts that have joined, after which there are other numbers of workers.
+    """
+    workers: int = Field(default=0, ge=0)
+    """How many ranks the job had then; 0 where that is not known."""
 
     @property
     def switches(self) -> bool:
@@ -43,11 +53,16 @@ class Entry(BaseModel):
 
 
 class Journal:
-    """Writes decisions into ``path``; what stood there goes. Training goes on where that fails, with a warning."""
+    """Adds decisions to the file ``path``, each with the attempt and the number of workers of this process's job.
+
+    Where that fails training goes on, with a warning.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._write("", "w")
+        self._job = {"attempt": _number("TORCHELASTIC_RESTART_COUNT"), "workers": _number("WORLD_SIZE")}
+        _cut_unfinished(path)
+        self._write("")  # says at once where it cannot be written
 
     @classmethod
     def wanted(cls) -> Journal | None:
@@ -57,19 +72,33 @@ class Journal:
 
     def add(self, entry: Entry) -> None:
         """Write one decision."""
-        self._write(entry.model_dump_json() + "\n", "a")
+        self._write(entry.model_copy(update=self._job).model_dump_json() + "\n")
 
-    def _write(self, text: str, mode: str) -> None:
+    def _write(self, text: str) -> None:
         try:
-            with self._path.open(mode, encoding="utf-8") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as failure:
             _log.warning("decisions cannot be written to %s: %s", self._path, failure.strerror)
 
 
+def _cut_unfinished(path: Path) -> None:
+    """Take away the line that a process was writing when it was killed."""
+    with suppress(OSError), path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        begin = file.seek(max(0, end - MAX_LINE_BYTES))
+        file.truncate(begin + file.read().rfind(b"\n") + 1)
+
+
+def _number(variable: str) -> int:
+    """What an environment variable of torchrun's says; 0 where it says no number."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() and len(value) < MOST_DIGITS else 0
+
+
 @cache
 def _journal_at(path: Path) -> Journal:
-    """One for all models of this process: what one has written stays."""
+    """One for all models of this process."""
     return Journal(path)
 
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from headway.cluster import Cluster
 from headway.collectives.algorithms import ALL_REDUCE
@@ -118,8 +118,8 @@ class StrategyPlugin(ABC, Generic[S]):
         sizes = (bucket.size_bytes for bucket in schedule.buckets)
         return sum(native(ALL_REDUCE, size, world_size, library).pieces for size in sizes)
 
-    def as_run(self, strategy: S, job: Job) -> S:
-        """``strategy`` as it is run if ``job`` does not permit all of its options.
+    def as_run(self, strategy: S, job: Job) -> Strategy:
+        """What ``job`` is run under at first, where it does not permit all options of ``strategy`` or that changes.
 
         Raises UnsupportedError if nothing of it would be left.
         """
@@ -148,9 +148,21 @@ class StrategyPlugin(ABC, Generic[S]):
         del strategy, fitting
         return None
 
-    def adapting(self, strategy: S) -> S | None:
-        """``strategy`` as one that changes while the job trains when its world has; None where none does, as here."""
-        return strategy if strategy.decides_while_training else None
+    def adapting(self, strategy: Strategy) -> S | None:
+        """One that begins as ``strategy``, which may be another's, and changes while the job trains as its world does.
+
+        None where none does, as by default where ``strategy`` does not by itself.
+        """
+        mine = isinstance(strategy, self.policy) and strategy.decides_while_training
+        return cast("S", strategy) if mine else None
+
+    def for_workers(self, strategy: S) -> S | None:
+        """``strategy``, which adapts, for a job of another number of workers than its plan is of.
+
+        None where it holds for that number alone, as by default.
+        """
+        del strategy
+        return None
 
     def left_out(self, job: Job) -> str:
         """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from headway.plugins import brought
 from headway.strategies.base import Strategy
@@ -70,6 +70,15 @@ def policy_named(name: str) -> type[Strategy]:
 def plugin_of(strategy: Strategy) -> StrategyPlugin[Any]:
     """What a decision belongs to."""
     return _plugin(strategy.name)
+
+
+def adapting(strategy: Strategy) -> Strategy | None:
+    """One that begins as ``strategy`` and changes while the job trains as its world does; None where none can."""
+    first = plugin_of(strategy)
+    for each in (first, *(other for other in plugins().values() if other is not first)):
+        if (found := each.adapting(strategy)) is not None:
+            return cast("Strategy", found)
+    return None
 
 
 def _plugin(name: str) -> StrategyPlugin[Any]:

@@ -48,8 +48,11 @@ class Asked:
 
     @property
     def data(self) -> Strategy | None:
-        """The strategy along the dimension of data."""
-        return self.plan.parallel.get(DATA)
+        """The strategy along the dimension of data; where it changes while the job trains, what it begins with."""
+        found = self.plan.parallel.get(DATA)
+        if isinstance(found, DecoupledStrategy) and found.begin_as is not None:
+            return found.begin_as
+        return found
 
     @property
     def pipeline(self) -> PipelineStrategy | None:
@@ -115,7 +118,8 @@ def one_wire(strategy: DistributedDataParallelStrategy) -> Cast | None:
 def unexpressed(asked: Asked) -> list[str]:
     """What no stock tool does of a plan."""
     said = [f"the pass {one.name}" for one in asked.plan.passes]
-    if isinstance(asked.data, DecoupledStrategy) and (asked.data.tune or asked.data.adapt):
+    planned = asked.plan.parallel.get(DATA)
+    if isinstance(planned, DecoupledStrategy) and planned.decides_while_training:
         said.append("the search for better options while training: these are what it begins with")
     if isinstance(asked.data, DecoupledStrategy) and asked.data.wire is not None:
         said.append(f"gradients sent as {asked.data.wire.describe()}: they are sent as they are")

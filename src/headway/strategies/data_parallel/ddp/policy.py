@@ -72,6 +72,11 @@ class DistributedDataParallelStrategy(Strategy):
             tuple(sent_as(each, self.wire_of(each.index), model, job.world_size) for each in buckets)
         )
 
+    @property
+    def largest_cap_bytes(self) -> int:
+        """How much any of its buckets takes at most."""
+        return cap_bytes(max(self.bucket_caps_mb) if self.bucket_caps_mb else self.bucket_cap_mb)
+
     def wire_of(self, bucket: int) -> Codec | None:
         """What the bucket of this index is sent as; None for as it is."""
         return self.wire[min(bucket, len(self.wire) - 1)] if self.wire else None

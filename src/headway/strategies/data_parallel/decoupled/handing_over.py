@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from headway.errors import UnsupportedError, one_line
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.ddp import runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import trainable_now, trainable_parameters
@@ -75,14 +76,15 @@ class HandsOver(RefusingDataParallel):
         get their whole state, buckets are given up, and so are connections and threads unless ``keep_connections``.
         ``reschedule`` goes back.
 
-        Raises UserError where ranks do not agree; UnsupportedError for caps of single buckets, in the middle of a
+        Raises UserError where ranks do not agree; UnsupportedError for gradients that codecs send, in the middle of a
         backward, within a ``join()``, and for models that are compiled or that stock DDP refuses; what was in force
         goes on.
         """
         stock, engine = self._stock, self.engine
         wanted = strategy or stock.own_strategy
-        if wanted.bucket_caps_mb or wanted.wire:
-            refuse(f"use_stock_ddp() with {wanted.describe()}", fix="Give a bucket_cap_mb alone.")
+        if wanted.wire:
+            refuse(f"use_stock_ddp() with {wanted.describe()}", fix="Give the sizes of buckets alone.")
+        runtime.options(wanted)  # raises where this torch cannot have such buckets
         if engine is None and not stock.in_force:
             raise UnsupportedError("a copy of a decoupled model cannot be handed over to stock DDP")
         if self._compiled or self.joining:
@@ -96,20 +98,20 @@ class HandsOver(RefusingDataParallel):
             engine.stand_aside()
             lifecycle.set_aside(engine, aside=True)
             unbind_unused()
-            self._begin_stock(engine, wanted.bucket_cap_mb)
+            self._begin_stock(engine, wanted)
         elif wanted != stock.strategy:
             replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
-            stock.begin_again(self, wanted.bucket_cap_mb)
+            stock.begin_again(self, wanted)
         self.handovers += 1
         if engine is not None and not keep_connections:
             lifecycle.release_everywhere(engine)
             self._abandoning.detach()
             self.__dict__["_engine"] = None
 
-    def _begin_stock(self, engine: Engine, bucket_cap_mb: float | None) -> None:
+    def _begin_stock(self, engine: Engine, strategy: DistributedDataParallelStrategy) -> None:
         cause: Exception | None = None
         try:
-            self._stock.begin(self, bucket_cap_mb)
+            self._stock.begin(self, strategy)
         except Exception as error:
             cause = error
         # One rank alone may have no memory for its buckets: none goes on without the others.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster import BACKGROUND_UPDATE, RUNTIME_COSTS, Cluster
-from headway.collectives.algorithms import ALL_GATHER, NCCL
+from headway.collectives.algorithms import ALL_GATHER, NCCL, RING
 from headway.compression.cast import Cast
 from headway.compression.codec import takes_all
 from headway.job import Job
@@ -14,6 +14,7 @@ from headway.planning.bound import bound_of
 from headway.planning.planner import plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled import footprint
 from headway.strategies.data_parallel.decoupled.permitted import as_run, permitted_forms
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
@@ -52,8 +53,8 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         sizes = (bucket.size_bytes for bucket in schedule.buckets)
         return sum(select(ALL_GATHER, size, world_size, library).pieces for size in sizes)
 
-    def as_run(self, strategy: DecoupledStrategy, job: Job) -> DecoupledStrategy:
-        return as_run(strategy, job)
+    def as_run(self, strategy: DecoupledStrategy, job: Job) -> Strategy:
+        return as_run(strategy, job) if strategy.begin_as is None else strategy.begin_as
 
     def without_own_costs(self, cluster: Cluster) -> Cluster:
         own = (*RUNTIME_COSTS, BACKGROUND_UPDATE)
@@ -81,9 +82,19 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
         bound = min((bound_of(job, form) for form in forms), key=lambda each: each.step_ns)
         return Proposal.within(tuple(found), bound, note)
 
-    def adapting(self, strategy: DecoupledStrategy) -> DecoupledStrategy | None:
+    def adapting(self, strategy: Strategy) -> DecoupledStrategy | None:
         # What it would change to sends gradients as they are.
-        return None if strategy.wire is not None else strategy.model_copy(update={"adapt": True})
+        if isinstance(strategy, DistributedDataParallelStrategy) and not strategy.wire:
+            return DecoupledStrategy(adapt=True, begin_as=strategy)
+        if isinstance(strategy, DecoupledStrategy) and strategy.wire is None:
+            return strategy.model_copy(update={"adapt": True})
+        return None
+
+    def for_workers(self, strategy: DecoupledStrategy) -> DecoupledStrategy | None:
+        if not strategy.adapt:
+            return None
+        of_ranks = {"reduce_scatter": RING, "all_gather": RING, "by_size": (), "ring_order": ()}
+        return strategy.model_copy(update={**of_ranks, "tune": True})
 
     def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:
         had, known = "", []
@@ -132,10 +143,9 @@ class _Injection(Injection[DecoupledStrategy]):
         given: dict[str, Any],
         strategy: DecoupledStrategy,
     ) -> None:
-        from headway.strategies.data_parallel.module_spec import model_spec
+        from headway.strategies.data_parallel.decoupled.runtime import live_options
 
-        schedule = strategy.decide(Job.of(model_spec(module)))
-        init(wrapped, module, **given, schedule=schedule, tune=strategy.tune, adapt=strategy.adapt)
+        init(wrapped, module, **given, **live_options(strategy, module))
 
 
 PLUGIN = _Plugin()

@@ -25,6 +25,7 @@ from headway.scheduling.buckets import (
     whole,
 )
 from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.units import counted
 
 DEFAULT_CAP_BYTES = 4 * 2**20
@@ -63,8 +64,8 @@ class DecoupledStrategy(Strategy):
     reduce_scatter: AlgorithmName = "ring"
     """The algorithm of the first half on Gloo: ``ring``, Headway's own, ``hierarchical``, its rings within hosts and
     across them, which need as many workers on every host, ``direct``, in which every rank sends to every other one at
-    once, ``halving_doubling``, in rounds of which each halves what is added up, for a power of two of workers, or
-    ``native``, the process group's."""
+    once, ``halving_doubling``, in rounds of which each halves what is added up, for a power of two of workers,
+    ``tree``, in as few rounds for any number of them, or ``native``, the process group's."""
 
     all_gather: AlgorithmName = "ring"
     """The algorithm of the second half on Gloo, one of the same."""
@@ -85,8 +86,12 @@ class DecoupledStrategy(Strategy):
     """Whether these options are only the starting point, and better ones are searched for during the first steps."""
 
     adapt: bool = False
-    """Whether the job is watched for as long as it trains, and better options are searched for when its network or its
-    ranks have changed."""
+    """Whether the job is watched for as long as it trains, and better options are searched for when its network, its
+    ranks or their number have changed."""
+
+    begin_as: DistributedDataParallelStrategy | None = None
+    """With ``adapt``: stock DDP with these options does the steps until something is found that is faster. What else
+    is said here is then what the search starts from."""
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
@@ -96,6 +101,8 @@ class DecoupledStrategy(Strategy):
             raise ValueError(
                 "wire of decoupled is a cast without error feedback, and is neither tuned nor adapted"
             )
+        if self.begin_as is not None and (not self.adapt or self.begin_as.wire):
+            raise ValueError("begin_as is for adapt: true, and has no wire")
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
             raise ValueError("by_size is not in ascending order of size_bytes")
@@ -120,7 +127,12 @@ class DecoupledStrategy(Strategy):
         return Algorithms(self.reduce_scatter, self.all_gather, self.by_size, self.ring_order)
 
     def decide(self, job: Job) -> BucketSchedule:
-        """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's."""
+        """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's.
+
+        Where stock DDP begins, these are its.
+        """
+        if self.begin_as is not None:
+            return self.begin_as.decide(job)
         model = job.model
         if self.buckets:
             groups = self._looked_up(model)
@@ -144,6 +156,8 @@ class DecoupledStrategy(Strategy):
 
     def spelled_out(self, job: Job) -> Self:
         """The same decision with its buckets and gather order written out."""
+        if self.begin_as is not None:
+            return self
         return self.model_copy(update={**options_of(self.decide(job), job.model), "wire": self.wire})
 
     def _looked_up(self, model: ModelSpec) -> list[list[Part]]:
@@ -170,6 +184,8 @@ class DecoupledStrategy(Strategy):
 
     def describe(self) -> str:
         """Say the strategy in a few words."""
+        if self.begin_as is not None:
+            return f"{self.begin_as.describe()}, {'tuned while training, ' * self.tune}adapting"
         cap = f"buckets of {self.bucket_cap_bytes / 2**20:g} MiB"
         said = ["decoupled", counted(len(self.buckets), "bucket") if self.buckets else cap]
         said.append(f"gathering {self.gather}{' early' if self.gathers_after else ''}")

@@ -15,7 +15,7 @@ from headway.strategies.data_parallel.decoupled.wrapper import DecoupledDataPara
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.plugin import InForce
 
-__all__ = ["DecoupledDataParallel", "in_force", "refusal", "wrap"]
+__all__ = ["DecoupledDataParallel", "in_force", "live_options", "refusal", "wrap"]
 
 
 def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> DecoupledDataParallel:
@@ -24,10 +24,19 @@ def wrap(module: nn.Module, strategy: DecoupledStrategy, **ddp_options: Any) -> 
     Raises PlanError where the strategy does not fit the module, UnsupportedError and UserError as
     ``DecoupledDataParallel`` does.
     """
-    schedule = strategy.decide(Job.of(model_spec(module)))
-    return DecoupledDataParallel(
-        module, schedule=schedule, tune=strategy.tune, adapt=strategy.adapt, **ddp_options
-    )
+    return DecoupledDataParallel(module, **live_options(strategy, module), **ddp_options)
+
+
+def live_options(strategy: DecoupledStrategy, module: nn.Module) -> dict[str, Any]:
+    """The arguments of DecoupledDataParallel that ``strategy`` decides for ``module``.
+
+    Raises PlanError where the strategy does not fit the module.
+    """
+    decoupled = strategy.model_copy(update={"begin_as": None})
+    return {
+        "schedule": decoupled.decide(Job.of(model_spec(module))),
+        "tune": strategy.tune, "adapt": strategy.adapt, "begin_as": strategy.begin_as,
+    }  # fmt: skip
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
+from headway.strategies.data_parallel.ddp import runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
 
@@ -55,7 +56,7 @@ class Stock:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._cap_mb: float | None = self._options.get("bucket_cap_mb")  # in force, or the last one that was
+        self._strategy = self.own_strategy  # in force, or the last one that was
         # Kept when it is no longer in force: graphs that went through it may yet refer to it.
         self._ddp: DistributedDataParallel | None = None
         self._trained: TrainedSet | None = None
@@ -75,12 +76,12 @@ class Stock:
     @property
     def own_strategy(self) -> DistributedDataParallelStrategy:
         """What it decides with the script's own options."""
-        return DistributedDataParallelStrategy(bucket_cap_mb=self._options["bucket_cap_mb"])
+        return DistributedDataParallelStrategy(bucket_cap_mb=self._options.get("bucket_cap_mb"))
 
     @property
     def strategy(self) -> DistributedDataParallelStrategy:
         """What it decides, where it is in force."""
-        return DistributedDataParallelStrategy(bucket_cap_mb=self._cap_mb)
+        return self._strategy
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -88,14 +89,16 @@ class Stock:
         assert self._ddp is not None
         return self._ddp
 
-    def begin(self, wrapped: HandingOver, bucket_cap_mb: float | None) -> None:
+    def begin(self, wrapped: HandingOver, strategy: DistributedDataParallelStrategy) -> None:
         """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
+
+        The buckets are those of ``strategy``.
 
         Ranks have the same parameters and buffers by then.
         """
-        options = {**self._options, "bucket_cap_mb": bucket_cap_mb}
+        options = {**self._options, **runtime.options(strategy)}
         self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options)
-        self._cap_mb = bucket_cap_mb
+        self._strategy = strategy
         self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
         self._trained = TrainedSet(wrapped.module)
         self.frozen = self.joining = False
@@ -117,10 +120,10 @@ class Stock:
                     parameter.grad = parameter.grad.clone()
         self._trained = None
 
-    def begin_again(self, wrapped: HandingOver, bucket_cap_mb: float | None) -> None:
-        """Go on with buckets made anew: other parameters are trained, or the cap is another one."""
+    def begin_again(self, wrapped: HandingOver, strategy: DistributedDataParallelStrategy) -> None:
+        """Go on with buckets made anew: other parameters are trained, or other buckets are asked for."""
         self.end(wrapped)
-        self.begin(wrapped, bucket_cap_mb)
+        self.begin(wrapped, strategy)
 
     def trains_otherwise(self, wrapped: HandingOver) -> bool:
         """Whether other parameters may be trained than at the forward before; a look that costs little."""

@@ -52,8 +52,9 @@ class DecoupledDataParallel(Joins):
 
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
     are cut in reverse order of registration. With ``tune`` the schedule is improved during the first steps, and
-    ``tuning`` says how as soon as that is done. Parameters, gradients, optimizer state and buffers read at any time are
-    those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
+    ``tuning`` says how as soon as that is done; with ``adapt`` whenever the job's network has changed. Stock DDP does
+    the steps until then where ``begin_as`` gives its buckets. Parameters, gradients, optimizer state and buffers read
+    at any time are those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
 
     Parameters may be on the CPU, or on a CUDA device with NCCL or Gloo; ``device_ids`` and ``output_device`` may name
     that device, and inputs are then moved to it.
@@ -90,6 +91,7 @@ class DecoupledDataParallel(Joins):
         schedule: BucketSchedule | None = None,
         tune: bool = False,
         adapt: bool = False,
+        begin_as: DistributedDataParallelStrategy | None = None,
     ) -> None:
         nn.Module.__init__(self)
         del check_reduction  # without effect on results
@@ -150,7 +152,14 @@ class DecoupledDataParallel(Joins):
             replicas.broadcast(module.parameters(), group, self.join_device)
             if self.forward_sync_buffers or forward_sync_buffers is not None:
                 replicas.broadcast(module.buffers(), group, self.join_device)
+        if begin_as is not None and _compiled_inside(module):
+            raise UnsupportedError(
+                "a plan of stock DDP cannot adapt a compiled model", got=begin_as.describe(),
+                fix="Leave out --adapt, or adapt: true.",
+            )  # fmt: skip
         self._start_engine()
+        if begin_as is not None:
+            self.use_stock_ddp(begin_as)
         if tune or adapt:
             self._watch_over(tune=tune, adapt=adapt)
 
@@ -307,7 +316,7 @@ class DecoupledDataParallel(Joins):
         spec = model_spec(self.module)
         replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
         if self._stock.in_force:
-            self._stock.begin_again(self, self._stock.strategy.bucket_cap_mb)
+            self._stock.begin_again(self, self._stock.strategy)
         else:
             assert engine is not None
             engine.reschedule(trainable, self.schedule)

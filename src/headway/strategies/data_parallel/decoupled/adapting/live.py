@@ -48,8 +48,10 @@ class Adapting(StepCount):
         self._journal = Journal.wanted() if self._is_first else None
         if first is not None and self._journal is not None:
             self._journal.add(first)
-        self._named: tuple[BucketSchedule, bool, str] | None = None
+        self._named: tuple[BucketSchedule, int, str] | None = None
         self._begin(wrapped)
+        if first is not None:
+            self._steps = first.step  # of the job, as decisions say them
 
     def _made_study(self) -> Study:
         for _ in range(SETTLING_STEPS):
@@ -135,13 +137,10 @@ class Adapting(StepCount):
         """The schedule in force, in words, on the rank that writes it down: told anew only when it has changed."""
         if not self._is_first:
             return ""
-        if (
-            self._named is None
-            or self._named[0] is not wrapped.schedule
-            or self._named[1] != wrapped.is_stock
-        ):
-            self._named = wrapped.schedule, wrapped.is_stock, wrapped.strategy.describe()
-        return self._named[2]
+        known = self._named
+        if known is None or known[0] is not wrapped.schedule or known[1] != wrapped.handovers:
+            known = self._named = wrapped.schedule, wrapped.handovers, wrapped.strategy.describe()
+        return known[2]
 
 
 def rank_window(intervals: Sequence[Interval], sums: Sequence[Sums]) -> RankWindow:

@@ -10,7 +10,7 @@ from headway.planning import planner
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
@@ -164,7 +164,7 @@ def _with_other_buckets(
     own: DistributedDataParallelStrategy, model: ModelSpec
 ) -> Iterator[DistributedDataParallelStrategy]:
     """Smaller buckets than those of ``own``, then larger ones; on each side what is nearest to them comes first."""
-    own_bytes = min(cap_bytes(own.bucket_cap_mb), model.size_bytes)
+    own_bytes = min(own.largest_cap_bytes, model.size_bytes)
     others_bytes = [model.size_bytes // share for share in STOCK_SHARES]
     smaller = sorted((each for each in others_bytes if 0 < each < own_bytes), reverse=True)
     larger = sorted(each for each in others_bytes if each > own_bytes)

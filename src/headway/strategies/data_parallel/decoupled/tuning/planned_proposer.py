@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from headway.errors import one_line
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy, cap_bytes
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
     OTHER_FORM,
@@ -123,13 +123,13 @@ class PlannedProposer:
     def _is_slower_already(self, strategy: Alternative) -> bool:
         """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``."""
         told = {
-            cap_bytes(each.strategy.bucket_cap_mb): times[0]
+            each.strategy.largest_cap_bytes: times[0]
             for each, times in self._told.items()
             if isinstance(each.strategy, DistributedDataParallelStrategy)
         }
         if not isinstance(strategy, DistributedDataParallelStrategy) or not told:
             return False
-        own, wanted = next(iter(told)), cap_bytes(strategy.bucket_cap_mb)
+        own, wanted = next(iter(told)), strategy.largest_cap_bytes
         way = [ms for cap, ms in told.items() if own < cap < wanted or wanted < cap < own]
         return bool(way) and way[-1] > min(told[own], *way)
 
