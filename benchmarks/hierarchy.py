@@ -27,6 +27,7 @@ from in_lab import run_in_lab
 
 from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.algorithms import (
+    ALGORITHMS,
     ALL_GATHER,
     ALL_REDUCE,
     DIRECT,
@@ -36,10 +37,10 @@ from headway.collectives.algorithms import (
     NATIVE,
     REDUCE_SCATTER,
     RING,
+    TREE,
 )
 from headway.collectives.carrying_out import prepare
 from headway.collectives.dataflow import alone
-from headway.collectives.halving_doubling import is_power_of_two
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Algorithms, Selection, native
 from headway.lab.spec import LabSpec
@@ -53,7 +54,7 @@ from headway.simulation.engine import play
 WORKER = "--worker"
 TIMEOUT_S = 1800.0
 FAR, LONG_MS = 3.0, 100.0  # as many times as the fastest, and that long
-OURS = {"ring": RING, "hierarchical": HIERARCHICAL, "direct": DIRECT, "halving_doubling": HALVING_DOUBLING}
+OURS = {each: each for each in (RING, HIERARCHICAL, DIRECT, HALVING_DOUBLING, TREE)}
 EFFORT = Effort(
     tuple(each for each in CANDIDATES if each.name in (*OURS, GLOO_ALL_REDUCE)),
     {1_000: 10, 20_000: 6, 60_000: 4},
@@ -63,13 +64,13 @@ QUICK_SHARES_BYTES = {1_000: 6, 60_000: 4}
 METHODS = {**OURS, "gloo": NATIVE}
 WORDS = (
     "One all-reduce (ms; slowest rank, median over interleaved rounds, `ms95` the interval of that median): `ring`, "
-    "`hierarchical`, `direct` and `halving_doubling` as a reduce-scatter and an all-gather, as decoupled training has "
-    "them, `gloo` its own all-reduce. `predicted_ms` is a replay on the cluster as `headway probe` measured it in the "
-    "same processes before, which times each method at other sizes; `from_rings_ms` the same where nothing but rings "
-    "had been timed. `bound_ms` is what no algorithm can beat on these links, all of it passing the slowest cut, less "
-    "what links let through at once after a pause. `chosen` says which of our halves the planner gives to buckets of "
-    "that size. `cpu` is what the ranks used of all cores. Nothing is paced: ranks only communicate, and share the "
-    "cores of one machine."
+    "`hierarchical`, `direct`, `halving_doubling` and `tree` as a reduce-scatter and an all-gather, as decoupled "
+    "training has them, where they differ from rings, `gloo` its own all-reduce. `predicted_ms` is a replay on the "
+    "cluster as `headway probe` measured it in the same processes before, which times each method at other sizes; "
+    "`from_rings_ms` the same where nothing but rings had been timed. `bound_ms` is what no algorithm can beat on "
+    "these links, all of it passing the slowest cut, less what links let through at once after a pause. `chosen` says "
+    "which of our halves the planner gives to buckets of that size. `cpu` is what the ranks used of all cores. "
+    "Nothing is paced: ranks only communicate, and share the cores of one machine."
 )
 
 
@@ -91,6 +92,7 @@ CASES = {
     case.name: case
     for case in (
         HierarchyCase(4, 4, 200), HierarchyCase(4, 4, 1000), HierarchyCase(2, 4, 200), HierarchyCase(16, 1, 200),
+        HierarchyCase(6, 1, 200), HierarchyCase(12, 1, 200),
     )
 }  # fmt: skip
 QUICK = ("4x4-200mbit",)
@@ -146,11 +148,12 @@ def _chosen(costs: LinkCosts, size_bytes: int) -> set[str]:
 
 
 def _methods(links: Cluster, size_bytes: int, *, quick: bool) -> list[str]:
-    """Those that so many ranks can have; of ``quick`` runs without what is far slower than others by any reckoning."""
+    """Those that differ from rings; of ``quick`` runs without what is far slower than others by any reckoning."""
+    hosts = Hosts.of_cluster(links)
     known = [
         name
         for name, algorithm in METHODS.items()
-        if algorithm != HALVING_DOUBLING or is_power_of_two(links.world_size)
+        if algorithm in (RING, NATIVE) or ALGORITHMS[algorithm].differs(hosts)
     ]
     predicted_ms = {name: _predicted_ms(links, name, size_bytes) for name in known}
     most_ms = max(FAR * min(predicted_ms.values()), LONG_MS)
@@ -173,7 +176,7 @@ def _rings_alone(cluster: Cluster) -> Cluster:
     kept: dict[str, AlgorithmCost] = {
         name: cost
         for name, cost in cluster.algorithms.items()
-        if not name.startswith((HIERARCHICAL, DIRECT, HALVING_DOUBLING))
+        if not name.startswith((HIERARCHICAL, DIRECT, HALVING_DOUBLING, TREE))
     }
     return cluster.model_copy(update={"algorithms": kept})
 
