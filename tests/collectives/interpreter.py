@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.collectives.program import ChunkProgram, piece_bounds
+from headway.collectives.program import ChunkProgram, ProgramOf, chunk_bounds, owned_chunk, piece_bounds
 
 
 class Rank:
@@ -101,6 +101,19 @@ def interpret(
     for rank in ranks:
         assert rank.done == rank.sent == len(rank.program.steps), "the programs wait for each other"
     return [rank.tensor for rank in ranks]
+
+
+def check_halves(scatter: ProgramOf, gather: ProgramOf, world_size: int, numel: int, seed: int) -> None:
+    """A reduce-scatter leaves each owner the sum of its chunk, and the all-gather behind it all ranks all sums."""
+    generator = np.random.default_rng(seed)
+    tensors = [generator.integers(-1000, 1000, numel) for _ in range(world_size)]
+    total = np.sum(tensors, axis=0)
+    scattered = interpret([scatter(rank, world_size) for rank in range(world_size)], tensors, seed)
+    for rank, result in enumerate(scattered):
+        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
+        assert (result[own] == total[own]).all()
+    gathered = interpret([gather(rank, world_size) for rank in range(world_size)], scattered, seed)
+    assert all((result == total).all() for result in gathered)
 
 
 def _may_go_on(number: int, ranks: list[Rank], wires: dict[tuple[int, int], deque[tuple[int, int]]]) -> bool:

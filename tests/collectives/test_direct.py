@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.interpreter import interpret
+from tests.collectives.interpreter import check_halves
 from tests.collectives.on_clusters import cluster_of
 
 from headway.cluster import AlgorithmCost
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, DIRECT, REDUCE_SCATTER, RING
 from headway.collectives.direct import direct_all_gather, direct_reduce_scatter
-from headway.collectives.program import chunk_bounds, owned_chunk
 from headway.collectives.selection import Selection
 from headway.errors import PlanError
 
@@ -31,19 +29,8 @@ HALVES = (REDUCE_SCATTER, ALL_GATHER)
 def test_they_sum_like_one_process_however_they_interleave(
     world_size: int, pieces: int, numel: int, seed: int
 ) -> None:
-    generator = np.random.default_rng(seed)
-    tensors = [generator.integers(-1000, 1000, numel) for _ in range(world_size)]
-    total = np.sum(tensors, axis=0)
-    scatter, gather = (
-        partial(each, world_size=world_size, pieces=pieces)
-        for each in (direct_reduce_scatter, direct_all_gather)
-    )
-    scattered = interpret([scatter(rank) for rank in range(world_size)], tensors, seed)
-    for rank, result in enumerate(scattered):
-        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
-        assert (result[own] == total[own]).all()
-    gathered = interpret([gather(rank) for rank in range(world_size)], scattered, seed)
-    assert all((result == total).all() for result in gathered)
+    halves = (partial(each, pieces=pieces) for each in (direct_reduce_scatter, direct_all_gather))
+    check_halves(*halves, world_size, numel, seed)
 
 
 def test_all_that_is_added_up_has_its_own_place_and_what_is_gathered_lands_where_it_belongs() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.interpreter import interpret
+from tests.collectives.interpreter import check_halves
 from tests.collectives.on_clusters import cluster_of
 
 from headway.cluster import AlgorithmCost
 from headway.collectives.algorithms import ALL_GATHER, HALVING_DOUBLING, REDUCE_SCATTER, RING, sent_bytes
 from headway.collectives.halving_doubling import doubling_all_gather, halving_reduce_scatter
 from headway.collectives.hosts import Hosts
-from headway.collectives.program import chunk_bounds, owned_chunk
 from headway.collectives.selection import Algorithms, Selection
 from headway.errors import PlanError
 from headway.network.cost_fit import Measured, fit_cost, replayed_seconds
@@ -27,17 +23,7 @@ HALVES = (REDUCE_SCATTER, ALL_GATHER)
 @settings(deadline=None)
 @given(world_size=st.sampled_from([1, 2, 4, 8, 16]), numel=st.integers(0, 150), seed=st.integers(0, 2**32))
 def test_they_sum_like_one_process_however_they_interleave(world_size: int, numel: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    tensors = [generator.integers(-1000, 1000, numel) for _ in range(world_size)]
-    total = np.sum(tensors, axis=0)
-    scatter = partial(halving_reduce_scatter, world_size=world_size)
-    gather = partial(doubling_all_gather, world_size=world_size)
-    scattered = interpret([scatter(rank) for rank in range(world_size)], tensors, seed)
-    for rank, result in enumerate(scattered):
-        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
-        assert (result[own] == total[own]).all()
-    gathered = interpret([gather(rank) for rank in range(world_size)], scattered, seed)
-    assert all((result == total).all() for result in gathered)
+    check_halves(halving_reduce_scatter, doubling_all_gather, world_size, numel, seed)
 
 
 @pytest.mark.parametrize("kind", HALVES)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import ceil, log2
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.interpreter import interpret
+from tests.collectives.interpreter import check_halves
 
 from headway.collectives.algorithms import ALL_GATHER, REDUCE_SCATTER, RING, TREE, sent_bytes
 from headway.collectives.hosts import Hosts
-from headway.collectives.program import chunk_bounds, owned_chunk
 from headway.collectives.selection import Selection
 from headway.collectives.trees import has_rounds_to_save, tree_all_gather, tree_reduce_scatter
 
@@ -23,17 +20,7 @@ HALVES = (REDUCE_SCATTER, ALL_GATHER)
 @settings(deadline=None)
 @given(world_size=st.integers(1, 13), numel=st.integers(0, 150), seed=st.integers(0, 2**32))
 def test_they_sum_like_one_process_however_they_interleave(world_size: int, numel: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    tensors = [generator.integers(-1000, 1000, numel) for _ in range(world_size)]
-    total = np.sum(tensors, axis=0)
-    scatter = partial(tree_reduce_scatter, world_size=world_size)
-    gather = partial(tree_all_gather, world_size=world_size)
-    scattered = interpret([scatter(rank) for rank in range(world_size)], tensors, seed)
-    for rank, result in enumerate(scattered):
-        own = slice(*chunk_bounds(numel, world_size)[owned_chunk(rank, world_size)])
-        assert (result[own] == total[own]).all()
-    gathered = interpret([gather(rank) for rank in range(world_size)], scattered, seed)
-    assert all((result == total).all() for result in gathered)
+    check_halves(tree_reduce_scatter, tree_all_gather, world_size, numel, seed)
 
 
 @pytest.mark.parametrize("world_size", [3, 6, 12, 24, 100])
