@@ -42,7 +42,7 @@ def free_port() -> int:
 
 def started(folder: Path, plan: Path, port: int, number: int, decisions: Path) -> subprocess.Popen[str]:
     """One host of the job: its torchrun, with one rank, under the plan. The first keeps what hosts meet by."""
-    meeting = f"is_host={int(number == 0)},last_call_timeout=15,keep_alive_interval=1"
+    meeting = f"is_host={int(number == 0)},last_call_timeout=15,keep_alive_interval=3"
     command = [
         sys.executable, "-m", "headway", "run", "--plan", plan, "--adapt", "--decisions", decisions, "--",
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3", "--nproc-per-node", "1",
