@@ -162,7 +162,9 @@ def _methods(links: Cluster, size_bytes: int, *, quick: bool) -> list[str]:
 
 def _bound_ms(cluster: Cluster, size_bytes: int) -> float:
     least = size_bytes * least_byte_factor(cluster)
-    return max(cut.time_ns(least) - cut.credit_ns + cut.latency_ns for cut in cuts_of(cluster)) / 1e6
+    return (
+        max(max(0.0, cut.time_ns(least) - cut.credit_ns) + cut.latency_ns for cut in cuts_of(cluster)) / 1e6
+    )
 
 
 def _predicted_ms(cluster: Cluster, method: str, size_bytes: int) -> float:
