@@ -29,8 +29,9 @@ HALVES = (REDUCE_SCATTER, ALL_GATHER)
 def test_they_sum_like_one_process_however_they_interleave(
     world_size: int, pieces: int, numel: int, seed: int
 ) -> None:
-    halves = (partial(each, pieces=pieces) for each in (direct_reduce_scatter, direct_all_gather))
-    check_halves(*halves, world_size, numel, seed)
+    scatter = partial(direct_reduce_scatter, pieces=pieces)
+    gather = partial(direct_all_gather, pieces=pieces)
+    check_halves(scatter, gather, world_size, numel, seed)
 
 
 def test_all_that_is_added_up_has_its_own_place_and_what_is_gathered_lands_where_it_belongs() -> None:
