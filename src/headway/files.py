@@ -67,7 +67,7 @@ def write_text(path: Path, text: str, error: type[UserError] = UserError) -> Non
 
 def check_writable(path: Path, error: type[UserError] = UserError) -> None:
     """Raise ``error`` where a file cannot be written at ``path``: before what takes long."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if _is_device(path):
         return
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -78,6 +78,11 @@ def check_writable(path: Path, error: type[UserError] = UserError) -> None:
         )
 
 
+def _is_device(path: Path) -> bool:
+    """Whether what is there takes what is written into it, and is no file: a pipe, a terminal, /dev/null."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
 @contextmanager
 def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterator[IO[bytes]]:
     """Yield a file next to ``path`` that takes its name only when the block ends well: readers see no half of it.
@@ -85,7 +90,7 @@ def file_written_whole(path: Path, error: type[UserError] = UserError) -> Iterat
     A link stays one. What is there and is no file, such as a pipe or /dev/null, is written into.
     """
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        if _is_device(path):
             with path.open("wb") as device:
                 yield device
             return

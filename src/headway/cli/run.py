@@ -14,7 +14,7 @@ import click
 from headway.cli.command import trailing_command
 from headway.errors import LaunchError, PlanError
 from headway.integrations.launch import CommandOutcome, injected_environment, run_command
-from headway.integrations.torchrun import spreads
+from headway.integrations.torchrun import spreads, starts_all_here
 
 if TYPE_CHECKING:
     from headway.plan import Plan
@@ -73,12 +73,16 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
 
 def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:
     """What is kept here while the command runs: nothing where it starts ranks on other hosts too."""
-    from headway.integrations.torchrun import starts_all_here
     from headway.strategies.registry import plugin_of
 
-    if spreads(command) or not starts_all_here(command, os.environ):
+    if not _stays_here(command):
         return nullcontext({})
     return plugin_of(plan.strategy).launched_with(plan.strategy)
+
+
+def _stays_here(command: Sequence[str]) -> bool:
+    """Whether all ranks are on this host, as far as can be told."""
+    return not spreads(command) and starts_all_here(command, os.environ)
 
 
 def _adapting(plan: Plan) -> Plan:
@@ -104,7 +108,6 @@ def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str
 
     Where the job is on this host alone, the file is of this run alone.
     """
-    from headway.integrations.torchrun import starts_all_here
     from headway.strategies.decisions import DECISIONS_VARIABLE
 
     strategy = plan.strategy
@@ -116,8 +119,7 @@ def _noted(plan: Plan, decisions: Path, command: Sequence[str]) -> dict[str, str
             fix="Leave out --decisions.",
         )
     try:
-        begins = not spreads(command) and starts_all_here(command, os.environ)
-        with decisions.open("w" if begins else "a"):
+        with decisions.open("w" if _stays_here(command) else "a"):
             pass
     except OSError as failure:
         raise LaunchError(

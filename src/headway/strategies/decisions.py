@@ -62,7 +62,7 @@ class Journal:
         self._path = path
         self._job = {"attempt": _number("TORCHELASTIC_RESTART_COUNT"), "workers": _number("WORLD_SIZE")}
         _cut_unfinished(path)
-        self._write("")  # says at once where it cannot be written
+        self._write("")  # says immediately where it cannot be written
 
     @classmethod
     def wanted(cls) -> Journal | None:

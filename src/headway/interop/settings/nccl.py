@@ -111,8 +111,9 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
     data = asked.data
     choices: dict[str, str | None]
     if isinstance(data, DecoupledStrategy):
-        halves = {"reducescatter": data.reduce_scatter, "allgather": data.all_gather}
-        choices = {f: RING if name == RING and not data.by_size else None for f, name in halves.items()}
+        choices = {
+            f: RING if name == RING and not data.by_size else None for f, name in _halves(data).items()
+        }
     elif isinstance(data, DistributedDataParallelStrategy | LocalSGDStrategy):
         choices = {"allreduce": None}
     else:
@@ -131,20 +132,23 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
     return found
 
 
+def _halves(data: DecoupledStrategy) -> dict[str, str]:
+    """The algorithm of each half, by the function that carries it out."""
+    return {"reducescatter": data.reduce_scatter, "allgather": data.all_gather}
+
+
 def _left_out(asked: Asked, chosen: dict[str, str]) -> tuple[str, ...]:
     """What of the plan is not among what was ``chosen``."""
     said = unexpressed(asked)
     if isinstance(data := asked.data, DecoupledStrategy):
-        halves = {"reducescatter": data.reduce_scatter, "allgather": data.all_gather}
-        for function, name in halves.items():
+        for function, name in _halves(data).items():
             if name not in (RING, NATIVE):
                 instead = (
                     f"rings for {function}" if function in chosen else f"{function} is left to the library"
                 )
                 said.append(f"{name} collectives: {instead}")
         if data.by_size:
-            instead = "rings for all" if chosen else "all are left to the library"
-            said.append(f"other algorithms of smaller buckets: {instead}")
+            said.append("other algorithms of smaller buckets: rings for all")
         if data.ring_order:
             said.append("the order of ranks in rings: the library has its own")
     return tuple(said)
