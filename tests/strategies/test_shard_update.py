@@ -29,11 +29,16 @@ class OwnShard:
         self.owners = [nn.Parameter(torch.randn(size, generator=drawn)) for size in SIZES]
         self.pieces: list[Piece] = []
         self.joined: list[int] = []
+        self.bucket = SimpleNamespace(index=0)
         for owner in self.owners:
             first = self.pieces[-1].last if self.pieces else 0
             holder: Any = SimpleNamespace(parameter=owner)
             whole: Any = self
             self.pieces.append(Piece(Span(holder, 0, len(owner), first), first, whole))
+
+    def fetch(self) -> None:
+        for piece in self.pieces:
+            piece.value.copy_(piece.source().detach())
 
     def parameter_of(self, pieces: list[Piece]) -> nn.Parameter:
         self.joined.append(len(pieces))
@@ -91,7 +96,7 @@ def test_as_if_each_were_updated_by_itself(name: str) -> None:
                 reference[index].step()
             torch.testing.assert_close(piece.value, parameter.detach(), rtol=1e-6, atol=1e-7)
     for piece, parameter, one in zip(shard.pieces, alone, reference, strict=True):
-        found, expected = kept.of[piece.parameter], one.state[parameter]
+        found, expected = kept.of[piece], one.state[parameter]
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
@@ -112,7 +117,7 @@ def test_states_that_are_alike_again_are_joined_again() -> None:
     shard, kept = OwnShard(), ShardedState(CPU)
     update(shard, kept, "Adam", [0, 0, 0, 0])
     for piece in shard.pieces:
-        kept.of[piece.parameter] = {key: value.clone() for key, value in kept.of[piece.parameter].items()}
+        kept.of[piece] = {key: value.clone() for key, value in kept.of[piece].items()}
     update(shard, kept, "Adam", [0, 0, 0, 0])
     assert shard.joined == [4]
 
@@ -121,10 +126,36 @@ def test_the_state_before_an_update_stays() -> None:
     shard, kept = OwnShard(), ShardedState(CPU)
     shard.gradient.fill_(1.0)
     update(shard, kept, "Adam", [0, 0, 0, 0])
-    before = {piece: dict(kept.of[piece.parameter]) for piece in shard.pieces}
+    before = {piece: dict(kept.of[piece]) for piece in shard.pieces}
     copies = {piece: {key: value.clone() for key, value in state.items()} for piece, state in before.items()}
     update(shard, kept, "Adam", [0, 0, 0, 0])
     for piece in shard.pieces:
         for key, value in before[piece].items():
             assert torch.equal(value, copies[piece][key])
-            assert kept.of[piece.parameter][key] is not value
+            assert kept.of[piece][key] is not value
+
+
+def test_a_state_that_was_changed_since_is_taken_as_it_is() -> None:
+    """What was loaded or written between two updates counts, although the pieces were one tensor in the last."""
+    shard, kept = OwnShard(), ShardedState(CPU)
+    shard.gradient.fill_(1.0)
+    update(shard, kept, "SGD", [0, 0, 0, 0])
+    changed = shard.pieces[1]
+    kept.of[changed] = {"momentum_buffer": torch.full((SIZES[1],), 5.0)}
+    before = shard.value.clone()
+    update(shard, kept, "SGD", [0, 0, 0, 0])
+    moved = before - shard.value
+    for piece in shard.pieces:
+        momentum = 0.9 * (5.0 if piece is changed else 1.0) + 1.0
+        torch.testing.assert_close(
+            moved[piece.first : piece.last], torch.full((piece.numel,), 0.05 * momentum)
+        )
+
+
+def test_a_script_may_write_to_parameters_between_updates() -> None:
+    shard, kept = OwnShard(), ShardedState(CPU)
+    update(shard, kept, "SGD", [0, 0, 0, 0])
+    with torch.no_grad():
+        shard.owners[2].fill_(7.0)
+    update(shard, kept, "SGD", [0, 0, 0, 0])
+    assert shard.pieces[2].value.item() == 7.0

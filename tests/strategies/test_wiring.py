@@ -112,19 +112,21 @@ class Behind(Streams):
 def test_a_slower_rank_gets_the_state_that_it_asks_for() -> None:
     device = Behind()
     state = ShardedState(device)
-    state.of["piece"] = {"step": 0}
+    piece: Any = "piece"
+    state.of[piece] = {"step": 0}
     for step in (1, 2, 3):
-        state.commit(7, {"piece": {"step": step}})
-    assert [state.after({7: count}) for count in (1, 2, 3)] == [{"piece": {"step": n}} for n in (1, 2, 3)]
+        state.commit(7, {piece: {"step": step}})
+    assert [state.after({7: count}) for count in (1, 2, 3)] == [{piece: {"step": n}} for n in (1, 2, 3)]
     assert all(mark.reached for mark in device.marks)
     state.forget()
     assert state.after({7: 2}) is None
-    assert state.after({7: 3}) == {"piece": {"step": 3}}
+    assert state.after({7: 3}) == {piece: {"step": 3}}
 
 
 def test_in_memory_nothing_is_kept_of_earlier_states() -> None:
     state = ShardedState(Streams(CPU))
+    piece: Any = "piece"
     for step in (1, 2):
-        state.commit(7, {"piece": {"step": step}})
+        state.commit(7, {piece: {"step": step}})
     assert state.after({7: 1}) is None
-    assert state.after({7: 2}) == {"piece": {"step": 2}}
+    assert state.after({7: 2}) == {piece: {"step": 2}}

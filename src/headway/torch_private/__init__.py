@@ -14,6 +14,7 @@ from headway.torch_private.autograd import (
 )
 from headway.torch_private.compiled import (
     CompiledForward,
+    compilation_marks,
     compile_in_parts_of,
     compiled_from,
     compiled_in_parts,
@@ -111,6 +112,7 @@ __all__ = [
     "backends_of",
     "before_group_shutdown",
     "buckets_rebuilt",
+    "compilation_marks",
     "compile_in_parts_of",
     "compiled_from",
     "compiled_in_parts",

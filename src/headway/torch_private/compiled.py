@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,16 @@ class CompiledForward:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of ``module`` itself run through torch.compile."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    _, call, forward = compilation_marks(module)
+    if call is not None or hasattr(forward, "_torchdynamo_orig_callable"):
         return True
-    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") or has_compiled_forward(
-        module
-    )
+    return has_compiled_forward(module)
+
+
+def compilation_marks(module: torch.nn.Module) -> tuple[type, Any, Any]:
+    """What becomes something else where ``module`` is compiled in place."""
+    own = module.__dict__
+    return type(module), own.get("_compiled_call_impl"), own.get("forward")
 
 
 @contextmanager
@@ -54,17 +60,22 @@ def _least_part_bytes(cap_bytes: int) -> int:
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
     """Whether ``module`` runs compiled inside, but its own hooks outside, as what torch.compile makes of another."""
-    return isinstance(module, CompiledForward) or _is_compiled_copy(module)
+    return _runs_compiled(cast(Any, type(module)))
 
 
-def _is_compiled_copy(module: Any) -> bool:
+@functools.lru_cache(1024)  # asked of every module in every forward
+def _runs_compiled(kind: type) -> bool:
+    return issubclass(kind, CompiledForward) or _is_of_copies(kind)
+
+
+def _is_of_copies(kind: type) -> bool:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+    return eval_frame is not None and issubclass(kind, eval_frame.OptimizedModule)
 
 
 def compiled_from(module: Any) -> Any:
     """The module that torch.compile has made ``module`` of; ``module`` itself where it has not."""
-    return module._orig_mod if _is_compiled_copy(module) else module
+    return module._orig_mod if _is_of_copies(type(module)) else module
 
 
 def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:

@@ -61,16 +61,31 @@ def without_user_modes() -> Iterator[None]:
 
     Inference mode and recording of gradients are off in it too.
     """
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableFuncTorch(),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
-        yield
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        if _is_plain():  # as nearly always; to leave what is not in force takes as long as an update
+            yield
+            return
+        with (
+            torch._C._DisableFuncTorch(),
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),  # which the end of an inference mode would have undone
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+
+
+def _is_plain() -> bool:
+    """Whether this thread has no dispatch mode, transform, autocast or inference mode in force."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+    )
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -149,6 +149,11 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         _GRADIENT_WRITE(parameter, value)
 
 
+def clear_gradient(parameter: torch.Tensor) -> None:
+    """Have no ``.grad``, whatever is in flight; to be called without subclass dispatch."""
+    _GRADIENT_WRITE(parameter, None)
+
+
 def register(parameter: nn.Parameter, entry: Pending) -> None:
     """Let ``entry`` answer for ``parameter`` whenever it is deferred. The caller keeps ``entry`` alive."""
     _pending[id(parameter)] = weakref.ref(entry)

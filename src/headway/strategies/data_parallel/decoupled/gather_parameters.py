@@ -29,8 +29,8 @@ from headway.strategies.data_parallel.decoupled.granularity import UpdateGranula
 from headway.strategies.data_parallel.decoupled.layout import Layout, SettleGroup
 from headway.strategies.data_parallel.decoupled.messages import Reply
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState, looked_past, note_steps
-from headway.strategies.data_parallel.decoupled.shard import Piece, Shard
-from headway.strategies.data_parallel.decoupled.shard_update import Members, ShardUpdate
+from headway.strategies.data_parallel.decoupled.shard import Members, Piece, Shard
+from headway.strategies.data_parallel.decoupled.shard_update import ShardUpdate
 from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
 from headway.strategies.data_parallel.decoupled.sharded_states import ShardedStates
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
@@ -137,10 +137,10 @@ class GatherParameters:
     ) -> None:
         """Settle an earlier step; bring what an update that does not go by element, or not by shards, needs."""
         del scaled_by_amp  # the stand-in keeps what a scaler takes away
-        for state in states:
-            group = self._layout.group_of[state]
-            if group.stepped:
-                self._settling.settle_value(group)
+        if any(group.stepped for group in self._layout.groups):
+            for group in dict.fromkeys(self._layout.group_of[state] for state in states):
+                if group.stepped:
+                    self._settling.settle_value(group)
         if not self._shards_steps(granularity):
             for state in states:
                 self._settling.read_gradient(state)

@@ -19,6 +19,7 @@ from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse
 from headway.strategies.data_parallel.decoupled.stepping import unbind_unused
 from headway.strategies.data_parallel.decoupled.stock import Stock
+from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
 from headway.strategies.data_parallel.module_spec import model_spec
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class HandsOver(RefusingDataParallel):
     _stock: Stock
     _abandoning: weakref.finalize[Any, Any]
     _compiled: frozenset[int]
+    _trained: TrainedSet
+    _frozen = False  # no parameter is trained at the moment
 
     @property
     @abstractmethod
@@ -139,13 +142,24 @@ class HandsOver(RefusingDataParallel):
         stock = self._stock
         if not self._join_config.enable:
             stock.joining = False  # one that was switched off has begun all the same
-        if learning and stock.trains_otherwise(self):
-            trainable = trainable_now(self.module, self._compiled)
-            stock.frozen = not trainable
-            if trainable and trainable != self.trainable:
-                self._follow_trainable()
+        if learning:
+            stock.frozen = not self._trains_something()
         if self.tuner is not None:
             self.tuner.before_forward(learning=learning and not stock.frozen)
+
+    def _trains_something(self) -> bool:
+        """Whether any parameter is trained now; where others are than before, they are followed.
+
+        Raises UnsupportedError where a module has been compiled in place.
+        """
+        if self._trained.changed():
+            trainable = trainable_now(self.module, self._compiled)
+            if trainable and trainable != self.trainable:
+                self._follow_trainable()
+            # A critic that is frozen while others learn is as it was when it thaws.
+            self._frozen = not trainable
+            self._trained = TrainedSet(self.module)
+        return not self._frozen
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -33,25 +33,29 @@ class MaterialiseHook:
         if settlement is None or self._module is None or self._module() is not module:
             return
         settlement.join_settling()
-        if settlement.idle:
-            return
-        if torch_private.has_compiled_forward(module):
-            if settlement.condition.filling:
-                raise UnsupportedError(
-                    "a compiled module runs inside backward", got=type(module).__name__,
-                    expected="checkpoints inside of what is compiled", fix="Use stock DDP.",
-                )  # fmt: skip
-            settlement.settle_all()
-            return
-        if not torch.is_grad_enabled() or torch_private.inside_transform():
+        compiled = torch_private.has_compiled_forward(module)
+        if torch.is_grad_enabled() and not compiled and not torch_private.inside_transform():
+            for parameter in torch_private.own_parameters(module).values():
+                if (
+                    type(parameter) is deferred.DeferredParameter
+                    and (guard := deferred.entry_of(parameter)) is not None
+                ):
+                    guard.before_value()
+        elif not settlement.idle:
+            self._settle(settlement, module, compiled=compiled)
+
+    @staticmethod
+    def _settle(settlement: Settlement, module: nn.Module, *, compiled: bool) -> None:
+        """Bring everything up to date."""
+        if not compiled:
             settlement.settle_values()
             return
-        for parameter in torch_private.own_parameters(module).values():
-            if (
-                type(parameter) is deferred.DeferredParameter
-                and (guard := deferred.entry_of(parameter)) is not None
-            ):
-                guard.before_value()
+        if settlement.condition.filling:
+            raise UnsupportedError(
+                "a compiled module runs inside backward", got=type(module).__name__,
+                expected="checkpoints inside of what is compiled", fix="Use stock DDP.",
+            )  # fmt: skip
+        settlement.settle_all()
 
     def __deepcopy__(self, _memo: Any) -> MaterialiseHook:
         """A hook for the copy: nothing is in flight there."""

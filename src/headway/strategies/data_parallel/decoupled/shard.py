@@ -6,11 +6,13 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from headway import torch_private
 from headway.strategies.data_parallel.channels.streams import CompletionEvents, Streams
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
 from headway.strategies.data_parallel.decoupled.layout import Layout
@@ -56,6 +58,46 @@ class Piece:
         self.value = shard.value[self.first : self.last]
         self.gradient = shard.gradient[self.first : self.last]
         self.parameter = nn.Parameter(self.value, requires_grad=True)
+        with torch_private.without_subclass_dispatch():
+            shape = span.owner.parameter.shape
+        self.shaped = self.value.view(shape) if self.numel == shape.numel() else None
+        """The value in the shape of the parameter, where it is the whole of it."""
+
+    def source(self) -> torch.Tensor:
+        """What the parameter holds there, in the shape of ``shaped`` or flat."""
+        parameter = self.owner.parameter
+        return parameter if self.shaped is not None else parameter.reshape(-1)[self.start : self.end]
+
+
+Members = list[tuple[Piece, int]]
+"""Pieces to be updated, in their order in the shard, each with the index of its parameter group."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring pieces of one parameter group, which an optimizer's code updates as one tensor of this state."""
+
+    pieces: Sequence[Piece]
+    group: int
+    state: State
+
+    @cached_property
+    def parts(self) -> dict[Piece, State]:
+        """The state of each piece, out of that of all."""
+        if len(self.pieces) == 1:
+            return {self.pieces[0]: self.state}
+        parts: dict[Piece, State] = {piece: dict(self.state) for piece in self.pieces}
+        sizes = [piece.numel for piece in self.pieces]
+        for key, value in self.state.items():
+            if is_by_element(value, sum(sizes)):
+                for piece, part in zip(self.pieces, torch.split(value, sizes), strict=True):
+                    parts[piece][key] = part
+        return parts
+
+
+def is_by_element(value: Any, numel: int) -> bool:
+    """Whether ``value`` is a tensor of something for each of ``numel`` elements."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
 
 
 class Shard:
@@ -79,6 +121,7 @@ class Shard:
         self.kept = CompletionEvents(streams)
         start = bucket.bounds[rank][0]
         self.pieces = [Piece(span, span.offset - start, self) for span in spans_of(layout, bucket, rank)]
+        self._targets = [p.value if p.shaped is None else p.shaped for p in self.pieces]
         self._joined: dict[tuple[int, int], nn.Parameter] = {}
 
     def keep_gradient(self, reduction: int) -> None:
@@ -97,6 +140,13 @@ class Shard:
             self._joined[ends] = nn.Parameter(self.value[slice(*ends)], requires_grad=True)
         return self._joined[ends]
 
+    def fetch(self) -> None:
+        """Bring the value up to date with the parameters, which a script may have written to."""
+        with torch.no_grad(), torch_private.without_subclass_dispatch():
+            sources = [piece.source() for piece in self.pieces]
+            if sources:
+                torch_private.foreach_copy(self._targets, sources)
+
     def publish(self) -> None:
         """Put the updated value where it is gathered from."""
         if self.value is not self.chunk:
@@ -113,8 +163,11 @@ class ShardedState:
     def __init__(self, streams: Streams) -> None:
         self._committing = threading.Lock()
         self._committed: defaultdict[int, CompletionEvents] = defaultdict(lambda: CompletionEvents(streams))
-        self._before: defaultdict[int, dict[int, Mapping[Any, State]]] = defaultdict(dict)
-        self.of: defaultdict[Any, State] = defaultdict(dict)
+        self._before: defaultdict[int, dict[int, Mapping[Piece, State]]] = defaultdict(dict)
+        self.of: defaultdict[Piece, State] = defaultdict(dict)
+        self.runs: dict[
+            int, tuple[Members, Sequence[Run]]
+        ] = {}  # bucket: what was updated last, and how it is now
         self.asked: Counter[int] = Counter()  # bucket: how many updates the script has asked for
         self.looked_at: set[ParameterState] = (
             set()
@@ -122,7 +175,7 @@ class ShardedState:
         self.applied: Counter[int] = Counter()  # bucket: how many of them are done
         self.gone = False  # the optimizer was dropped, and what is kept for it with it
 
-    def commit(self, bucket: int, draft: Mapping[Any, State]) -> None:
+    def commit(self, bucket: int, draft: Mapping[Piece, State]) -> None:
         """The gather behind an update is done: every rank has asked for it, so none wants the state before.
 
         Where it is merely given to the device, the state before is kept until it is done. That also keeps the memory
@@ -143,7 +196,7 @@ class ShardedState:
                 if self._committed[bucket].is_done(number + 1):
                     del earlier[number]
 
-    def after(self, asked: Mapping[int, int]) -> Mapping[Any, State] | None:
+    def after(self, asked: Mapping[int, int]) -> Mapping[Piece, State] | None:
         """The state after so many updates of each bucket; None where it is gone. They must have been given."""
         with self._committing:
             found = dict(self.of)
@@ -162,9 +215,7 @@ class ShardedState:
         self.looked_at.discard(owner)
         shape = owner.parameter.shape
         for piece in pieces:
-            self.of[piece.parameter] = {
-                key: _cut(value, shape, piece.start, piece.end) for key, value in whole.items()
-            }
+            self.of[piece] = {key: _cut(value, shape, piece.start, piece.end) for key, value in whole.items()}
 
 
 def _cut(value: Any, shape: torch.Size, start: int, end: int) -> Any:

@@ -8,17 +8,21 @@ to it: a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headway import torch_private
-from headway.strategies.data_parallel.decoupled.shard import Piece, Shard, ShardedState, State
+from headway.strategies.data_parallel.decoupled.shard import (
+    Members,
+    Piece,
+    Run,
+    Shard,
+    ShardedState,
+    State,
+    is_by_element,
+)
 
 HyperParameters = dict[str, Any]
-Members = list[tuple[Piece, int]]
-"""Pieces to be updated, in their order in the shard, each with the index of its parameter group."""
 
 
 class ShardUpdate:
@@ -41,7 +45,7 @@ class ShardUpdate:
         self._gradients = gradients
         self._groups: list[dict[str, Any]] = []
         self.working: dict[Any, State] = {}  # the state that the optimizer's code sees
-        self.draft: dict[Any, State] = {}  # the state of each updated piece, by its parameter
+        self.draft: dict[Piece, State] = {}  # the state of each updated piece
 
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups that the optimizer's code goes through."""
@@ -53,60 +57,57 @@ class ShardUpdate:
         The state before stays as it is: a rank that has yet to step may ask for it.
         """
         shard = self._shard
-        if shard.pieces:
-            targets = [piece.value for piece in shard.pieces]
-            torch_private.foreach_copy(targets, [_elements_of(piece) for piece in shard.pieces])
-        runs = _runs(self._members(shard), self._kept.of)
+        shard.fetch()
+        members = self._members(shard)
+        runs = _runs(members, self._kept, shard.bucket.index)
         lists: list[list[torch.Tensor]] = [[] for _ in self._hyper_parameters]
         parameters = []
         for run in runs:
             parameter = shard.parameter_of(run.pieces)
             # Not written over the reduced gradient, which a slower rank may still ask for.
             parameter.grad = self._gradient_of(run)
-            self.working[parameter] = run.state
+            self.working[parameter] = {key: _copied(value) for key, value in run.state.items()}
             lists[run.group].append(parameter)
             parameters.append(parameter)
         self._groups = [{**h, "params": p} for h, p in zip(self._hyper_parameters, lists, strict=True) if p]
         if runs:
             step()
-        for run, parameter in zip(runs, parameters, strict=True):
-            self.draft |= _split(run.pieces, self.working[parameter])
+        after = [Run(r.pieces, r.group, self.working[p]) for r, p in zip(runs, parameters, strict=True)]
+        for run in after:
+            self.draft |= run.parts
+        self._kept.runs[shard.bucket.index] = members, after
 
-    def _gradient_of(self, run: _Run) -> torch.Tensor:
+    def _gradient_of(self, run: Run) -> torch.Tensor:
         if not any(piece in self._gradients for piece in run.pieces):
             return self._shard.gradient[run.pieces[0].first : run.pieces[-1].last]
         parts = [self._gradients.get(piece, piece.gradient) for piece in run.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbouring pieces of one parameter group, and a copy of their states as that of one tensor."""
+def _runs(members: Members, kept: ShardedState, bucket: int) -> Sequence[Run]:
+    """``members`` in runs: those of the update before, where nothing has changed since, else as states are alike."""
+    before, runs = kept.runs.get(bucket, ((), ()))
+    if members == before and all(kept.of[p] is state for run in runs for p, state in run.parts.items()):
+        return runs
+    return _joined_runs(members, kept.of)
 
-    pieces: list[Piece]
-    group: int
-    state: State
 
-
-def _runs(members: Members, states: Mapping[Any, State]) -> list[_Run]:
+def _joined_runs(members: Members, states: Mapping[Piece, State]) -> list[Run]:
     found: list[tuple[list[Piece], int]] = []
     for piece, group in members:
         if found:
             pieces, before = found[-1]
             last = pieces[-1]
-            if (
-                before == group
-                and last.last == piece.first
-                and _alike(last, states[last.parameter], piece, states[piece.parameter])
-            ):
+            if before == group and last.last == piece.first and _alike(last, piece, states):
                 pieces.append(piece)
                 continue
         found.append(([piece], group))
-    return [_Run(pieces, group, _joined(pieces, states)) for pieces, group in found]
+    return [Run(pieces, group, _joined(pieces, states)) for pieces, group in found]
 
 
-def _alike(one: Piece, state: State, other: Piece, others: State) -> bool:
+def _alike(one: Piece, other: Piece, states: Mapping[Piece, State]) -> bool:
     """Whether the states of two pieces differ in nothing but what they hold for each element."""
+    state, others = states[one], states[other]
     if state.keys() != others.keys():
         return False
     for key, value in state.items():
@@ -122,40 +123,23 @@ def _alike(one: Piece, state: State, other: Piece, others: State) -> bool:
             # On a device the host would have to wait for the values.
             if value.device.type != "cpu" or value.item() != same.item():
                 return False
-        elif not (_by_element(value, one.numel) and _by_element(same, other.numel)):
+        elif not (is_by_element(value, one.numel) and is_by_element(same, other.numel)):
             return False
     return True
 
 
-def _by_element(value: Any, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
-
-
-def _joined(pieces: Sequence[Piece], states: Mapping[Any, State]) -> State:
-    """A copy of the states of ``pieces`` as that of one tensor."""
-    first = states[pieces[0].parameter]
-    joined: State = {}
-    for key, value in first.items():
-        if len(pieces) > 1 and _by_element(value, pieces[0].numel):
-            joined[key] = torch.cat([states[piece.parameter][key] for piece in pieces])
-        else:
-            joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return joined
-
-
-def _split(pieces: Sequence[Piece], joined: State) -> dict[Any, State]:
-    """The state of each piece, out of that of all."""
+def _joined(pieces: Sequence[Piece], states: Mapping[Piece, State]) -> State:
+    """The states of ``pieces`` as that of one tensor."""
+    first = states[pieces[0]]
     if len(pieces) == 1:
-        return {pieces[0].parameter: joined}
-    begin, end = pieces[0].first, pieces[-1].last
+        return first
     return {
-        piece.parameter: {
-            key: value[piece.first - begin : piece.last - begin] if _by_element(value, end - begin) else value
-            for key, value in joined.items()
-        }
-        for piece in pieces
+        key: torch.cat([states[piece][key] for piece in pieces])
+        if is_by_element(value, pieces[0].numel)
+        else value
+        for key, value in first.items()
     }
 
 
-def _elements_of(piece: Piece) -> torch.Tensor:
-    return piece.owner.parameter.detach().reshape(-1)[piece.start : piece.end]
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -82,6 +82,7 @@ class ShardedStates:
                 number
             ):  # its number stays: other ranks ask by it
                 state.of.clear()
+                state.runs.clear()
                 state.gone = True
             state.forget()
 
@@ -108,9 +109,7 @@ class ShardedStates:
         state = self.of(optimizer)
         number = [known() for known in self._optimizers].index(optimizer)
         request = {"want": "state", "optimizer": number, "asked": list(state.asked.items())}
-        found = {
-            self._transport.rank: [state.of.get(p.parameter, {}) for s in self._shards for p in s.pieces]
-        }
+        found = {self._transport.rank: [state.of.get(p, {}) for s in self._shards for p in s.pieces]}
         for rank, answer in self._asking.ask_all(request, self._limits).items():
             found[rank] = unpack(answer.header["states"], answer.payload, self._layout.device)
         wholes = self._whole(found)
@@ -190,7 +189,7 @@ class ShardedStates:
                 "an optimizer's state was read on one rank while the others stepped it again without a backward",
                 fix="Read the state on every rank.",
             )
-        described, tensors = pack([found.get(p.parameter) for s in self._shards for p in s.pieces])
+        described, tensors = pack([found.get(p) for s in self._shards for p in s.pieces])
         return {"states": described}, tensors
 
 

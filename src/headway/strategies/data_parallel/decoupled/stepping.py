@@ -10,14 +10,17 @@ one step, as ever. Optimizers that look at several elements or parameters at onc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from headway import torch_private
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
@@ -84,24 +87,27 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
 
 
 def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
-    """Clear gradients as ``zero_grad`` does, without waiting for those that are in flight."""
-    for parameter in parameters:
-        guard: ParameterGuard | None = deferred.entry_of(parameter)
-        if guard is None:
-            continue
-        state = guard.state
-        if set_to_none:
-            state.forget_look()
-        if not state.phase.pending:
-            continue
-        guard.before_gradient_write()
-        if set_to_none:
-            state.grad = None
-        elif state.grad is not None:
-            with torch.no_grad():
+    """Clear gradients as ``zero_grad`` does, without waiting for those that are in flight.
+
+    Afterwards stock code may go through them without subclass dispatch: ``.grad`` is what it should be.
+    """
+    with torch_private.without_subclass_dispatch(), torch.no_grad():
+        for parameter in parameters:
+            guard: ParameterGuard | None = deferred.entry_of(parameter)
+            if guard is None:
+                continue
+            state = guard.state
+            if set_to_none:
+                state.forget_look()
+            if not state.phase.pending:
+                continue
+            guard.before_gradient_write()
+            if set_to_none:
+                deferred.clear_gradient(parameter)
+            elif state.grad is not None:
                 state.grad.zero_()
-        elif guard.settlement.usage.anywhere(state):  # so that stock DDP would have made a gradient
-            state.grad = torch.zeros_like(state.parameter.detach())
+            elif guard.settlement.usage.anywhere(state):  # so that stock DDP would have made a gradient
+                state.grad = torch.zeros_like(parameter)
 
 
 def _settlements(optimizer: Optimizer) -> list[Settlement]:
@@ -130,17 +136,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Give the engines their parameters to update, and return groups of the others."""
     granularity = granularity_of(optimizer)
-    _prepare(optimizer, granularity)
+    guards: list[list[ParameterGuard | None]] = [
+        [deferred.entry_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups
+    ]
+    _prepare(optimizer, guards, granularity)
     hyper_parameters = [_snapshot(group) for group in optimizer.param_groups]
     now: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     taken: dict[Form, list[list[ParameterState]]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            guard: ParameterGuard | None = deferred.entry_of(parameter)
+    for index, (group, of_group) in enumerate(zip(optimizer.param_groups, guards, strict=True)):
+        for parameter, guard in zip(group["params"], of_group, strict=True):
             if guard is None or not (form := guard.settlement.form).takes(guard.state, granularity):
                 now[index]["params"].append(parameter)
-            else:
-                taken.setdefault(form, [[] for _ in now])[index].append(guard.state)
+                continue
+            if form not in taken:
+                taken[form] = [[] for _ in now]
+            taken[form][index].append(guard.state)
     for form, states in taken.items():
         form.step(optimizer, hyper_parameters, states)
     if taken and isinstance(optimizer.state, WatchedState):
@@ -148,12 +158,15 @@ def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     return now
 
 
-def _prepare(optimizer: Optimizer, granularity: UpdateGranularity) -> None:
+def _prepare(
+    optimizer: Optimizer, guards: Sequence[Sequence[ParameterGuard | None]], granularity: UpdateGranularity
+) -> None:
     """Settle what cannot wait, now that a closure has run."""
     scaled_by_amp = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    states_by_settlement: dict[Settlement, list[ParameterState]] = {}
-    for guard in _guards(optimizer):
-        states_by_settlement.setdefault(guard.settlement, []).append(guard.state)
+    states_by_settlement: defaultdict[Settlement, list[ParameterState]] = defaultdict(list)
+    for guard in chain.from_iterable(guards):
+        if guard is not None:
+            states_by_settlement[guard.settlement].append(guard.state)
     for settlement, states in states_by_settlement.items():
         settlement.condition.check_usable()
         if any(state.is_local for state in states):
@@ -184,7 +197,10 @@ class _Clearing:
         assert owner is not None
         parameters = [p for group in owner.param_groups for p in group["params"]]
         clear_gradients(parameters, set_to_none=set_to_none)
-        if self.own is None:
-            type(owner).zero_grad(owner, set_to_none)
-        else:
+        if self.own is not None:
             self.own(set_to_none)
+        elif type(owner).zero_grad is Optimizer.zero_grad:
+            with torch_private.without_subclass_dispatch():
+                Optimizer.zero_grad(owner, set_to_none)
+        else:  # which may look at values too
+            type(owner).zero_grad(owner, set_to_none)

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.strategies.data_parallel.ddp import runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
 
 COUNTED_BY = 8
 """Hooks on about so many parameters count backwards where all are used in each."""
@@ -59,7 +58,7 @@ class Stock:
         self._strategy = self.own_strategy  # in force, or the last one that was
         # Kept when it is no longer in force: graphs that went through it may yet refer to it.
         self._ddp: DistributedDataParallel | None = None
-        self._trained: TrainedSet | None = None
+        self.in_force = False  # whether it does the wrapper's steps
         self._in_final_buckets = False
         self.frozen = False
         self.joining = False
@@ -67,11 +66,6 @@ class Stock:
         self._awaits_backward = False  # that is counted
         self._counting: list[Any] = []  # hooks
         self._no_join = torch_private.join_config_disabled()
-
-    @property
-    def in_force(self) -> bool:
-        """Whether it does the wrapper's steps."""
-        return self._trained is not None
 
     @property
     def own_strategy(self) -> DistributedDataParallelStrategy:
@@ -100,7 +94,7 @@ class Stock:
         self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options)
         self._strategy = strategy
         self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
-        self._trained = TrainedSet(wrapped.module)
+        self.in_force = True
         self.frozen = self.joining = False
         self._in_final_buckets = self._ddp.find_unused_parameters
         self.reductions, self._awaits_backward = 0, False
@@ -118,20 +112,12 @@ class Stock:
             for parameter in wrapped.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
-        self._trained = None
+        self.in_force = False
 
     def begin_again(self, wrapped: HandingOver, strategy: DistributedDataParallelStrategy) -> None:
         """Go on with buckets made anew: other parameters are trained, or other buckets are asked for."""
         self.end(wrapped)
         self.begin(wrapped, strategy)
-
-    def trains_otherwise(self, wrapped: HandingOver) -> bool:
-        """Whether other parameters may be trained than at the forward before; a look that costs little."""
-        assert self._trained is not None
-        if not self._trained.changed():
-            return False
-        self._trained = TrainedSet(wrapped.module)
-        return True
 
     def forward(
         self, wrapped: HandingOver, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool

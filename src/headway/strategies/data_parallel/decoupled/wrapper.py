@@ -24,7 +24,6 @@ from headway.strategies.data_parallel.decoupled.checks import (
     check_casts,
     check_device_ids,
     check_module,
-    trainable_now,
     trainable_parameters,
 )
 from headway.strategies.data_parallel.decoupled.engine import Engine
@@ -40,6 +39,7 @@ from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
 from headway.strategies.data_parallel.decoupled.refused import refuse, refuse_options
 from headway.strategies.data_parallel.decoupled.stepping import clear_gradients
 from headway.strategies.data_parallel.decoupled.stock import Stock, stock_options
+from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -190,6 +190,7 @@ class DecoupledDataParallel(Joins):
             find_unused=self.find_unused_parameters,
         )  # fmt: skip
         self.trainable = frozenset(id(parameter) for parameter in trainable.values())
+        self._trained = TrainedSet(self.module)
         lifecycle.adopt(engine, self.process_group)
         self._compiled = _compiled_inside(self.module)
         self._watch_modules(engine)
@@ -296,11 +297,9 @@ class DecoupledDataParallel(Joins):
             refuse("CUDA graph capture")
         if not self._join_config.enable:
             self.join_ends()  # one that was switched off has begun all the same
-        trainable = trainable_now(self.module, self._compiled)
-        if trainable and trainable != self.trainable:
-            self._follow_trainable()
+        trains = self._trains_something()
         engine.synchronise = self.require_backward_grad_sync
-        return bool(trainable)  # a critic that is frozen while others learn is as it was when it thaws
+        return trains
 
     def _follow_trainable(self) -> None:
         """Parameters were frozen, unfrozen or replaced, on every rank alike: put buckets of those in force."""
@@ -384,8 +383,8 @@ class DecoupledDataParallel(Joins):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
         left_behind = (
-            "_engine", "_stock", "_abandoning", "process_group", "trainable", "_compiled", "_wiring", "tuner",
-            "uneven",
+            "_engine", "_stock", "_abandoning", "process_group", "trainable", "_trained", "_compiled", "_wiring",
+            "tuner", "uneven",
         )  # fmt: skip
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
