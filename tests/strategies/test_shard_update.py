@@ -11,6 +11,7 @@ from torch import nn
 
 from headway import torch_private
 from headway.strategies.data_parallel.channels.streams import Streams
+from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.decoupled.shard import Piece, ShardedState, Span
 from headway.strategies.data_parallel.decoupled.shard_update import ShardUpdate
 from headway.strategies.data_parallel.decoupled.stand_in import StandIn
@@ -24,12 +25,12 @@ class OwnShard:
 
     def __init__(self) -> None:
         drawn = torch.Generator().manual_seed(1)
+        self.bucket = SimpleNamespace(index=0)
         self.value = torch.zeros(sum(SIZES))
         self.gradient = torch.zeros(sum(SIZES))
         self.owners = [nn.Parameter(torch.randn(size, generator=drawn)) for size in SIZES]
         self.pieces: list[Piece] = []
         self.joined: list[int] = []
-        self.bucket = SimpleNamespace(index=0)
         for owner in self.owners:
             first = self.pieces[-1].last if self.pieces else 0
             holder: Any = SimpleNamespace(parameter=owner)
@@ -159,3 +160,25 @@ def test_a_script_may_write_to_parameters_between_updates() -> None:
         shard.owners[2].fill_(7.0)
     update(shard, kept, "SGD", [0, 0, 0, 0])
     assert shard.pieces[2].value.item() == 7.0
+
+
+def test_pieces_that_come_to_be_alike_are_joined() -> None:
+    """One gets its momentum an update after the others."""
+    shard, kept = OwnShard(), ShardedState(CPU)
+    update(shard, kept, "SGD", [0, 0, 0, 0], (1,))
+    update(shard, kept, "SGD", [0, 0, 0, 0])
+    assert shard.joined == [1, 1, 2]
+    update(shard, kept, "SGD", [0, 0, 0, 0])
+    assert shard.joined == [4]
+
+
+def test_a_count_of_steps_stays_one_where_parameters_have_no_dimension() -> None:
+    kept = ShardedState(CPU)
+    shard: Any = SimpleNamespace(
+        value=torch.zeros(1), gradient=torch.zeros(1), bucket=SimpleNamespace(index=0)
+    )
+    owner = ParameterState("w", nn.Parameter(torch.tensor(1.0)))
+    piece = Piece(Span(owner, 0, 1, 0), 0, shard)
+    kept.absorb(owner, [piece], {"step": torch.tensor(3.0), "exp_avg": torch.tensor(2.0)})
+    assert kept.of[piece]["step"].shape == ()
+    assert kept.of[piece]["exp_avg"].shape == (1,)

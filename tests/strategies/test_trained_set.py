@@ -37,10 +37,10 @@ def _compile_in_place(module: nn.Sequential) -> None:
 def test_a_change_is_noticed(change: Callable[[nn.Sequential], None]) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     trained = TrainedSet(module)
-    assert not trained.changed()
+    assert not trained.changed(module)
     change(module)
-    assert trained.changed()
-    assert not TrainedSet(module).changed()
+    assert trained.changed(module)
+    assert not TrainedSet(module).changed(module)
 
 
 def test_training_changes_nothing() -> None:
@@ -50,4 +50,11 @@ def test_training_changes_nothing() -> None:
     module(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     module.eval()
-    assert not trained.changed()
+    assert not trained.changed(module)
+
+
+def test_another_module_in_its_place_is_noticed() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    trained = TrainedSet(module)
+    assert trained.changed(nn.Sequential(module[0]))
+    assert not trained.changed(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,22 +59,17 @@ def _least_part_bytes(cap_bytes: int) -> int:
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
     """Whether ``module`` runs compiled inside, but its own hooks outside, as what torch.compile makes of another."""
-    return _runs_compiled(cast(Any, type(module)))
+    return isinstance(module, CompiledForward) or _is_compiled_copy(module)
 
 
-@functools.lru_cache(1024)  # asked of every module in every forward
-def _runs_compiled(kind: type) -> bool:
-    return issubclass(kind, CompiledForward) or _is_of_copies(kind)
-
-
-def _is_of_copies(kind: type) -> bool:
+def _is_compiled_copy(module: Any) -> bool:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and issubclass(kind, eval_frame.OptimizedModule)
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def compiled_from(module: Any) -> Any:
     """The module that torch.compile has made ``module`` of; ``module`` itself where it has not."""
-    return module._orig_mod if _is_of_copies(type(module)) else module
+    return module._orig_mod if _is_compiled_copy(module) else module
 
 
 def eager_modules(root: torch.nn.Module) -> list[torch.nn.Module]:

@@ -152,7 +152,7 @@ class HandsOver(RefusingDataParallel):
 
         Raises UnsupportedError where a module has been compiled in place.
         """
-        if self._trained.changed():
+        if self._trained.changed(self.module):
             trainable = trainable_now(self.module, self._compiled)
             if trainable and trainable != self.trainable:
                 self._follow_trainable()

@@ -19,6 +19,8 @@ from headway.strategies.data_parallel.decoupled.layout import Layout
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 
 State = dict[str, Any]
+_OF_THE_WHOLE = {"step", "mu_product", "eta", "mu"}
+"""What torch's optimizers keep of a whole parameter in a tensor without dimensions, as parameters may be, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Piece:
         self.owner, self.start, self.end = span.owner, span.start, span.end
         self.numel = span.end - span.start
         self.first, self.last = first, first + self.numel
+        self.bucket = shard.bucket.index
         self.value = shard.value[self.first : self.last]
         self.gradient = shard.gradient[self.first : self.last]
         self.parameter = nn.Parameter(self.value, requires_grad=True)
@@ -215,13 +218,18 @@ class ShardedState:
         self.looked_at.discard(owner)
         shape = owner.parameter.shape
         for piece in pieces:
-            self.of[piece] = {key: _cut(value, shape, piece.start, piece.end) for key, value in whole.items()}
+            self.runs.pop(piece.bucket, None)
+            self.of[piece] = {
+                key: _cut(key, value, shape, piece.start, piece.end) for key, value in whole.items()
+            }
 
 
-def _cut(value: Any, shape: torch.Size, start: int, end: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().reshape(-1)[start:end].clone() if value.shape == shape else value.clone()
-    return value
+def _cut(key: str, value: Any, shape: torch.Size, start: int, end: int) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != shape or (not shape and key in _OF_THE_WHOLE):
+        return value.clone()
+    return value.detach().reshape(-1)[start:end].clone()
 
 
 # On the way between ranks -----------------------------------------------------------------------------

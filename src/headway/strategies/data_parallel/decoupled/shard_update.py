@@ -8,6 +8,7 @@ to it: a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class ShardUpdate:
             parameter = shard.parameter_of(run.pieces)
             # Not written over the reduced gradient, which a slower rank may still ask for.
             parameter.grad = self._gradient_of(run)
-            self.working[parameter] = {key: _copied(value) for key, value in run.state.items()}
+            self.working[parameter] = run.state
             lists[run.group].append(parameter)
             parameters.append(parameter)
         self._groups = [{**h, "params": p} for h, p in zip(self._hyper_parameters, lists, strict=True) if p]
@@ -85,11 +86,22 @@ class ShardUpdate:
 
 
 def _runs(members: Members, kept: ShardedState, bucket: int) -> Sequence[Run]:
-    """``members`` in runs: those of the update before, where nothing has changed since, else as states are alike."""
+    """``members`` in runs with copies of their states.
+
+    They are those of the update before where nothing has changed since, and no two that could be one.
+    """
     before, runs = kept.runs.get(bucket, ((), ()))
-    if members == before and all(kept.of[p] is state for run in runs for p, state in run.parts.items()):
-        return runs
+    if members == before and _are_current(runs, kept.of):
+        return [Run(r.pieces, r.group, {k: _copied(v) for k, v in r.state.items()}) for r in runs]
     return _joined_runs(members, kept.of)
+
+
+def _are_current(runs: Sequence[Run], states: Mapping[Piece, State]) -> bool:
+    unchanged = all(states[piece] is state for run in runs for piece, state in run.parts.items())
+    return unchanged and not any(
+        _may_join(one.pieces[-1], one.group, other.pieces[0], other.group, states)
+        for one, other in pairwise(runs)
+    )
 
 
 def _joined_runs(members: Members, states: Mapping[Piece, State]) -> list[Run]:
@@ -97,12 +109,15 @@ def _joined_runs(members: Members, states: Mapping[Piece, State]) -> list[Run]:
     for piece, group in members:
         if found:
             pieces, before = found[-1]
-            last = pieces[-1]
-            if before == group and last.last == piece.first and _alike(last, piece, states):
+            if _may_join(pieces[-1], before, piece, group, states):
                 pieces.append(piece)
                 continue
         found.append(([piece], group))
     return [Run(pieces, group, _joined(pieces, states)) for pieces, group in found]
+
+
+def _may_join(one: Piece, group: int, other: Piece, other_group: int, states: Mapping[Piece, State]) -> bool:
+    return group == other_group and one.last == other.first and _alike(one, other, states)
 
 
 def _alike(one: Piece, other: Piece, states: Mapping[Piece, State]) -> bool:
@@ -129,15 +144,13 @@ def _alike(one: Piece, other: Piece, states: Mapping[Piece, State]) -> bool:
 
 
 def _joined(pieces: Sequence[Piece], states: Mapping[Piece, State]) -> State:
-    """The states of ``pieces`` as that of one tensor."""
-    first = states[pieces[0]]
-    if len(pieces) == 1:
-        return first
+    """A copy of the states of ``pieces`` as that of one tensor."""
+    several, numel = len(pieces) > 1, pieces[0].numel
     return {
         key: torch.cat([states[piece][key] for piece in pieces])
-        if is_by_element(value, pieces[0].numel)
-        else value
-        for key, value in first.items()
+        if several and is_by_element(value, numel)
+        else _copied(value)
+        for key, value in states[pieces[0]].items()
     }
 
 

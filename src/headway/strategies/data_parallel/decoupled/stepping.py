@@ -30,6 +30,9 @@ from headway.strategies.data_parallel.decoupled.stand_in import StandIn
 from headway.strategies.data_parallel.decoupled.state import WatchedState
 from headway.torch_private.step_hooks import before_every_step
 
+_ZERO_GRAD = Optimizer.zero_grad
+_KNOWN = {torch.Tensor, torch.nn.Parameter, deferred.DeferredParameter, deferred.DeferredGradient}
+
 _bound: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
@@ -199,8 +202,8 @@ class _Clearing:
         clear_gradients(parameters, set_to_none=set_to_none)
         if self.own is not None:
             self.own(set_to_none)
-        elif type(owner).zero_grad is Optimizer.zero_grad:
+        elif type(owner).zero_grad is _ZERO_GRAD and {type(p) for p in parameters} <= _KNOWN:
             with torch_private.without_subclass_dispatch():
-                Optimizer.zero_grad(owner, set_to_none)
+                _ZERO_GRAD(owner, set_to_none)
         else:  # which may look at values too
             type(owner).zero_grad(owner, set_to_none)

@@ -14,17 +14,18 @@ class TrainedSet:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        self._own = [torch_private.own_parameters(each) for each in self._modules]
-        self._parts = [torch_private.own_modules(each) for each in self._modules]
         self._seen = self._now()
 
-    def changed(self) -> bool:
-        """Whether any parameter or module has come, gone, been frozen or unfrozen, or compiled in place since."""
-        return self._now() != self._seen
+    def changed(self, module: nn.Module) -> bool:
+        """Whether ``module`` is another, or any parameter or module in it has come, gone, been frozen or unfrozen, or
+        compiled in place since.
+        """
+        return module is not self._modules[0] or self._now() != self._seen
 
     def _now(self) -> tuple[list[int], list[bool], list[int], list[tuple[Any, ...]]]:
-        parameters = [p for own in self._own for p in own.values() if p is not None]
-        parts = [id(part) for own in self._parts for part in own.values()]
+        own = [torch_private.own_parameters(each).values() for each in self._modules]
+        parameters = [p for those in own for p in those if p is not None]
+        parts = [id(part) for each in self._modules for part in torch_private.own_modules(each).values()]
         marks = [torch_private.compilation_marks(each) for each in self._modules]
         with torch_private.without_subclass_dispatch():
             return [id(p) for p in parameters], [p.requires_grad for p in parameters], parts, marks

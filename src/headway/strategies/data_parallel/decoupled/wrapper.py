@@ -190,7 +190,7 @@ class DecoupledDataParallel(Joins):
             find_unused=self.find_unused_parameters,
         )  # fmt: skip
         self.trainable = frozenset(id(parameter) for parameter in trainable.values())
-        self._trained = TrainedSet(self.module)
+        self._trained, self._frozen = TrainedSet(self.module), not trainable
         lifecycle.adopt(engine, self.process_group)
         self._compiled = _compiled_inside(self.module)
         self._watch_modules(engine)
