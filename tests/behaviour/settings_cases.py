@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.interop.settings import ddp, fsdp2
 from headway.interop.settings.asked import Asked
 from headway.job import Job
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
 from headway.plan import Plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp import runtime
@@ -246,6 +248,34 @@ def sharded_tied_and_frozen(rank: int, world_size: int) -> dict[str, Any]:
         "parameters": sorted(sharded),
         "expected parameters": sorted(name for name, p in whole.items() if p.requires_grad),
     }
+
+
+def with_passes(rank: int, world_size: int, tool: str) -> float:
+    """The largest difference of parameters from those of one process under the plan's own passes, after training."""
+    passes = (Precision(dtype="bfloat16", modules=("0", "2")), Recompute(modules=("1", "3")))
+    model, reference = layers(), layers()
+    spec = model_spec(model)
+    strategy = policy_named("decoupled" if tool == "fsdp2" else "ddp")()
+    plan = Plan.data_parallel(strategy, world_size, spec).model_copy(update={"passes": passes})
+    asked = Asked(plan, (spec,))
+    if tool == "fsdp2":
+        model = imported(fsdp2.settings(asked).files[fsdp2.FILE])["shard"](model)
+    else:
+        model = imported(ddp.settings(asked).files[ddp.FILE])["wrap"](model)
+    for one in passes:
+        one.apply(reference, None)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        losses = [reference(batch(step, each)).square().mean() for each in range(world_size)]
+        torch.stack(losses).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    whole = ((p.full_tensor() if hasattr(p, "full_tensor") else p, q) for p, q in pairs)
+    return max(float((p - q).abs().max()) for p, q in whole)
 
 
 def _watch(model: nn.Module, names: list[str], events: list[str]) -> None:

@@ -49,6 +49,11 @@ def test_fsdp2_shards_tied_modules_together_and_leaves_frozen_ones_whole() -> No
         assert found["parameters"] == found["expected parameters"]
 
 
+@pytest.mark.parametrize("tool", ["ddp", "fsdp2"])
+def test_passes_in_a_file_train_as_the_plan_does(tool: str) -> None:
+    assert max(workers.run(2, f"{CASES}:with_passes", tool, timeout_s=90)) < 1e-5
+
+
 @pytest.mark.parametrize(("own", "channels"), [(False, 1), (True, 2)])
 def test_fsdp2_trains_the_same_and_gathers_ahead(own: bool, channels: int) -> None:
     for found in workers.run(2, f"{CASES}:sharded", own, channels, timeout_s=90):

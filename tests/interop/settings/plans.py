@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.models import layered_model
 
 from headway.interop.settings.asked import Asked, CollectiveOptions
 from headway.model import ModelSpec
+from headway.passes.base import Pass
 from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -33,6 +35,12 @@ def asked(
     """A plan of data parallelism, and its model where it is ``traced``."""
     plan = Plan.data_parallel(policy_named(name)(**options), ranks, model)
     return Asked(plan, (model,) if traced else (), collectives or CollectiveOptions())
+
+
+def with_passes(*passes: Pass, name: str = "ddp", **given: Any) -> Asked:
+    """A plan of data parallelism with passes."""
+    made = asked(name, **given)
+    return replace(made, plan=made.plan.model_copy(update={"passes": passes}))
 
 
 def piped(stages: int = 2, ranks: int = 2, *, traced: bool = False, **options: Any) -> Asked:

@@ -4,11 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from tests.interop.settings.plans import BY_NAME, asked, meshed, piped
+from tests.interop.settings.plans import BY_NAME, asked, meshed, piped, with_passes
 
 from headway.errors import PlanError
 from headway.interop.settings import deepspeed
 from headway.interop.settings.asked import Asked
+from headway.passes.accumulate import Accumulate
+from headway.passes.precision import Precision
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
 ELEMENTS = 1010  # of a layer
@@ -83,6 +85,7 @@ def test_refusals() -> None:
 PLANS = (
     asked("decoupled", buckets=BY_NAME), asked("ddp", bucket_cap_mb=1, wire=[{"dtype": "bfloat16"}]),
     asked("parameter_server"), piped(), meshed(DistributedDataParallelStrategy(bucket_cap_mb=1)),
+    with_passes(Precision(dtype="bfloat16"), Accumulate(micro_batches=4)), with_passes(Precision(dtype="float16")),
 )  # fmt: skip
 
 
@@ -99,5 +102,9 @@ def test_deepspeed_reads_it(number: int) -> None:
         "unknown names would be kept, and mean nothing"
     )
     assert read.gradient_accumulation_steps == mine.get("gradient_accumulation_steps", 1)
+    if "torch_autocast" in mine:
+        assert read.torch_autocast_enabled
+        assert str(read.torch_autocast_dtype) == f"torch.{mine['torch_autocast']['dtype']}"
+        assert read.torch_autocast_lower_precision_safe_modules == []
     if "communication_data_type" in mine:
         assert str(read.communication_data_type) == "torch.bfloat16"

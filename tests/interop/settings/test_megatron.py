@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interop.settings.plans import BY_NAME, asked, meshed, piped
+from tests.interop.settings.plans import BY_NAME, asked, meshed, piped, with_passes
 
 from headway.errors import PlanError
 from headway.interop.settings import megatron
 from headway.interop.settings.asked import Asked
+from headway.passes.accumulate import Accumulate
+from headway.passes.input_workers import InputWorkers
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
@@ -86,8 +90,14 @@ def test_refusals() -> None:
 OF_DDP = {"overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "bucket_size"}
 RENAMED = {"ddp_bucket_size": "bucket_size"}
 PLANS = (
-    asked("decoupled", buckets=BY_NAME), asked("ddp", bucket_cap_mb=4, wire=[{"dtype": "bfloat16"}]),
-    piped(8, 2, order="interleaved"), meshed(DistributedDataParallelStrategy(bucket_cap_mb=1)),
+    asked("decoupled", buckets=BY_NAME),
+    asked("ddp", bucket_cap_mb=4, wire=[{"dtype": "bfloat16"}]),
+    piped(8, 2, order="interleaved"),
+    meshed(DistributedDataParallelStrategy(bucket_cap_mb=1)),
+)
+OF_PASSES = (
+    with_passes(Precision(dtype="bfloat16"), Recompute(modules=("a.0", "a.1")), InputWorkers(workers=3)),
+    with_passes(Precision(dtype="float16"), Accumulate(micro_batches=4)),
 )  # fmt: skip
 
 
@@ -99,7 +109,7 @@ def _values(given: Sequence[str]) -> dict[str, Any]:
             name = argument[2:].replace("-", "_")
             parsed[name] = True
         else:
-            parsed[name] = int(argument)
+            parsed[name] = int(argument) if argument.isdecimal() else argument
     return parsed
 
 
@@ -130,11 +140,11 @@ def test_megatron_core_has_these_values(number: int) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("number", range(len(PLANS)))
+@pytest.mark.parametrize("number", range(len(PLANS + OF_PASSES)))
 def test_megatrons_parser_takes_them(number: int) -> None:
     training = pytest.importorskip("megatron.training.arguments", reason="Megatron-LM is not installed")
     parser = training.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    given = arguments(PLANS[number])
+    given = arguments((PLANS + OF_PASSES)[number])
     read = vars(parser.parse_args(given))
     for name, value in _values(given).items():
         assert read[name] == value

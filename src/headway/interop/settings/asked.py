@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -115,9 +116,9 @@ def one_wire(strategy: DistributedDataParallelStrategy) -> Cast | None:
     return only if isinstance(only, Cast) and not only.error_feedback else None
 
 
-def unexpressed(asked: Asked) -> list[str]:
-    """What no stock tool does of a plan."""
-    said = [f"the pass {one.name}" for one in asked.plan.passes]
+def unexpressed(asked: Asked, of_passes: Sequence[str] | None = None) -> list[str]:
+    """What no stock tool does of a plan. ``of_passes`` is what a tool does not do of passes, all of them by default."""
+    said = [f"the pass {one.name}" for one in asked.plan.passes] if of_passes is None else list(of_passes)
     planned = asked.plan.parallel.get(DATA)
     if isinstance(planned, DecoupledStrategy) and planned.decides_while_training:
         said.append("the search for better options while training: these are what it begins with")

@@ -7,6 +7,7 @@ from typing import Any
 from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.python_file import literal, python_file
+from headway.interop.settings.python_passes import PREPARE, in_torch
 from headway.interop.settings.settings import Settings
 from headway.scheduling.fusion import MIB, bucket_caps_mb
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -24,11 +25,11 @@ _WRAP = """
 from torch.nn.parallel import DistributedDataParallel
 {imports}
 ARGUMENTS = {arguments}
-
+{passes}
 
 def wrap(module, **options):
     \"\"\"The module in DistributedDataParallel, with these arguments in the place of the same in `options`.\"\"\"
-    wrapped = DistributedDataParallel(module, **{{**options, **ARGUMENTS}}){hook}
+{prepare}    wrapped = DistributedDataParallel(module, **{{**options, **ARGUMENTS}}){hook}
     return wrapped
 """
 
@@ -37,13 +38,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
-
+{imports}
 STEPS = {steps}  # of each rank in a period
-
+{passes}
 
 def wrap(module, **options):
     \"\"\"The module in DistributedDataParallel, whose gradients stay each rank's own.\"\"\"
-    wrapped = DistributedDataParallel(module, **{{**options, "broadcast_buffers": False}})
+{prepare}    wrapped = DistributedDataParallel(module, **{{**options, "broadcast_buffers": False}})
     state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
     wrapped.register_comm_hook(state, post_localSGD_hook)
     return wrapped
@@ -69,14 +70,17 @@ def settings(asked: Asked) -> Settings:
         asked.refuse(DDP, "a strategy along data: DDP knows no stages")
     arguments, lacks = _arguments(asked, strategy)
     hook, lost = _hook(strategy)
-    lacks += [*_of_pipeline(asked), *lost, *unexpressed(asked)]
-    gist = _gist(arguments) + (f", and the hook {hook}" if hook else "")
+    told = in_torch(asked.plan.passes)
+    lacks += [*_of_pipeline(asked), *lost, *unexpressed(asked, told.lacks)]
+    gist = ", ".join([_gist(arguments), *told.gists]) + (f", and the hook {hook}" if hook else "")
     body = _WRAP.format(
         arguments=literal(arguments),
-        imports=f"from {HOOKS_OF} import {hook}\n" if hook else "",
+        imports=told.imports + (f"from {HOOKS_OF} import {hook}\n" if hook else ""),
+        passes=told.code,
+        prepare=PREPARE if told.prepares else "",
         hook=f"\n    wrapped.register_comm_hook(wrapped.process_group, {hook})" if hook else "",
     )
-    use = f"Wrap the model with wrap() of {FILE}, in the place of DistributedDataParallel."
+    use = f"Wrap the model with wrap() of {FILE}, in the place of DistributedDataParallel.{told.use}"
     if "bucket_cap_mb_list" in arguments:
         use += " Torch 2.13 or newer takes a cap for each bucket."
     if hook == HOOKS["bfloat16"]:
@@ -162,8 +166,13 @@ def _local_sgd(asked: Asked, strategy: LocalSGDStrategy) -> Settings:
         lacks.append("the optimizer's state: it stays each rank's own")
     if strategy.buffers == "averaged":
         lacks.append("the buffers of normalisation layers: they stay each rank's own")
-    lacks += [*_of_pipeline(asked), *unexpressed(asked)]
-    gist = f"torch's local SGD with a period of {strategy.steps} steps"
-    use = f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}."
-    text = python_file(gist, tuple(lacks), _LOCAL.format(steps=strategy.steps))
+    told = in_torch(asked.plan.passes)
+    lacks += [*_of_pipeline(asked), *unexpressed(asked, told.lacks)]
+    gist = ", ".join([f"torch's local SGD with a period of {strategy.steps} steps", *told.gists])
+    use = f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}.{told.use}"
+    body = _LOCAL.format(
+        steps=strategy.steps, imports=told.imports, passes=told.code,
+        prepare=PREPARE if told.prepares else "",
+    )  # fmt: skip
+    text = python_file(gist, tuple(lacks), body)
     return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})

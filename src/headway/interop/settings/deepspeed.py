@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headway import files
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.elements import one_size
+from headway.interop.settings.python_file import python_file
+from headway.interop.settings.python_passes import InTorch, in_torch
 from headway.interop.settings.settings import Settings
+from headway.passes.accumulate import Accumulate
+from headway.passes.base import Pass
+from headway.passes.precision import Precision
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 DEEPSPEED = "DeepSpeed"
 FILE = "deepspeed.json"
+PASSES_FILE = "deepspeed_passes.py"
 WIRES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 ALIGNMENT = 2  # of allgather_bucket_size; ZeRO asserts that it is a multiple
 
@@ -32,7 +39,7 @@ def settings(asked: Asked) -> Settings:
     if asked.pipeline is not None:
         written["gradient_accumulation_steps"] = asked.pipeline.count()
         gists.append(f"{asked.pipeline.count()} micro-batches through {asked.pipeline_ranks} stages in 1F1B")
-        lacks += _of_pipeline(asked)
+        lacks += _of_pipeline(asked)  # which has no passes
     if strategy is not None:
         size, lack = one_size(asked, strategy, closes_before=True)
         written["zero_optimization"] = _zero(size)
@@ -41,13 +48,49 @@ def settings(asked: Asked) -> Settings:
         lacks += _of_data(strategy, written)
         if asked.pipeline is not None:
             lacks.append("reductions under the last backward: DeepSpeed's pipeline reduces after it")
-    lacks += unexpressed(asked)
-    use = f"Merge {FILE} into the configuration, which has to say the size of batches."
+    in_json, by_script = _of_passes(asked.plan.passes, written)
+    told = in_torch(by_script)
+    gists += [*in_json.gists, *told.gists]
+    lacks += unexpressed(asked, (*in_json.lacks, *told.lacks))
+    use = f"Merge {FILE} into the configuration, which has to say the size of batches.{in_json.use}"
     if strategy is not None:
         use += " Versions of DeepSpeed that ignore overlap_comm in stage 1 reduce after backward."
     if asked.pipeline is not None:
         use += f" Construct PipelineModule(num_stages={asked.pipeline_ranks})."
-    return Settings(DEEPSPEED, ", ".join(gists), use, tuple(lacks), files={FILE: files.dump_json(written)})
+    texts = {FILE: files.dump_json(written)}
+    if told.code:
+        use += (
+            f" Call prepare(model) of {PASSES_FILE} before deepspeed.initialize()." if told.prepares else ""
+        )
+        use += told.use
+        texts[PASSES_FILE] = python_file(
+            f"{DEEPSPEED}, {', '.join(told.gists)}", told.lacks, f"{told.imports}\n{told.code}"
+        )
+    return Settings(DEEPSPEED, ", ".join(gists), use, tuple(lacks), files=texts)
+
+
+def _of_passes(passes: Sequence[Pass], written: dict[str, Any]) -> tuple[InTorch, list[Pass]]:
+    """What the configuration says of passes, and those that are the script's to carry out."""
+    gists, uses, lacks, others = [], [], [], []
+    for one in passes:
+        if isinstance(one, Accumulate):
+            written["gradient_accumulation_steps"] = one.micro_batches
+            gists.append(one.describe())
+            uses.append(
+                f" train_micro_batch_size_per_gpu is the script's batch divided by {one.micro_batches}."
+            )
+        elif isinstance(one, Precision) and not one.modules:
+            # Gradients are sent as they are: of no module in the lower precision.
+            written["torch_autocast"] = {
+                "enabled": True, "dtype": one.dtype, "lower_precision_safe_modules": [],
+            }  # fmt: skip
+            gists.append(one.describe())
+            lacks.append("float32 outputs: a loss behind the model is computed from what autocast leaves")
+            if one.leaves_out_steps:
+                lacks.append("when a scale is changed: DeepSpeed scales losses by its own rule")
+        else:
+            others.append(one)
+    return InTorch(gists=tuple(gists), use="".join(uses), lacks=tuple(lacks)), others
 
 
 def _zero(size: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.python_file import literal, python_file
+from headway.interop.settings.python_passes import in_torch
 from headway.interop.settings.settings import Settings
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
@@ -22,16 +23,16 @@ FILE = "fsdp2_settings.py"
 WHY = "its groups are modules"
 
 _BODY = """
-from torch.distributed.fsdp import fully_shard
+{imports}from torch.distributed.fsdp import fully_shard
 
 # Modules that share one reduce-scatter and one all-gather, in the order in which forward needs them.
 GROUPS = {groups}
 AHEAD = {ahead}  # groups that are gathered before it is their turn
-
+{passes}
 
 def shard(model, **options):
     \"\"\"The model with its groups sharded. Construct its optimizer after it, and load its state as FSDP2 has it.\"\"\"
-    options["reshard_after_forward"] = False
+{prepare}    options["reshard_after_forward"] = False
     frozen = {{parameter for parameter in model.parameters() if not parameter.requires_grad}}
     if frozen:  # whole on every rank, never gathered, and left on the device where they are
         options["ignored_params"] = frozen | set(options.get("ignored_params") or ())
@@ -108,12 +109,17 @@ def settings(asked: Asked) -> Settings:
             expected="modules with parameters",
         )  # fmt: skip
     lacks = _lacks(strategy, schedule, grouping)
-    lacks += unexpressed(asked)
+    told = in_torch(asked.plan.passes)
+    lacks += unexpressed(asked, told.lacks)
     count = len(grouping.groups)
     groups = f"{count} group{'s' * (count > 1)} of modules"
     gist = f"{groups}, not resharded after forward, {strategy.channels} gathered ahead"
-    body = _BODY.format(groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels)
-    use = f"Call shard(model) of {FILE} before the optimizer is constructed."
+    gist = ", ".join([gist, *told.gists])
+    body = _BODY.format(
+        groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels, imports=told.imports,
+        passes=told.code, prepare="    prepare(model)\n" if told.prepares else "",
+    )  # fmt: skip
+    use = f"Call shard(model) of {FILE} before the optimizer is constructed.{told.use}"
     if model.frozen_bytes:
         use += " Frozen parameters stay whole, where they are: move the model to its device before."
     text = python_file(f"{FSDP2}, {gist}", tuple(lacks), body)

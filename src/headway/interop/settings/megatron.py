@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.elements import one_size
 from headway.interop.settings.settings import Settings
+from headway.passes.accumulate import Accumulate
+from headway.passes.base import Pass
+from headway.passes.input_workers import InputWorkers
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 MEGATRON = "Megatron"
+PREFETCH = 2  # as torch's loaders have it by default
 
 
 def settings(asked: Asked) -> Settings:
@@ -46,7 +55,16 @@ def settings(asked: Asked) -> Settings:
         lacks += _of_data(strategy, arguments, gists)
         if "--grad-reduce-in-bf16" not in arguments and _in_bfloat16(asked):
             lacks.append("gradients in bfloat16: under --bf16 Megatron keeps and reduces them in float32")
-    lacks += unexpressed(asked)
+    passes = _passes(asked.plan.passes)
+    arguments += passes.arguments
+    gists += passes.gists
+    if passes.micro_batches > 1:
+        use += (
+            f" --micro-batch-size has to be a part in {passes.micro_batches} of the script's batch, and "
+            f"--global-batch-size {passes.micro_batches * asked.replicas} times as much: {passes.micro_batches} "
+            f"micro-batches, {asked.replicas} replicas."
+        )
+    lacks += unexpressed(asked, passes.lacks)
     return Settings(MEGATRON, ", ".join(gists), use, tuple(lacks), arguments=tuple(arguments))
 
 
@@ -73,6 +91,44 @@ def _of_data(strategy: Bucketed, arguments: list[str], gists: list[str]) -> list
         else:
             lacks.append("what buckets are sent as: Megatron sends all of them as they are, or as bfloat16")
     return lacks
+
+
+@dataclass
+class _Passes:
+    """Arguments for passes, what they do, and what they do not."""
+
+    arguments: list[str] = field(default_factory=list)
+    gists: list[str] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)
+    micro_batches: int = 1
+
+
+def _passes(passes: Sequence[Pass]) -> _Passes:
+    said = _Passes()
+    for one in passes:
+        if isinstance(one, Accumulate):
+            said.micro_batches = one.micro_batches
+        elif isinstance(one, Recompute):
+            count = len(one.modules)
+            said.arguments += ["--recompute-granularity", "full", "--recompute-method", "block"]
+            said.arguments += ["--recompute-num-layers", str(count)]
+            said.lacks.append(f"which modules are computed again: Megatron takes its first {count} layers")
+        elif isinstance(one, Precision) and not one.modules:
+            said.arguments.append("--bf16" if one.dtype == "bfloat16" else "--fp16")
+            said.lacks.append(
+                f"autocast: Megatron keeps parameters in {one.dtype} next to their float32, and computes all in it"
+            )
+        elif isinstance(one, InputWorkers):
+            said.arguments += ["--num-workers", str(one.workers)]
+            if one.prefetch != PREFETCH:
+                said.lacks.append(
+                    f"{one.prefetch} batches ahead of each loader worker: Megatron's load {PREFETCH}"
+                )
+        else:
+            said.lacks.append(f"the pass {one.name}")
+            continue
+        said.gists.append(one.describe())
+    return said
 
 
 def _in_bfloat16(asked: Asked) -> bool:

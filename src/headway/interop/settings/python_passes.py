@@ -1,0 +1,132 @@
+"""A plan's passes in plain torch: what changes a model before it is wrapped, and arguments of what a script makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.interop.settings.python_file import literal
+from headway.passes.accumulate import Accumulate
+from headway.passes.base import Pass
+from headway.passes.compile import Compile
+from headway.passes.input_workers import InputWorkers
+from headway.passes.optimizer import OptimizerImplementation
+from headway.passes.precision import Precision
+from headway.passes.recompute import Recompute
+
+_RECOMPUTE = '''
+def recompute(module):
+    """Keep only what the module is given, and compute the rest again in backward."""
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+'''
+_LOWER_PRECISION = '''
+def lower_precision(module):
+    """Compute under autocast, and put out float32."""
+    forward = module.forward
+
+    def run(*inputs, **named):
+        with torch.autocast(next(module.parameters()).device.type, dtype=torch.bfloat16):
+            computed = forward(*inputs, **named)
+        return in_float32(computed)
+
+    module.forward = run
+
+
+def in_float32(value):
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype is torch.bfloat16 else value
+    if isinstance(value, dict):
+        value.update({key: in_float32(each) for key, each in value.items()})
+    if isinstance(value, (tuple, list)):
+        made = [in_float32(each) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value
+'''
+_PREPARE = '''
+def prepare(module):
+    """Change how the module computes, before it is wrapped."""
+{calls}
+'''
+PREPARE = "    prepare(module)\n"
+"""What calls it, in a function that wraps ``module``."""
+_FOR_EACH = """\
+    for name in {names}:
+        {call}"""
+
+
+@dataclass(frozen=True)
+class InTorch:
+    """Passes as a part of a Python file.
+
+    ``code`` is to follow ``imports``; it defines ``prepare(module)`` where it ``prepares``, and arguments by the names
+    that ``use`` says. ``lacks`` are the passes that are neither.
+    """
+
+    imports: str = ""
+    code: str = ""
+    prepares: bool = False
+    gists: tuple[str, ...] = ()
+    use: str = ""
+    lacks: tuple[str, ...] = ()
+
+
+def in_torch(passes: Sequence[Pass]) -> InTorch:
+    """``passes`` as they are carried out by hand, in their order."""
+    imports: dict[str, None] = {}
+    helpers: dict[str, None] = {}
+    calls, arguments, gists, uses, lacks = [], [], [], [], []
+    prepared = []
+    for one in passes:
+        if isinstance(one, Recompute):
+            imports |= dict.fromkeys(
+                ("from functools import partial", "from torch.utils.checkpoint import checkpoint")
+            )
+            helpers[_RECOMPUTE] = None
+            calls.append(_for_each(one.modules, "recompute(module.get_submodule(name))"))
+            prepared.append(one.describe())
+        elif isinstance(one, Compile):
+            calls.append(_for_each(one.modules, "module.get_submodule(name).compile()"))
+            prepared.append(one.describe())
+        elif isinstance(one, Precision) and not one.leaves_out_steps:
+            imports["import torch"] = None
+            helpers[_LOWER_PRECISION] = None
+            calls.append(_for_each(one.modules or ("",), "lower_precision(module.get_submodule(name))"))
+            prepared.append(one.describe())
+        elif isinstance(one, OptimizerImplementation):
+            arguments.append(f"OPTIMIZER = {literal({one.implementation: True})}")
+            uses.append(" Construct the optimizer with **OPTIMIZER.")
+            gists.append(one.describe())
+        elif isinstance(one, InputWorkers):
+            loading = {"num_workers": one.workers, "prefetch_factor": one.prefetch}
+            arguments.append(f"LOADER = {literal(loading)}")
+            uses.append(" Construct each DataLoader with **LOADER.")
+            gists.append(one.describe())
+        else:
+            lacks.append(f"the pass {one.name}{_by_hand(one)}")
+    code = "".join(helpers)
+    if calls:
+        code += _PREPARE.format(calls="\n".join(calls))
+    code += "".join(f"\n{each}\n" for each in arguments)
+    return InTorch(
+        "".join(f"{each}\n" for each in imports),
+        code,
+        bool(calls),
+        (*prepared, *gists),
+        "".join(uses),
+        tuple(lacks),
+    )
+
+
+def _for_each(names: Sequence[str], call: str) -> str:
+    return _FOR_EACH.format(names=literal(list(names)).replace("\n", "\n    "), call=call)
+
+
+def _by_hand(one: Pass) -> str:
+    """What a script has to do itself, where that is known."""
+    if isinstance(one, Accumulate):
+        return (
+            f": have the script train {one.micro_batches} parts of a batch, all but the last under no_sync()"
+        )
+    if isinstance(one, Precision):
+        return f" in {one.dtype}: use torch.autocast and torch.amp.GradScaler in the script"
+    return ""
