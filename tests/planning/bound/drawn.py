@@ -13,6 +13,9 @@ from headway.cluster import AlgorithmCost, Cluster, Host, SlowPath, Traffic
 from headway.collectives.algorithms import ALGORITHMS, FOR_HALVES
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import SizeClass
+from headway.compression.cast import Cast
+from headway.compression.int8 import Int8
+from headway.compression.top_k import TopK
 from headway.errors import PlanError
 from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
@@ -163,12 +166,19 @@ def clusters(draw: st.DrawFn, size_bytes: int, computation_ms: float) -> Cluster
 
 @st.composite
 def plans(draw: st.DrawFn, job: Job) -> Sequence[tuple[Form, Strategy]]:
-    """A plan of DDP, one of servers, and one of each form of the decoupled all-reduce."""
+    """Plans of DDP, one of servers, and one of each form of the decoupled all-reduce; some compress gradients."""
     caps = st.sampled_from([0.03, 0.2, 0.5, 1.1]).map(lambda share: math.ceil(job.model.size_bytes * share))
     channels = st.integers(1, 3)
     hosts = Hosts.of_cluster(job.on)
+    codecs = st.none() | st.sampled_from([Cast(dtype="bfloat16"), Int8(), TopK()])
+    wire = st.just(()) | st.tuples(codecs) | st.tuples(codecs, codecs)
+    orders = st.just(()) | st.permutations(range(job.world_size)).map(tuple)
     found: list[tuple[Form, Strategy]] = [
-        ("all-reduce", DistributedDataParallelStrategy(bucket_cap_mb=draw(caps) / 2**20))
+        ("all-reduce", DistributedDataParallelStrategy(bucket_cap_mb=draw(caps) / 2**20, wire=draw(wire))),
+        (
+            "all-reduce",
+            DistributedDataParallelStrategy(bucket_caps_mb=tuple(draw(caps) / 2**20 for _ in range(3))),
+        ),
     ]
     if job.on.library == "gloo":
         parts = st.lists(st.integers(1, 20), min_size=job.world_size, max_size=job.world_size)
@@ -184,6 +194,7 @@ def plans(draw: st.DrawFn, job: Job) -> Sequence[tuple[Form, Strategy]]:
         decoupled = DecoupledStrategy(
             bucket_cap_bytes=draw(caps), gather=gather, channels=draw(channels),
             reduce_scatter=draw(named), all_gather=draw(named), by_size=draw(classes(named, job.model.size_bytes)),
+            ring_order=draw(orders), wire=draw(st.none() | st.just(Cast(dtype="bfloat16"))),
         ).spelled_out(job)  # fmt: skip
         if gather == "gradients" and draw(st.booleans()):  # as early as may be
             decoupled = decoupled.model_copy(update={"gathers_after": decoupled.gather_order})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,11 +10,12 @@ from tests.planning.bound.drawn import MS, Drawn, drawn
 from tests.planning.jobs import PlannedJob, layered_job
 
 from headway.cluster import Cluster, Host, Traffic
+from headway.collectives.algorithms import HIERARCHICAL
 from headway.graph.computation import Computation
 from headway.graph.step_profile import StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
-from headway.planning.bound import Form, OwnBounds, bound_of, form_of
+from headway.planning.bound import Form, OwnBounds, bound_of, form_of, least_sent_share
 from headway.planning.bound.step_bound import COMPUTATION
 from headway.replayer.simulate import simulate
 from headway.scheduling.buckets import GATHER_MODES, BucketSchedule, GatherMode
@@ -28,13 +30,14 @@ MANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandom
 
 def check(case: Drawn, slack: float = ROUNDING) -> None:
     for form, strategy in case.plans:
-        bound, step_ms = bound_of(case.job, form), simulate(case.job, strategy).step_ms
+        schedule = strategy.decide(case.job)
+        assert isinstance(schedule, BucketSchedule)
+        bound = bound_of(case.job, form, sent_share=least_sent_share(schedule))
+        step_ms = simulate(case.job, strategy).step_ms
         rounded_ns = ROUNDING_NS + _uneven_ns(case.job, strategy)
         assert step_ms >= ((1 - slack) * bound.step_ns - rounded_ns) / 1e6, (
             f"{strategy!r} beats the bound: {bound.reason}"
         )
-        schedule = strategy.decide(case.job)
-        assert isinstance(schedule, BucketSchedule)
         assert form_of(schedule) == form
         own = OwnBounds(case.job).of(schedule)
         assert own.step_ns >= bound.step_ns * (1 - slack)
@@ -168,6 +171,18 @@ def test_the_bound_is_what_a_decoupled_bucket_takes(gather: GatherMode) -> None:
     bound = bound_of(job, gather)
     assert bound.step_ms == pytest.approx(30 + 1.5 * ONE_WAY_MS)  # the rest is over before forward needs it
     assert simulate(job, DecoupledStrategy(gather=gather)).step_ms == pytest.approx(bound.step_ms, rel=0.01)
+
+
+@pytest.mark.parametrize("gather", GATHER_MODES)
+def test_the_bound_is_what_a_hierarchical_bucket_takes(gather: GatherMode) -> None:
+    """Within hosts, where bytes take no time, gradients are reduced before they leave: flat rings send more."""
+    job = one_parameter(8, workers_a_host=4, local_gbps=1e4)
+    named: dict[str, Any] = {"reduce_scatter": HIERARCHICAL, "all_gather": HIERARCHICAL}
+    bound = bound_of(job, gather)
+    assert bound.step_ms == pytest.approx(30 + ONE_WAY_MS)
+    assert simulate(job, DecoupledStrategy(gather=gather, **named)).step_ms == pytest.approx(
+        bound.step_ms, rel=0.01
+    )
 
 
 def test_a_slow_link_binds() -> None:
