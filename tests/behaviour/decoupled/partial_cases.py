@@ -158,6 +158,37 @@ def unfreezing_what_was_frozen_when_wrapped(job: Job) -> None:
     job.see("state", state_of(optimizer))
 
 
+class Behind(nn.Module):
+    """A model with something behind it, which may be more of what is trained."""
+
+    def __init__(self, inner: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.inner(x))
+        return result
+
+
+def _another_root(trains_more: bool, job: Job) -> None:
+    """The script puts another module in the place of the wrapped one: an adapter, say, whose backbone is frozen."""
+    model = job.wrap(mlp())
+    train(job, model, sgd(model), 2)
+    torch.manual_seed(5)
+    head = nn.Linear(3, 3).double() if trains_more else nn.Tanh()
+    if trains_more:
+        model.module.requires_grad_(False)
+    model.module = Behind(model.module, head)
+    optimizer = sgd(model)
+    train(job, model, optimizer, 3, 2)
+    job.see("values", list(model.parameters()))
+    job.see("state", state_of(optimizer))
+
+
+case(name="another root with an adapter", not_in=[DDP])(partial(_another_root, True))
+case(name="another root of the same parameters")(partial(_another_root, False))
+
+
 @case()
 def one_rank_looks_where_parameters_go_unused(job: Job) -> None:
     model = job.wrap(Branches(), find_unused_parameters=True)

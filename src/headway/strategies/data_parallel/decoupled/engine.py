@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ class Engine:
         self.peers = peers
         self.synchronise = True  # whether the last forward was outside of no_sync()
         self.own_handles: list[RemovableHandle] = []  # of hooks that others have registered for it
+        self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have one
         self._wiring = wiring
         self._condition = Condition()
         self.transport = BucketTransport(wiring, groups, hosts, peers.culprit, self._condition)
@@ -92,6 +94,7 @@ class Engine:
         for handle in self.own_handles:
             handle.remove()
         self.own_handles.clear()
+        self.watched.clear()
         self._install({}, NOTHING)
 
     def _take_down(self) -> None:

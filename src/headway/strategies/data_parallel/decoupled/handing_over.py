@@ -135,7 +135,7 @@ class HandsOver(RefusingDataParallel):
 
     @abstractmethod
     def _watch_modules(self, engine: Engine) -> None:
-        """Have modules bring their parameters up to date before they run."""
+        """Have modules bring their parameters up to date before they run, those that do not yet."""
 
     def _before_stock(self, *, learning: bool) -> None:
         """A forward is about to be stock DDP's, unless the tuner has something else in mind."""
@@ -154,12 +154,23 @@ class HandsOver(RefusingDataParallel):
         """
         if self._trained.changed(self.module):
             trainable = trainable_now(self.module, self._compiled)
-            if trainable and trainable != self.trainable:
+            names = trainable_parameters(self.module).keys()
+            if trainable and (trainable != self.trainable or names != self.schedule.buckets_of.keys()):
                 self._follow_trainable()
+            self._follow_modules()
             # A critic that is frozen while others learn is as it was when it thaws.
             self._frozen = not trainable
             self._trained = TrainedSet(self.module)
         return not self._frozen
+
+    def _follow_modules(self) -> None:
+        """Other modules may compute with the same parameters."""
+        stock, engine = self._stock, self.engine
+        if stock.in_force:
+            if stock.ddp.module is not self.module:
+                stock.begin_again(self, stock.strategy)
+        elif engine is not None:
+            self._watch_modules(engine)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -198,7 +198,8 @@ class DecoupledDataParallel(Joins):
         self._abandoning = retirement.when_collected(self, partial(lifecycle.abandon, engine))
 
     def _watch_modules(self, engine: Engine) -> None:
-        for owner in torch_private.eager_modules(self.module):
+        for owner in set(torch_private.eager_modules(self.module)) - set(engine.watched):
+            engine.watched.add(owner)
             handle = owner.register_forward_pre_hook(MaterialiseHook(engine.settlement, owner), prepend=True)
             engine.own_handles.append(handle)
 
