@@ -9,7 +9,7 @@ import click
 
 from headway import files
 from headway.cli import output as output_of
-from headway.errors import PlanError, UserError
+from headway.errors import PlanError, UserError, one_line
 
 if TYPE_CHECKING:
     from headway.interop.settings.asked import Asked, CollectiveOptions
@@ -119,7 +119,7 @@ def _write(found: Settings, folder: Path) -> None:
 
 def _say(found: Settings, folder: Path | None) -> None:
     console = output_of.console()
-    console.print(found.sentence())
+    console.print(one_line(found.sentence()))
     for lack in found.lacks:
         console.print(f"Left out: {lack}.")
     for caution in found.cautions:

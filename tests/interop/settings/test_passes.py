@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,12 @@ def defined(*passes: Pass) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(ddp.settings(with_passes(*passes)).files[ddp.FILE], names)
     return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    tensor: torch.Tensor
+    count: int
 
 
 def layers() -> nn.Sequential:
@@ -65,6 +73,33 @@ def test_what_is_prepared_computes_as_under_the_pass(passes: Sequence[Pass]) -> 
         assert prepared(torch.ones(1, 8)).dtype is torch.float32
 
 
+def test_buffers_are_changed_once_by_what_recomputes() -> None:
+    def normed() -> nn.Sequential:
+        torch.manual_seed(3)
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(spectral, nn.BatchNorm1d(8)), nn.Linear(8, 8))
+
+    prepared, plain = normed(), normed()
+    defined(Recompute(modules=("1",)))["prepare"](prepared)
+    for _ in range(2):
+        found, expected = gradients(prepared), gradients(plain)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for one, other in zip(prepared.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("one", [BFLOAT16, Recompute(modules=("1",))], ids=lambda one: one.describe())
+def test_a_copy_computes_with_its_own_parameters(one: Pass) -> None:
+    prepared = layers()
+    defined(one)["prepare"](prepared)
+    copied = copy.deepcopy(prepared)
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter.zero_()
+    assert copied(torch.ones(1, 8)).abs().sum() > 0
+    assert prepared(torch.ones(1, 8)).abs().sum() == 0
+
+
 def test_what_recomputes_runs_twice_and_no_more() -> None:
     calls: list[int] = []
     prepared = layers()
@@ -89,7 +124,11 @@ def test_what_is_compiled_is_so_before_it_is_wrapped() -> None:
 def test_what_a_model_puts_out_in_containers_is_float32_too() -> None:
     low = torch.ones(2, dtype=torch.bfloat16)
     counts = torch.ones(2, dtype=torch.int64)
-    found = defined(BFLOAT16)["in_float32"]({"loss": low, "others": [low, (low, counts)], "name": "x"})
+    given = {"loss": low, "others": [low, (low, counts)], "name": "x", "held": Held(low, 3)}
+    found = defined(BFLOAT16)["in_float32"](given)
+    assert given["loss"] is low
+    assert found["held"].tensor.dtype is torch.float32
+    assert found["held"].count == 3
     assert found["loss"].dtype is found["others"][0].dtype is found["others"][1][0].dtype is torch.float32
     assert found["others"][1][1].dtype is torch.int64
     assert found["name"] == "x"
@@ -118,7 +157,7 @@ def test_names_of_modules_are_no_code() -> None:
 def test_what_a_script_has_to_do_itself_is_left_out_and_said() -> None:
     found = ddp.settings(with_passes(Accumulate(micro_batches=4), Precision(dtype="float16")))
     accumulated, scaled = found.lacks
-    assert "4 parts of a batch" in accumulated
+    assert "4 parts of a batch, with losses divided by 4" in accumulated
     assert "GradScaler" in scaled
     assert ddp.settings(with_passes(Recompute(modules=("1",)))).complete
 
@@ -151,6 +190,13 @@ def test_deepspeed_has_words_for_some_and_a_file_for_the_others() -> None:
     names["prepare"](layers())
     assert not any(lack.startswith("the pass") for lack in found.lacks)
     assert any(lack.startswith("float32 outputs") for lack in found.lacks)
+    assert any(lack.startswith("parts of a batch") for lack in found.lacks)
+    sent = deepspeed.settings(with_passes(BFLOAT16, wire=[{"dtype": "bfloat16"}]))
+    assert "communication_data_type" not in json.loads(sent.files[deepspeed.FILE])
+    assert any(lack.startswith("what buckets are sent as") for lack in sent.lacks)
+    scaled = deepspeed.settings(with_passes(Precision(dtype="float16")))
+    assert "torch_autocast" not in json.loads(scaled.files[deepspeed.FILE])
+    assert any(lack.startswith("the pass precision in float16") for lack in scaled.lacks)
     alone = deepspeed.settings(with_passes(Precision(dtype="bfloat16", modules=("1",))))
     assert "torch_autocast" not in json.loads(alone.files[deepspeed.FILE])
     assert "lower_precision" in alone.files[deepspeed.PASSES_FILE]
@@ -168,6 +214,12 @@ def test_megatron_has_arguments_for_most() -> None:
     assert "--num-workers 3" in said
     assert "--global-batch-size 16 times" in found.use
     assert [lack for lack in found.lacks if lack.startswith("the pass")] == ["the pass compile"]
+    several = megatron.settings(
+        with_passes(Precision(dtype="float16"), Recompute(modules=("a",)), Recompute(modules=("b", "c")))
+    )
+    assert several.arguments.count("--recompute-num-layers") == 1
+    assert several.arguments[several.arguments.index("--recompute-num-layers") + 1] == "3"
+    assert "--accumulate-allreduce-grads-in-fp32" in several.arguments
 
 
 def test_collective_libraries_leave_passes_out() -> None:

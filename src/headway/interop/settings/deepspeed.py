@@ -79,15 +79,19 @@ def _of_passes(passes: Sequence[Pass], written: dict[str, Any]) -> tuple[InTorch
             uses.append(
                 f" train_micro_batch_size_per_gpu is the script's batch divided by {one.micro_batches}."
             )
-        elif isinstance(one, Precision) and not one.modules:
+            lacks.append(
+                "parts of a batch: the script hands them on one by one, and what is trained is the mean of their losses"
+            )
+        elif isinstance(one, Precision) and not one.modules and not one.leaves_out_steps:
             # Gradients are sent as they are: of no module in the lower precision.
             written["torch_autocast"] = {
                 "enabled": True, "dtype": one.dtype, "lower_precision_safe_modules": [],
             }  # fmt: skip
             gists.append(one.describe())
+            uses.append(" Versions of DeepSpeed that do not know torch_autocast compute in float32.")
             lacks.append("float32 outputs: a loss behind the model is computed from what autocast leaves")
-            if one.leaves_out_steps:
-                lacks.append("when a scale is changed: DeepSpeed scales losses by its own rule")
+            if written.pop("communication_data_type", None) is not None:
+                lacks.append("what buckets are sent as: under torch_autocast they are sent as they are")
         else:
             others.append(one)
     return InTorch(gists=tuple(gists), use="".join(uses), lacks=tuple(lacks)), others

@@ -109,7 +109,7 @@ def settings(asked: Asked) -> Settings:
             expected="modules with parameters",
         )  # fmt: skip
     lacks = _lacks(strategy, schedule, grouping)
-    told = in_torch(asked.plan.passes)
+    told = in_torch(asked.plan.passes, "behind model.set_requires_gradient_sync(False)")
     lacks += unexpressed(asked, told.lacks)
     count = len(grouping.groups)
     groups = f"{count} group{'s' * (count > 1)} of modules"

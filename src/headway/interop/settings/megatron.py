@@ -105,16 +105,24 @@ class _Passes:
 
 def _passes(passes: Sequence[Pass]) -> _Passes:
     said = _Passes()
+    recomputed = sum(len(one.modules) for one in passes if isinstance(one, Recompute))
+    if recomputed:
+        said.arguments += ["--recompute-granularity", "full", "--recompute-method", "block"]
+        said.arguments += ["--recompute-num-layers", str(recomputed)]
+        said.lacks.append(
+            f"which modules are computed again: Megatron takes as many of its first layers, {recomputed}"
+        )
     for one in passes:
         if isinstance(one, Accumulate):
             said.micro_batches = one.micro_batches
+            said.lacks.append("the loss of a whole batch: it is the mean of its parts'")
         elif isinstance(one, Recompute):
-            count = len(one.modules)
-            said.arguments += ["--recompute-granularity", "full", "--recompute-method", "block"]
-            said.arguments += ["--recompute-num-layers", str(count)]
-            said.lacks.append(f"which modules are computed again: Megatron takes its first {count} layers")
+            pass  # all of them together
         elif isinstance(one, Precision) and not one.modules:
             said.arguments.append("--bf16" if one.dtype == "bfloat16" else "--fp16")
+            if one.leaves_out_steps:  # under --bf16 it is so by itself
+                said.arguments.append("--accumulate-allreduce-grads-in-fp32")
+                said.lacks.append("when a scale is changed: Megatron scales losses by its own rule")
             said.lacks.append(
                 f"autocast: Megatron keeps parameters in {one.dtype} next to their float32, and computes all in it"
             )

@@ -17,29 +17,63 @@ from headway.passes.recompute import Recompute
 _RECOMPUTE = '''
 def recompute(module):
     """Keep only what the module is given, and compute the rest again in backward."""
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    module.forward = partial(recomputed, module, module.forward)
+
+
+def recomputed(module, forward, *inputs, **named):
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **named)
+    contexts = partial(as_forward_found, module)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+
+def as_forward_found(module):
+    """Forward runs as ever, and again with the buffers that it found: running means are changed once."""
+    owned = [(owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)]
+    return nullcontext(), with_buffers([(owner, name, getattr(owner, name).clone()) for owner, name in owned])
+
+
+@contextmanager
+def with_buffers(found):
+    left = [(owner, name, getattr(owner, name)) for owner, name, _ in found]
+    try:
+        for owner, name, buffer in found:
+            setattr(owner, name, buffer)
+        yield
+    finally:
+        for owner, name, buffer in left:
+            setattr(owner, name, buffer)
 '''
 _LOWER_PRECISION = '''
 def lower_precision(module):
     """Compute under autocast, and put out float32."""
-    forward = module.forward
+    module.forward = partial(in_bfloat16, module, module.forward)
 
-    def run(*inputs, **named):
-        with torch.autocast(next(module.parameters()).device.type, dtype=torch.bfloat16):
-            computed = forward(*inputs, **named)
-        return in_float32(computed)
 
-    module.forward = run
+def in_bfloat16(module, forward, *inputs, **named):
+    tensors = [each for each in (*inputs, *named.values()) if isinstance(each, torch.Tensor)]
+    device = next((each.device.type for each in (*tensors, *module.parameters())), "cpu")
+    with torch.autocast(device, dtype=torch.bfloat16):
+        computed = forward(*inputs, **named)
+    return in_float32(computed)
 
 
 def in_float32(value):
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype is torch.bfloat16 else value
-    if isinstance(value, dict):
-        value.update({key: in_float32(each) for key, each in value.items()})
     if isinstance(value, (tuple, list)):
         made = [in_float32(each) for each in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, each in value.items():
+            made[key] = in_float32(each)
+        return made
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(made, field.name, in_float32(getattr(value, field.name)))
+        return made
     return value
 '''
 _PREPARE = '''
@@ -70,8 +104,11 @@ class InTorch:
     lacks: tuple[str, ...] = ()
 
 
-def in_torch(passes: Sequence[Pass]) -> InTorch:
-    """``passes`` as they are carried out by hand, in their order."""
+def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") -> InTorch:
+    """``passes`` as they are carried out by hand, in their order.
+
+    ``unsynchronised`` says how a backward is run whose gradients are not communicated.
+    """
     imports: dict[str, None] = {}
     helpers: dict[str, None] = {}
     calls, arguments, gists, uses, lacks = [], [], [], [], []
@@ -79,16 +116,22 @@ def in_torch(passes: Sequence[Pass]) -> InTorch:
     for one in passes:
         if isinstance(one, Recompute):
             imports |= dict.fromkeys(
-                ("from functools import partial", "from torch.utils.checkpoint import checkpoint")
-            )
+                (
+                    "from contextlib import contextmanager, nullcontext", "from functools import partial",
+                    "import torch", "from torch.utils.checkpoint import checkpoint",
+                )
+            )  # fmt: skip
             helpers[_RECOMPUTE] = None
             calls.append(_for_each(one.modules, "recompute(module.get_submodule(name))"))
             prepared.append(one.describe())
         elif isinstance(one, Compile):
             calls.append(_for_each(one.modules, "module.get_submodule(name).compile()"))
             prepared.append(one.describe())
+            lacks.append("evaluation as it was: it runs compiled, too")
         elif isinstance(one, Precision) and not one.leaves_out_steps:
-            imports["import torch"] = None
+            imports |= dict.fromkeys(
+                ("import copy", "import dataclasses", "from functools import partial", "import torch")
+            )
             helpers[_LOWER_PRECISION] = None
             calls.append(_for_each(one.modules or ("",), "lower_precision(module.get_submodule(name))"))
             prepared.append(one.describe())
@@ -99,10 +142,12 @@ def in_torch(passes: Sequence[Pass]) -> InTorch:
         elif isinstance(one, InputWorkers):
             loading = {"num_workers": one.workers, "prefetch_factor": one.prefetch}
             arguments.append(f"LOADER = {literal(loading)}")
-            uses.append(" Construct each DataLoader with **LOADER.")
+            uses.append(
+                " Construct the loaders of training, of data sets that can be indexed, with **LOADER."
+            )
             gists.append(one.describe())
         else:
-            lacks.append(f"the pass {one.name}{_by_hand(one)}")
+            lacks.append(f"the pass {one.name}{_by_hand(one, unsynchronised)}")
     code = "".join(helpers)
     if calls:
         code += _PREPARE.format(calls="\n".join(calls))
@@ -121,11 +166,13 @@ def _for_each(names: Sequence[str], call: str) -> str:
     return _FOR_EACH.format(names=literal(list(names)).replace("\n", "\n    "), call=call)
 
 
-def _by_hand(one: Pass) -> str:
+def _by_hand(one: Pass, unsynchronised: str) -> str:
     """What a script has to do itself, where that is known."""
     if isinstance(one, Accumulate):
+        count = one.micro_batches
         return (
-            f": have the script train {one.micro_batches} parts of a batch, all but the last under no_sync()"
+            f": have the script train {count} parts of a batch, with losses divided by {count}, all but the last "
+            f"{unsynchronised}"
         )
     if isinstance(one, Precision):
         return f" in {one.dtype}: use torch.autocast and torch.amp.GradScaler in the script"
