@@ -109,7 +109,16 @@ def test_local_steps_are_found_where_they_are_permitted(replayer: Replayer) -> N
     assert all("for" in each.changes_training for each in local)
     fewer = sorted(local, key=lambda each: dict(each.strategy)["steps"])
     assert [each.predicted_ms for each in fewer] == sorted((c.predicted_ms for c in local), reverse=True)
-    assert explain(replayer, found, local[0]) is None
+    explained = explain(replayer, found, local[0], go_further=True)
+    assert explained is not None
+    (choice,) = explained.choices
+    assert choice.name == "local-sgd instead of ddp"
+    assert explained.from_ms - choice.saved_ms == pytest.approx(explained.to_ms)
+    assert sum(choice.saved.ms.values()) == pytest.approx(choice.saved_ms)
+    assert explained.after.step_ms == pytest.approx(explained.to_ms)
+    assert choice.saved.parts_ms["exposed communication"] > 0
+    assert explained.next_bottleneck.startswith("Under this plan a mean iteration is ")
+    assert explained.further is None, "it has no bound"
 
 
 def test_only_the_recorded_plan_changes_nothing(replayer: Replayer) -> None:

@@ -15,6 +15,7 @@ from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
+from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
@@ -77,6 +78,22 @@ def test_what_closes_half_of_the_distance_does(replayer: Replayer, found: Search
         assert (replayer.expect(played).step_ms <= more.target_ms) == closes
 
 
+def test_as_many_workers_are_said_as_come_close_enough() -> None:
+    one = job(world_size=8, forward_ms=20, backward_ms=40, gbps=0.3)
+    of_eight = Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
+    recorded = next(each for each in search(of_eight).candidates if not each.changed)
+
+    def step_ms(workers: int) -> float:
+        return of_eight.expect(of_eight.replay(recorded.strategy, WhatIf(workers=workers))).step_ms
+
+    assert step_ms(2) < step_ms(4) < recorded.predicted_ms
+    target_ms = (step_ms(2) + step_ms(4)) / 2
+    more = further(of_eight, recorded, bound_ms=2 * target_ms - recorded.predicted_ms)
+    assert more.target_ms == pytest.approx(target_ms)
+    assert more.workers == 2
+    assert "2 workers" in more.sentence
+
+
 def test_fewer_workers_are_not_said_to_be_of_no_use_where_a_plan_cannot_have_them(
     replayer: Replayer, found: SearchResult
 ) -> None:
@@ -114,6 +131,25 @@ def test_passes_are_choices_upon_the_strategy(
     assert "computation" in faster.where
     assert faster.step_ms == said.to_ms == played.step_ms
     assert said.after.step_ms == pytest.approx(played.step_ms)
+
+
+def test_passes_are_choices_upon_a_strategy_whose_ranks_do_not_wait(
+    replayer: Replayer, found: SearchResult
+) -> None:
+    strategy, passes = LocalSGDStrategy(steps=4), (Slower(factor=1.5), Faster(factor=0.5))
+    outcome = replayer.replay_horizon(strategy, passes=passes)
+    assert outcome is not None
+    plan = replace(found.best(), strategy=strategy, passes=passes, expected=replayer.expect_outcome(outcome))
+    said = explain(replayer, found, plan)
+    assert said is not None
+    assert [each.name for each in said.choices] == [
+        "local-sgd instead of ddp",
+        "slower by 1.5",
+        "faster by 0.5",
+    ]
+    assert said.choices[1].saved_ms < 0 < said.choices[2].saved_ms
+    assert said.to_ms == pytest.approx(outcome.step_ms)
+    assert sum(each.saved_ms for each in said.choices) == pytest.approx(said.from_ms - said.to_ms)
 
 
 def test_what_replay_does_not_say_is_not_explained(replayer: Replayer, found: SearchResult) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from headway.optimization.candidate import Candidate
 from headway.optimization.explanation.choices import Step, passes_upon, steps_to
 from headway.optimization.explanation.further import Further, further
-from headway.optimization.explanation.path import PathParts, path_of
+from headway.optimization.explanation.path import PathParts, iteration_of, path_of
 from headway.optimization.result import SearchResult
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
@@ -50,7 +50,8 @@ class Explanation:
     """Why a plan takes the step that it does. All times are replayed ms, of a mean step.
 
     ``choices`` lead from ``from_ms``, the replay of what was recorded, to ``to_ms``, that of the plan: each saves what
-    it does upon those before it. ``after`` is the critical path that is left.
+    it does upon those before it. ``after`` is the critical path that is left. Where ranks do not wait for each other in
+    every step there is none: then it is a mean iteration of a rank, and ``iterates`` says so.
     """
 
     from_ms: float
@@ -58,16 +59,17 @@ class Explanation:
     choices: tuple[Choice, ...]
     after: PathParts
     further: Further | None = None
+    iterates: bool = False
 
     @property
     def next_bottleneck(self) -> str:
-        """What the critical path is made of under the plan, in a sentence."""
+        """What the critical path, or an iteration, is made of under the plan, in a sentence."""
         parts = self.after.parts_ms
         whole = self.after.step_ms
         shares = [f"{ms / whole:.0%} {part}" for part, ms in parts.items() if ms >= whole / 100]
         first = next(iter(parts))
         return (
-            f"Under this plan the critical path is {', '.join(shares)}; "
+            f"Under this plan {'a mean iteration' if self.iterates else 'the critical path'} is {', '.join(shares)}; "
             f"next to shorten is {first}, which is longest on rank {self.after.rank_of(first)}."
         )
 
@@ -105,11 +107,14 @@ def explain(
 ) -> Explanation | None:
     """Why ``best`` is as fast as it is; with ``go_further`` also what would bring it closer to the bound.
 
-    A plan's passes are choices upon its strategy; other stages are one choice with the pipeline that has them. None for
-    plans of another number of micro-batches than was recorded, and those whose ranks do not wait for each other.
+    A plan's passes are choices upon its strategy; other stages are one choice with the pipeline that has them, and so
+    is a strategy whose ranks do not wait for each other in every step. None for plans of another number of
+    micro-batches than was recorded.
     """
-    if best.of_other_size or plugin_of(best.strategy).has_horizon:
+    if best.of_other_size:
         return None
+    if plugin_of(best.strategy).has_horizon:
+        return _over_a_horizon(replayer, best)
     mesh = None if best.recut is None else best.recut.mesh
     target = replayer.replay(best.strategy, passes=best.passes, mesh=mesh)
     if abs(replayer.expect(target).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
@@ -133,6 +138,27 @@ def explain(
     ):
         more = further(replayer, best, bound_ms=found.bound_ms)
     return Explanation(replayer.base.step_ms, target.step_ms, tuple(choices), before, more)
+
+
+def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
+    """The strategy as one choice, then each pass; None for what was recorded so already."""
+    recorded = replayer.recorded_strategy
+    if plugin_of(recorded).has_horizon:
+        return None
+    names = [f"{best.strategy.name} instead of {recorded.name}", *(each.describe() for each in best.passes)]
+    before, step_ms = path_of(replayer, replayer.base), replayer.base.step_ms
+    choices: list[Choice] = []
+    expected_ms = 0.0
+    for count, name in enumerate(names):
+        outcome = replayer.replay_horizon(best.strategy, passes=best.passes[:count])
+        assert outcome is not None
+        expected_ms = replayer.expect_outcome(outcome).step_ms
+        after = iteration_of(outcome)
+        choices.append(Choice(name, outcome.step_ms, step_ms - outcome.step_ms, before.less(after)))
+        before, step_ms = after, outcome.step_ms
+    if abs(expected_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
+        return None
+    return Explanation(replayer.base.step_ms, step_ms, tuple(choices), before, iterates=True)
 
 
 def _steps(replayer: Replayer, best: Candidate, played: Simulation) -> tuple[Step, ...]:

@@ -10,6 +10,7 @@ from headway.diagnosis.diagnosis import diagnose
 from headway.replayer.as_trace import replayed_trace
 from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
+from headway.strategies.horizon import Outcome
 from headway.trace.events import Kind
 
 COMPUTATION, COMMUNICATION, WAITING, UPDATE, REST = (
@@ -65,6 +66,20 @@ class PathParts:
         """What ``after`` has less of; below 0 where it has more."""
         both = {**self.ms, **after.ms}
         return PathParts({each: self.ms.get(each, 0.0) - after.ms.get(each, 0.0) for each in both})
+
+
+def iteration_of(outcome: Outcome) -> PathParts:
+    """A mean iteration of a rank, where each takes its own: what all compute in it, and stand still for groups."""
+    count = sum(outcome.iterations)
+    duration_ns = outcome.until_ns - outcome.from_ns
+    waiting_ms = {
+        (WAITING, rank): standing_ns / count / 1e6 for rank, standing_ns in enumerate(outcome.standing_ns)
+    }
+    own_ms = {
+        (COMPUTATION, rank): (duration_ns - standing_ns) / count / 1e6
+        for rank, standing_ns in enumerate(outcome.standing_ns)
+    }
+    return PathParts({**own_ms, **waiting_ms})
 
 
 def path_of(replayer: Replayer, played: Simulation) -> PathParts:
