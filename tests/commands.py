@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,13 @@ from pathlib import Path
 from tests import limits
 
 SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on at the moment."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def headway(

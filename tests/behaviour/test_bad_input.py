@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import headway, last_line
+from tests.commands import free_port, headway, last_line
 from tests.synthetic import SyntheticJob, write_trace
 
 from headway.cli.demo import _make_room
@@ -143,10 +142,7 @@ def test_a_probe_outside_a_job_or_without_a_place_to_write(
 
 
 def test_a_probe_whose_peer_dies_says_so_on_one_line(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "headway", "probe", "-o", str(tmp_path / "cluster.yaml")]
     first, peer = (
         subprocess.Popen(command, env={**job, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests import limits, workers
 from tests.behaviour.hierarchical_cases import SMALL
-from tests.commands import SCRIPTS, communicate, headway
+from tests.commands import SCRIPTS, communicate, free_port, headway
 from tests.scripts.train_elastic import net, rows
 from torch import nn
 
@@ -32,12 +32,6 @@ STEPS = 260
 AGENTS = 3
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def started(folder: Path, plan: Path, port: int, number: int, decisions: Path) -> subprocess.Popen[str]:

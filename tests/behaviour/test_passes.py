@@ -24,17 +24,27 @@ def ran(*arguments: object) -> str:
     return done.stdout
 
 
-def test_recomputation_round_the_loop(tmp_path: Path) -> None:
+# The passes as the page shows them, of the modules of this script.
+SHOWN = [
+    yaml.safe_load(each.replace("[blocks.0, blocks.1]", "['1', '3']"))
+    for each in DOCS.read_text().split("\n\n")
+    if each.startswith("    passes:")
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "norm", "batch", "off"),
+    [(0, "batch", 16, 0.05), (1, "layer", 512, 0.15)],
+    ids=["recompute", "accumulate"],
+)
+def test_round_the_loop(number: int, norm: str, batch: int, off: float, tmp_path: Path) -> None:
     stock, again, path = tmp_path / "stock", tmp_path / "again", tmp_path / "plan.yaml"
     losses = [tmp_path / "stock.json", tmp_path / "again.json"]
-    script = ("train_small.py", "--width", 400, "--losses")
+    script = ("train_small.py", "--width", 400, "--norm", norm, "--batch", batch, "--losses")
     ran("record", "-o", stock, "--steps", "3:8", "--", *torchrun(*script, losses[0]))
     ran("optimize", stock, "-o", path, "--strategy", "ddp")
     before = json.loads(ran("replay", stock, "--plan", path, "--json"))
-    # The passes as the page shows them, of this script's modules.
-    shown = [each for each in DOCS.read_text().split("\n\n") if each.startswith("    passes:")]
-    passes = yaml.safe_load(shown[0].replace("[blocks.0, blocks.1]", "['1', '3']"))
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | passes))
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | SHOWN[number]))
     after = json.loads(ran("replay", stock, "--plan", path, "--json"))
     assert after["step_ms"] >= before["step_ms"]
     assert after["peak_bytes"]["0"] <= before["peak_bytes"]["0"]
@@ -42,9 +52,12 @@ def test_recomputation_round_the_loop(tmp_path: Path) -> None:
     run = (sys.executable, "-m", "headway", "run", "--plan", path, "--")
     ran("record", "-o", again, "--steps", "3:8", "--", *run, *torchrun(*script, losses[1]))
     first, second = (json.loads(each.read_text()) for each in losses)
-    assert second == first, "not one bit differs"
+    if norm == "batch":
+        assert second == first, "not one bit differs"
+    else:
+        assert second["losses"] == pytest.approx(first["losses"], rel=1e-5)
     measured = Replayer(load_trace(again)).replay().peak_bytes
-    assert after["peak_bytes"]["0"] == pytest.approx(measured, rel=0.05)
+    assert after["peak_bytes"]["0"] == pytest.approx(measured, rel=off)
 
 
 @pytest.mark.parametrize("named", ["recompute", "accumulate"])

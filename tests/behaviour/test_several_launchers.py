@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests import limits
-from tests.commands import SCRIPTS, communicate, record_into
+from tests.commands import SCRIPTS, communicate, free_port, record_into
 from torch import nn
 
 from headway.diagnosis.diagnosis import diagnose
@@ -35,9 +34,7 @@ def launchers(
 
     It is recorded into ``outs``, or run under ``plans``.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started = []
     for number, (name, out) in enumerate(zip(HOSTS, outs, strict=True)):
         # As Kubernetes tells torchrun, and so nothing on the command line.

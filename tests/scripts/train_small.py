@@ -21,6 +21,8 @@ def main() -> None:
     parser.add_argument(
         "--fault", choices=["none", "crash", "never-step", "no-group", "late-crash"], default="none"
     )
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--norm", choices=["batch", "layer"], default="batch")
     parser.add_argument("--losses", type=Path)
     arguments = parser.parse_args()
     if arguments.fault == "no-group":
@@ -28,9 +30,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = arguments.width
+    norm = nn.BatchNorm1d if arguments.norm == "batch" else nn.LayerNorm
     model = DDP(
         nn.Sequential(
-            nn.Linear(20, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Linear(width, width),
+            nn.Linear(20, width), norm(width), nn.ReLU(inplace=True), nn.Linear(width, width),
             nn.ReLU(inplace=True), nn.Linear(width, 5),
         )
     )  # fmt: skip
@@ -38,9 +41,9 @@ def main() -> None:
         raise RuntimeError("planted crash")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = torch.Generator().manual_seed(dist.get_rank())
-    inputs = torch.randn(16 * arguments.steps, 20, generator=data)
+    inputs = torch.randn(arguments.batch * arguments.steps, 20, generator=data)
     losses = []
-    for number, (batch,) in enumerate(DataLoader(TensorDataset(inputs), batch_size=16)):
+    for number, (batch,) in enumerate(DataLoader(TensorDataset(inputs), batch_size=arguments.batch)):
         loss = (model(batch) - 1).square().mean()
         optimizer.zero_grad()
         loss.backward()

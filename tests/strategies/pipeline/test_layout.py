@@ -101,6 +101,15 @@ def test_a_busy_link() -> None:
     assert step_units(grouped(4, 16, 2), cluster, size_bytes) > 68
 
 
+def test_groups_help_over_latency_and_hurt_where_a_link_is_busy() -> None:
+    """What large groups send both ways at a time shares a host's link."""
+    size_bytes = 10**6
+    far, busy = a_cluster(4, latency=1.0), a_cluster(4, gbps=size_bytes * 8 / (1.5 * UNIT_NS))
+    assert step_units(grouped(4, 16, 2), far) < 0.9 * step_units(grouped(4, 16, 1), far)
+    of_four, of_eight = (step_units(grouped(4, 16, k), busy, size_bytes) for k in (4, 8))
+    assert of_eight > 1.02 * of_four
+
+
 def test_the_closed_form_where_groups_hide_latency() -> None:
     """(M + S - 1)(tf + tb) + 2 (S - 1) c as long as c is at most (k - 1) min(tf, tb)."""
     for stages, k, latency in itertools.product((2, 3, 4), (2, 3, 4), (0.25, 1.0, 2.0, 3.0)):
