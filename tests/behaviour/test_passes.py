@@ -33,11 +33,9 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(
-    ("number", "norm", "batch", "off"),
-    [(0, "batch", 16, 0.05), (1, "layer", 512, 0.15)],
-    ids=["recompute", "accumulate"],
+    ("number", "norm", "batch"), [(0, "batch", 16), (1, "layer", 512)], ids=["recompute", "accumulate"]
 )
-def test_round_the_loop(number: int, norm: str, batch: int, off: float, tmp_path: Path) -> None:
+def test_round_the_loop(number: int, norm: str, batch: int, tmp_path: Path) -> None:
     stock, again, path = tmp_path / "stock", tmp_path / "again", tmp_path / "plan.yaml"
     losses = [tmp_path / "stock.json", tmp_path / "again.json"]
     script = ("train_small.py", "--width", 400, "--norm", norm, "--batch", batch, "--losses")
@@ -57,7 +55,7 @@ def test_round_the_loop(number: int, norm: str, batch: int, off: float, tmp_path
     else:
         assert second["losses"] == pytest.approx(first["losses"], rel=1e-5)
     measured = Replayer(load_trace(again)).replay().peak_bytes
-    assert after["peak_bytes"]["0"] == pytest.approx(measured, rel=off)
+    assert after["peak_bytes"]["0"] == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("named", ["recompute", "accumulate"])

@@ -57,7 +57,9 @@ def in_parts(memory: PassMemory, model: ModelSpec, parts: int) -> PassMemory:
         own_bytes = own.get(name, 0)
         part_bytes = max(0, held_bytes - given_bytes - own_bytes) // parts
         constant_bytes = given_bytes + whole_bytes - whole_bytes // parts
-        backward.append((name, constant_bytes + part_bytes + own_bytes + unready_bytes))
+        # Besides the sum so far there are a part's gradient and their new sum: autograd does not add to views in place,
+        # and gradients of linear layers are views.
+        backward.append((name, constant_bytes + part_bytes + 2 * own_bytes + unready_bytes))
         unready_bytes -= own_bytes
     loss_bytes = max(0, memory.backward[0][1] - last.end_bytes)
     forward_bytes = max(
