@@ -42,7 +42,7 @@ CASES = {"slower-resnet50": True, "quiet-resnet50": False}
 MODEL = PacedCase("resnet50", "balanced", 4)
 COMPUTE_S = 0.2
 SLOW_SHARE = 3
-FAST_S, SLOW_S, QUIET_S = 20.0, 70.0, 20.0
+FAST_S, SLOW_S, QUIET_S = 20.0, 80.0, 20.0
 END_S = 20.0  # at the end of a slow phase: whoever adapts has done so
 LEFT_S = 10.0  # of a slow phase, to be there when the next one begins: some steps, and the method's end
 BEGIN_S = 120.0  # until then the plan is made
@@ -52,7 +52,8 @@ QUIET_METHODS = ("fixed", "headway")
 SWITCH_INTERVAL_S = 1e-4
 WORDS = (
     "Median step (ms; slowest rank) over interleaved rounds, each of a whole phase; paced: layers sleep, messages are "
-    "real. `fast_ms` on links on which c = t_b, `slow_ms` over the whole phase on links of a third of that, tuning "
+    "real. `fast_ms` on links on which c = t_b (one way of communication takes as long as backward), `slow_ms` over "
+    "the whole phase on links of a third of that, tuning "
     f"included, `end_ms` over its last {END_S:.0f} s. ddp: stock, default buckets; fixed: the decoupled plan that "
     "tuning found on fast links; headway: the same, adapting; tuned for it: what tuning found on slow links. Intervals "
     "are 95 % (bootstrap over rounds)."
@@ -107,7 +108,7 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
                 row[phase] = statistics.median(values)
                 if len(values) > 1:
                     row[f"{phase[:-3]}_interval"] = interval_ms(values)
-        row |= {"rounds": len(blocks), "plan": " | ".join(dict.fromkeys(block["plan"] for block in blocks))}
+        row |= {"rounds": len(blocks), "plan": "; ".join(dict.fromkeys(block["plan"] for block in blocks))}
         rows.append(row | {"time_ms": row["slow_ms" if changes else "fast_ms"], "commit": commit()})
     return rows
 
