@@ -219,16 +219,11 @@ class Tied(nn.Module):
         return out
 
 
-def sharded_tied_and_frozen(rank: int, world_size: int) -> dict[str, Any]:
-    """Parameters after training next to one process's, and which of them are sharded."""
-    model = Tied()
-    reference = copy.deepcopy(model)
-    spec = model_spec(model)
-    strategy = DecoupledStrategy(bucket_cap_bytes=2000)
-    asked = Asked(Plan.data_parallel(strategy, world_size, spec), (spec,))
-    model = imported(fsdp2.settings(asked).files[fsdp2.FILE])["shard"](model)
+def _train_both(model: nn.Module, reference: nn.Module, rank: int, world_size: int) -> None:
+    """Some steps of ``model`` on this rank's batches, and of ``reference`` on those of all."""
     optimizers = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, reference)
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for each in (model, reference)
     ]
     for step in range(STEPS):
         for optimizer in optimizers:
@@ -238,6 +233,17 @@ def sharded_tied_and_frozen(rank: int, world_size: int) -> dict[str, Any]:
         torch.stack(losses).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+def sharded_tied_and_frozen(rank: int, world_size: int) -> dict[str, Any]:
+    """Parameters after training next to one process's, and which of them are sharded."""
+    model = Tied()
+    reference = copy.deepcopy(model)
+    spec = model_spec(model)
+    strategy = DecoupledStrategy(bucket_cap_bytes=2000)
+    asked = Asked(Plan.data_parallel(strategy, world_size, spec), (spec,))
+    model = imported(fsdp2.settings(asked).files[fsdp2.FILE])["shard"](model)
+    _train_both(model, reference, rank, world_size)
     sharded = {name: p for name, p in model.named_parameters() if hasattr(p, "full_tensor")}
     whole = dict(reference.named_parameters())
     return {
@@ -264,15 +270,7 @@ def with_passes(rank: int, world_size: int, tool: str) -> float:
         model = imported(ddp.settings(asked).files[ddp.FILE])["wrap"](model)
     for one in passes:
         one.apply(reference, None)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)]
-    for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        losses = [reference(batch(step, each)).square().mean() for each in range(world_size)]
-        torch.stack(losses).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    _train_both(model, reference, rank, world_size)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     whole = ((p.full_tensor() if hasattr(p, "full_tensor") else p, q) for p, q in pairs)
     return max(float((p - q).abs().max()) for p, q in whole)
