@@ -7,7 +7,7 @@ from typing import Any
 from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.python_file import literal, python_file
-from headway.interop.settings.python_passes import PREPARE, in_torch
+from headway.interop.settings.python_passes import in_torch
 from headway.interop.settings.settings import Settings
 from headway.scheduling.fusion import MIB, bucket_caps_mb
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -77,7 +77,7 @@ def settings(asked: Asked) -> Settings:
         arguments=literal(arguments),
         imports=told.imports + (f"from {HOOKS_OF} import {hook}\n" if hook else ""),
         passes=told.code,
-        prepare=PREPARE if told.prepares else "",
+        prepare=told.call("module"),
         hook=f"\n    wrapped.register_comm_hook(wrapped.process_group, {hook})" if hook else "",
     )
     use = f"Wrap the model with wrap() of {FILE}, in the place of DistributedDataParallel.{told.use}"
@@ -172,7 +172,7 @@ def _local_sgd(asked: Asked, strategy: LocalSGDStrategy) -> Settings:
     use = f"Wrap the model with wrap() and its optimizer with wrap_optimizer() of {FILE}.{told.use}"
     body = _LOCAL.format(
         steps=strategy.steps, imports=told.imports, passes=told.code,
-        prepare=PREPARE if told.prepares else "",
+        prepare=told.call("module"),
     )  # fmt: skip
     text = python_file(gist, tuple(lacks), body)
     return Settings(DDP, gist, use, tuple(lacks), files={FILE: text})

@@ -117,7 +117,7 @@ def settings(asked: Asked) -> Settings:
     gist = ", ".join([gist, *told.gists])
     body = _BODY.format(
         groups=literal([list(group) for group in grouping.groups]), ahead=strategy.channels, imports=told.imports,
-        passes=told.code, prepare="    prepare(model)\n" if told.prepares else "",
+        passes=told.code, prepare=told.call("model"),
     )  # fmt: skip
     use = f"Call shard(model) of {FILE} before the optimizer is constructed.{told.use}"
     if model.frozen_bytes:

@@ -81,8 +81,6 @@ def prepare(module):
     """Change how the module computes, before it is wrapped."""
 {calls}
 '''
-PREPARE = "    prepare(module)\n"
-"""What calls it, in a function that wraps ``module``."""
 _FOR_EACH = """\
     for name in {names}:
         {call}"""
@@ -102,6 +100,10 @@ class InTorch:
     gists: tuple[str, ...] = ()
     use: str = ""
     lacks: tuple[str, ...] = ()
+
+    def call(self, name: str) -> str:
+        """The line of a function that prepares its argument ``name``; "" where there is nothing to prepare."""
+        return f"    prepare({name})\n" if self.prepares else ""
 
 
 def in_torch(passes: Sequence[Pass], unsynchronised: str = "under no_sync()") -> InTorch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,15 +120,13 @@ def explain(
     target = replayer.replay(best.strategy, passes=best.passes, mesh=mesh)
     if abs(replayer.expect(target).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
         return None
-    choices: list[Choice] = []
-    before = path_of(replayer, replayer.base)
-    step_ms = replayer.base.step_ms
-    for step in _steps(replayer, best, target):
-        after = path_of(replayer, step.played)
-        choices.append(
-            Choice(step.name, step.played.step_ms, step_ms - step.played.step_ms, before.less(after))
-        )
-        before, step_ms = after, step.played.step_ms
+    choices, after = _choices(
+        replayer,
+        (
+            (step.name, step.played.step_ms, path_of(replayer, step.played))
+            for step in _steps(replayer, best, target)
+        ),
+    )
     more = None
     if (
         go_further
@@ -137,7 +136,7 @@ def explain(
         and best.predicted_ms > found.bound_ms
     ):
         more = further(replayer, best, bound_ms=found.bound_ms)
-    return Explanation(replayer.base.step_ms, target.step_ms, tuple(choices), before, more)
+    return Explanation(replayer.base.step_ms, target.step_ms, choices, after, more)
 
 
 def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
@@ -146,19 +145,29 @@ def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
     if plugin_of(recorded).has_horizon:
         return None
     names = [f"{best.strategy.name} instead of {recorded.name}", *(each.describe() for each in best.passes)]
-    before, step_ms = path_of(replayer, replayer.base), replayer.base.step_ms
-    choices: list[Choice] = []
-    expected_ms = 0.0
-    for count, name in enumerate(names):
+    outcomes = []
+    for count in range(len(names)):
         outcome = replayer.replay_horizon(best.strategy, passes=best.passes[:count])
         assert outcome is not None
-        expected_ms = replayer.expect_outcome(outcome).step_ms
-        after = iteration_of(outcome)
-        choices.append(Choice(name, outcome.step_ms, step_ms - outcome.step_ms, before.less(after)))
-        before, step_ms = after, outcome.step_ms
-    if abs(expected_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
+        outcomes.append(outcome)
+    last = outcomes[-1]
+    if abs(replayer.expect_outcome(last).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
         return None
-    return Explanation(replayer.base.step_ms, step_ms, tuple(choices), before, iterates=True)
+    steps = ((name, each.step_ms, iteration_of(each)) for name, each in zip(names, outcomes, strict=True))
+    choices, after = _choices(replayer, steps)
+    return Explanation(replayer.base.step_ms, last.step_ms, choices, after, iterates=True)
+
+
+def _choices(
+    replayer: Replayer, steps: Iterable[tuple[str, float, PathParts]]
+) -> tuple[tuple[Choice, ...], PathParts]:
+    """Steps that lead away from the recorded one (name, step in ms, its path) as choices, and the path that is left."""
+    before, before_ms = path_of(replayer, replayer.base), replayer.base.step_ms
+    choices = []
+    for name, step_ms, after in steps:
+        choices.append(Choice(name, step_ms, before_ms - step_ms, before.less(after)))
+        before, before_ms = after, step_ms
+    return tuple(choices), before
 
 
 def _steps(replayer: Replayer, best: Candidate, played: Simulation) -> tuple[Step, ...]:

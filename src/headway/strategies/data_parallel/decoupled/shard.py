@@ -168,9 +168,8 @@ class ShardedState:
         self._committed: defaultdict[int, CompletionEvents] = defaultdict(lambda: CompletionEvents(streams))
         self._before: defaultdict[int, dict[int, Mapping[Piece, State]]] = defaultdict(dict)
         self.of: defaultdict[Piece, State] = defaultdict(dict)
-        self.runs: dict[
-            int, tuple[Members, Sequence[Run]]
-        ] = {}  # bucket: what was updated last, and how it is now
+        # By bucket: what was updated last, and how it is now.
+        self.runs: dict[int, tuple[Members, Sequence[Run]]] = {}
         self.asked: Counter[int] = Counter()  # bucket: how many updates the script has asked for
         self.looked_at: set[ParameterState] = (
             set()
