@@ -116,7 +116,7 @@ def test_an_exception_on_one_rank_ends_all() -> None:
 def test_an_update_that_fails_is_not_called_a_lost_connection() -> None:
     peer, failed = workers.run(2, f"{ENDINGS}:an_update_fails", timeout_s=60, group_timeout_s=20)
     assert (failed["error"], failed["cause"]) == ("InternalError", "TypeError")
-    assert re.match(r"rank 1: the all_gather of bucket .* internal error, .* TypeError: ", failed["message"])
+    assert re.match(r"rank 1: the update of bucket .* internal error, .* TypeError: ", failed["message"])
     assert peer["error"] == "CommunicationError"
     assert "rank 1 failed with an internal error, TypeError" in peer["message"]
     for found in (peer, failed):

@@ -115,3 +115,33 @@ def test_what_is_no_failure_of_communication_is_not_called_one(
 def test_the_loop_of_collectives_is_compiled_before_threads_can_need_it(channels: Channels) -> None:
     assert executor.compiled.cache_info().currsize == 1
     channels.stop()
+
+
+def test_work_is_done_while_collectives_have_all_channels(channels: Channels) -> None:
+    may_end = threading.Event()
+
+    def hold(_: int) -> None:
+        may_end.wait(30)
+
+    busy = [channels.submit(Job("all_gather", number, 4, hold)) for number in range(2)]
+    done: list[str] = []
+    first = channels.submit_work(Job("update", 0, 4, lambda _: done.append("first")))
+    second = channels.submit_work(Job("update", 1, 4, lambda _: done.append("second")))
+    behind = channels.submit(Job("all_gather", 2, 4, lambda _: done.append("gather"), after=[second]))
+    assert second.done.wait(10)
+    assert first.done.is_set()
+    assert done == ["first", "second"]
+    assert not any(each.done.is_set() for each in (*busy, behind))
+    may_end.set()
+    channels.wait(behind)
+    channels.stop()
+    assert not any(thread.is_alive() for thread in channels._threads)
+
+
+def test_a_collective_behind_work_that_failed_fails_without_running(channels: Channels) -> None:
+    ran = threading.Event()
+    failed = channels.submit_work(Job("update", 3, 4, _divide))
+    with pytest.raises(InternalError, match=r"the update of bucket 3 .* ZeroDivisionError"):
+        channels.wait(channels.submit(Job("all_gather", 3, 4, lambda _: ran.set(), after=[failed])))
+    assert not ran.is_set()
+    channels.stop()

@@ -74,6 +74,11 @@ class Choice:
 
 BALANCED = job(*[MIB] * 8)
 LONG_CALLS = {"algorithms": {"gloo_all_reduce": AlgorithmCost(overhead_us=5000)}}
+LONG_UPDATES = {
+    "algorithms": {
+        "background_update": AlgorithmCost(overhead_us=5000), "deferred_update": AlgorithmCost(overhead_us=100),
+    }
+}  # fmt: skip
 CHOICES = {
     "decoupled for DDP": Choice(
         ddp(), decoupled(), BALANCED,
@@ -98,8 +103,8 @@ CHOICES = {
         job(*[MIB] * 8, communication=0.5, latency_us=0.0, overhead_us=0.0),
     ),
     "gathering gradients": Choice(
-        decoupled(gather="parameters"), decoupled(gather="gradients"),
-        job(*[MIB] * 8, communication=2.0, optimizer_ms=80.0),
+        decoupled(64 * KIB, gather="parameters"), decoupled(64 * KIB, gather="gradients"),
+        job(*[64 * KIB] * 40, communication=2.0, on=LONG_UPDATES),
         job(*[MIB] * 8, communication=0.1, optimizer_ms=40.0),
     ),
     "trees": Choice(

@@ -12,7 +12,7 @@ from headway.planning.link_cost import CollectiveCost
 
 class Job(NamedTuple):
     """One collective. It begins when it was asked for, its channel is free, job ``after`` is done and
-    ``before_ns`` of work has been done since.
+    ``before_ns`` of work has been done since: by the channel or, ``apart`` from it, by a thread of all such work.
     """
 
     asked_ns: float
@@ -20,6 +20,7 @@ class Job(NamedTuple):
     cost: CollectiveCost
     after: int = -1
     before_ns: float = 0.0
+    apart: bool = False
 
 
 def serve(jobs: Sequence[Job], channels: int) -> list[float]:
@@ -32,10 +33,15 @@ def serve(jobs: Sequence[Job], channels: int) -> list[float]:
 
 
 def _serve_one_by_one(jobs: Sequence[Job]) -> list[float]:
-    free_ns = 0.0
-    ends = []
-    for asked_ns, size_bytes, cost, _, before_ns in jobs:  # job ``after`` is done when the channel is free
-        free_ns = max(free_ns, asked_ns) + before_ns + cost.time_ns(size_bytes)
+    free_ns = worked_ns = 0.0
+    ends: list[float] = []
+    for asked_ns, size_bytes, cost, after, before_ns, apart in jobs:
+        if apart:
+            worked_ns = max(worked_ns, asked_ns, ends[after] if after >= 0 else 0.0) + before_ns
+            free_ns = max(free_ns, worked_ns)
+        else:  # job ``after`` is done when the channel is free
+            free_ns = max(free_ns, asked_ns) + before_ns
+        free_ns += cost.time_ns(size_bytes)
         ends.append(free_ns)
     return ends
 
@@ -45,24 +51,40 @@ class _Together:
 
     def __init__(self, jobs: Sequence[Job], channels: int) -> None:
         self._jobs = jobs
-        self._begin_ns = [job.asked_ns for job in jobs]
-        self._missing = [(number >= channels) + (job.after >= 0) for number, job in enumerate(jobs)]
-        self._waiting: list[list[int]] = [[] for _ in jobs]
+        apart = [number for number, job in enumerate(jobs) if job.apart]
+        self._works = {len(jobs) + index: number for index, number in enumerate(apart)}  # work: its job
+        self._begin_ns = [job.asked_ns for job in (*jobs, *(jobs[number] for number in apart))]
+        self._before_ns = [0.0 if job.apart else job.before_ns for job in jobs]
+        self._before_ns += [jobs[number].before_ns for number in apart]
+        self._missing = [0] * len(self._begin_ns)
+        self._waiting: list[list[int]] = [[] for _ in self._begin_ns]
         for number, job in enumerate(jobs):
-            if job.after >= 0:
-                self._waiting[job.after].append(number)
             if number >= channels:
-                self._waiting[number - channels].append(number)
+                self._wait(number, number - channels)
+            if job.after >= 0 and not job.apart:
+                self._wait(number, job.after)
+        for work, number in self._works.items():
+            self._wait(number, work)
+            if work > len(jobs):
+                self._wait(work, work - 1)
+            if jobs[number].after >= 0:
+                self._wait(work, jobs[number].after)
         self._turns = [_turns(job) for job in jobs]
         self._messages = [messages for messages, _, _ in self._turns]  # still to be sent
         self._overhead_due = [job.cost.overhead_ns > 0 for job in jobs]
         self._wakes = [
-            (self._begin_ns[n] + jobs[n].before_ns, n) for n in range(len(jobs)) if not self._missing[n]
+            (begin_ns + self._before_ns[n], n)
+            for n, begin_ns in enumerate(self._begin_ns)
+            if not self._missing[n]
         ]
         heapq.heapify(self._wakes)
         self._on_link: dict[int, float] = {}  # job: what is left of its message at full rate
         self._core_ns = 0.0
         self._ends = [0.0] * len(jobs)
+
+    def _wait(self, number: int, earlier: int) -> None:
+        self._missing[number] += 1
+        self._waiting[earlier].append(number)
 
     def serve(self) -> list[float]:
         """When each job ends."""
@@ -87,8 +109,10 @@ class _Together:
             self._on_link[number] -= elapsed_ns / len(self._on_link)
 
     def _wake(self, number: int, now_ns: float) -> None:
-        """A job wants to pay its overhead, to send a message, or is done."""
-        if self._overhead_due[number]:
+        """A job wants to pay its overhead, to send a message, or is done; or work is."""
+        if number in self._works:
+            self._let_go(number, now_ns)
+        elif self._overhead_due[number]:
             self._overhead_due[number] = False
             self._core_ns = max(now_ns, self._core_ns) + self._jobs[number].cost.overhead_ns
             heapq.heappush(self._wakes, (self._core_ns, number))
@@ -97,12 +121,16 @@ class _Together:
             self._on_link[number] = self._turns[number][1]
         else:
             self._ends[number] = now_ns
-            for follower in self._waiting[number]:
-                self._begin_ns[follower] = max(self._begin_ns[follower], now_ns)
-                self._missing[follower] -= 1
-                if not self._missing[follower]:
-                    ready_ns = self._begin_ns[follower] + self._jobs[follower].before_ns
-                    heapq.heappush(self._wakes, (ready_ns, follower))
+            self._let_go(number, now_ns)
+
+    def _let_go(self, number: int, now_ns: float) -> None:
+        """What waits for it is told."""
+        for follower in self._waiting[number]:
+            self._begin_ns[follower] = max(self._begin_ns[follower], now_ns)
+            self._missing[follower] -= 1
+            if not self._missing[follower]:
+                ready_ns = self._begin_ns[follower] + self._before_ns[follower]
+                heapq.heappush(self._wakes, (ready_ns, follower))
 
 
 def _turns(job: Job) -> tuple[int, float, float]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headway.cluster import DEFERRED_UPDATE, STEP_CALL, Cluster
+from headway.collectives.algorithms import NCCL
 from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
@@ -81,6 +82,7 @@ class Predictor:
         self.step_call_ns = cluster.cost_of(STEP_CALL).overhead_us * 1e3
         self.update_overhead_ns = cluster.cost_of(DEFERRED_UPDATE).overhead_us * 1e3
         self.background_overhead_ns = cluster.background_update_us * 1e3
+        self.updates_apart = cluster.library != NCCL
         self.step_at_ns = profile.backward_ns + profile.tail_ns - first_ns
 
     def facts(self, parts: Iterable[Part]) -> BucketFacts:
@@ -149,7 +151,9 @@ class Predictor:
                 gathered[index] = len(jobs)
                 size = facts[index].size_bytes
                 update_ns = self.update_ns(size) / self.world_size + self.background_overhead_ns
-                jobs.append(Job(called_ns, size, gather_cost.at(size), reduced[index], update_ns))
+                jobs.append(
+                    Job(called_ns, size, gather_cost.at(size), reduced[index], update_ns, self.updates_apart)
+                )
         return Launched(jobs, reduced, gathered)
 
     def update_ns(self, size_bytes: float) -> float:

@@ -26,6 +26,8 @@ Work = Callable[[int], None]  # is told the channel it runs on
 Culprit = Callable[[str], str]
 """Who is to blame for a failed collective; is told what went wrong on this rank itself, where something did."""
 
+NO_CHANNEL = -1
+"""What work that is no collective is told that it runs on."""
 FAILED_JOIN_S = 5.0
 """How long the end of a thread is waited for after a failure, which has closed the connections that it waited on."""
 
@@ -99,7 +101,8 @@ class Job:
 class Channels:
     """Runs jobs in the order of their submission, job ``n`` on channel ``n`` modulo the number of channels.
 
-    That order must be the same on every rank. After a failed job every later one fails with the same
+    That order must be the same on every rank. What needs no peer, such as an update, has a thread of its own
+    (``submit_work``), so that no channel stands still for it. After a failed job every later one fails with the same
     CommunicationError or InternalError, without touching the network. ``culprit`` is asked, once, who is to blame.
     Where parameters are on a device, each thread has a stream there for what it copies and updates, and a job is done
     when that is done. ``strategy`` is the name of whose they are, which the observer is told.
@@ -118,12 +121,15 @@ class Channels:
         self.failure: HeadwayError | None = None
         self._failing = threading.Lock()
         self._process = os.getpid()
-        self._threads = [
-            threading.Thread(target=self._serve, args=(channel,), name=THREAD_NAME, daemon=True)
-            for channel in range(len(groups.host))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._works: SimpleQueue[Job | None] | None = None  # once there is any
+        self._threads: list[threading.Thread] = []
+        for channel, queue in enumerate(self._queues):
+            self._start(queue, channel)
+
+    def _start(self, queue: SimpleQueue[Job | None], channel: int) -> None:
+        thread = threading.Thread(target=self._serve, args=(queue, channel), name=THREAD_NAME, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @property
     def submitted(self) -> int:
@@ -143,6 +149,16 @@ class Channels:
         self._queues[job.sequence % self._active].put(job)
         return job
 
+    def submit_work(self, job: Job) -> Job:
+        """Queue ``job``, which is no collective, behind other such work; ranks need not agree on it."""
+        self.refuse_forked()
+        job.ready = self._streams.mark()
+        if self._works is None:
+            self._works = SimpleQueue()
+            self._start(self._works, NO_CHANNEL)
+        self._works.put(job)
+        return job
+
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed."""
         self.refuse_forked()
@@ -159,7 +175,7 @@ class Channels:
         After a failure nothing is in flight for long, and the wait is bounded. It must not be left out: a thread that
         comes back from a collective while the interpreter ends takes the process down with it.
         """
-        for queue in self._queues:
+        for queue in (*self._queues, *filter(None, [self._works])):
             queue.put(None)
         if threading.current_thread() in self._threads:
             return
@@ -167,9 +183,9 @@ class Channels:
         for thread in self._threads:
             thread.join(None if self.failure is None else max(0.0, deadline - time.monotonic()))
 
-    def _serve(self, channel: int) -> None:
+    def _serve(self, queue: SimpleQueue[Job | None], channel: int) -> None:
         # A job's collective is called from here and from nowhere deeper: this is its way from the queue to the network.
-        queue, stream = self._queues[channel], self._streams.new()
+        stream = self._streams.new()
         with self._streams.on(stream), torch.no_grad():
             while (job := queue.get()) is not None:
                 for earlier in job.after:

@@ -57,6 +57,7 @@ class Reactions(InRecordedOrder):
         self._asking: dict[int, set[int]] = defaultdict(set)  # rank -> units that wait for that exchange
         self._due: dict[int, set[int]] = defaultdict(set)  # rank -> units the optimizer has stepped since
         self._update_ns: dict[int, int] = defaultdict(int)
+        self._updates: dict[int, int] = {}  # rank -> the latest update of a share of a bucket
         self._taken: dict[int, int] = defaultdict(int)  # rank -> gradients taken since its latest launch
         self._update_overhead_ns = self._cost_ns(DEFERRED_UPDATE)
         self._background_overhead_ns = graph.cluster.background_update_us * 1e3
@@ -243,8 +244,8 @@ class Reactions(InRecordedOrder):
     def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
         """Go on at once.
 
-        With gradients each bucket's update waits for its first use, unless a read has settled it. With parameters the
-        channels update this rank's share of every bucket that was reduced, each as soon as it is, and gather it.
+        With gradients each bucket's update waits for its first use, unless a read has settled it. With parameters
+        every bucket that was reduced is gathered behind an update of this rank's share of it.
         """
         if duration_ns:  # of several optimizers' calls in a step the first brings all of their work
             self._update_ns[cursor.rank] = duration_ns
@@ -260,18 +261,21 @@ class Reactions(InRecordedOrder):
         uses = [self._uses[cursor.rank]] if cursor.rank in self._uses else []
         for index in self._schedule.gather_order:
             if index in reduced:
-                update = self._graph.work(
-                    cursor,
-                    round(
-                        self._whole_ns(cursor.rank, [index]) / self._graph.world_size
-                        + self._background_overhead_ns
-                    ),
-                    bucket=index,
-                    after=[*self._jobs.before(cursor), reduced[index], *uses],
-                )
-                self._gather(cursor, index, [update])
+                self._gather(cursor, index, [self._update_share(cursor, index, [reduced[index], *uses])])
         self._due[cursor.rank] |= {self._unit_of[index] for index in reduced}
         reduced.clear()
+
+    def _update_share(self, cursor: RankCursor, index: int, after: Sequence[int]) -> int:
+        """Update this rank's share of a bucket, behind the updates before: of a thread, or of NCCL's stream."""
+        update_ns = self._whole_ns(cursor.rank, [index]) / self._graph.world_size
+        earlier = self._updates.get(cursor.rank)
+        if self._graph.cluster.library == NCCL:
+            earlier, after = None, [*self._jobs.before(cursor), *after]
+        self._updates[cursor.rank] = self._graph.work(
+            cursor, round(update_ns + self._background_overhead_ns), bucket=index, after=after,
+            after_work=[] if earlier is None else [earlier],
+        )  # fmt: skip
+        return self._updates[cursor.rank]
 
     def _units_of_modules(self) -> dict[str, list[int]]:
         buckets_of = self._schedule.buckets_of

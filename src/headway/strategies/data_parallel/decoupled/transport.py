@@ -211,6 +211,22 @@ class BucketJob(Job):
         self._collectives = self._on = self._before = self._behind = None
 
 
+class BucketWork(Job):
+    """What is done to a bucket besides communicating, after the jobs ``after``."""
+
+    tells_itself = True
+
+    def __init__(self, name: str, bucket: LiveBucket, work: Callable[[], None], after: Sequence[Job]) -> None:
+        super().__init__(name, bucket.index, bucket.size_bytes, lambda _channel: work(), after)
+        self._fence = bucket.fence.acquire_on_host()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The use of the buffer."""
+        with self._fence, own_work():
+            yield
+
+
 class BucketTransport:
     """The channels of one engine, and the jobs that they carry.
 
@@ -258,8 +274,15 @@ class BucketTransport:
         after: Sequence[Job] = (),
         behind: Callable[[], None] | None = None,
     ) -> Job:
-        """The next all-gather of ``bucket``, which begins after the jobs ``after``."""
+        """The next all-gather of ``bucket``, which begins after the jobs ``after``.
+
+        ``before`` is done by then: on a device in the gather's stream, otherwise while earlier collectives have the
+        channels.
+        """
         bucket.gathers += 1
+        if before is not None and isinstance(self._channels, Channels):
+            work = BucketWork("update", bucket, before, after)
+            before, after = None, [self._channels.submit_work(work)]
         return BucketJob(ALL_GATHER, bucket, self._collectives, before, after, behind)
 
     def all_reduce(self, tensor: torch.Tensor) -> Job:

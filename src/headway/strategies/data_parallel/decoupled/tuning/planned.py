@@ -21,7 +21,9 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 
 MOST_PLANNED = 3
 GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
-CAP_SHARES = (4, 16)  # fixed caps, as parts of the model, in case that predictions are far off
+FIXED_CAPS = ((4, 2), (16, 1))
+"""As parts of the model, and in how many channels: in case that predictions are far off. Busy cores bear many
+buckets in several channels least."""
 STOCK_SHARES = (10, 32)  # the same for stock DDP
 FORM_GAIN = 0.005  # another form moves the optimizer's state and may need more memory: not for nothing
 TIE = 0.005
@@ -126,7 +128,9 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     home = question.in_force.gather
     schedules = [("in force", question.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]
-    schedules += [("fixed cap", schedule) for schedule in _capped(model, home, channels, CAP_SHARES)]
+    schedules += [
+        ("fixed cap", _capped(model, home, min(each, channels), share)) for share, each in FIXED_CAPS
+    ]
     schedules += [(OTHER_FORM, schedule) for schedule in _of_other_form(found, home)]
     candidates: dict[BucketSchedule, Candidate] = {}
     for name, schedule in schedules:
@@ -175,7 +179,8 @@ def _with_other_buckets(
 def guesses(question: Question) -> list[Candidate]:
     """What to measure where nothing was learned: the schedule in force, and caps of several sizes."""
     model, home = question.model, question.in_force
-    capped = _capped(model, home.gather, min(2, question.channels), GUESSED_SHARES)
+    channels = min(2, question.channels)
+    capped = [_capped(model, home.gather, channels, share) for share in GUESSED_SHARES]
     schedules = dict.fromkeys([home, *capped])
     ours = [
         Candidate.of("fixed cap" if number else "in force", schedule, model)
@@ -225,10 +230,6 @@ def _of_other_form(found: planner.Planned, home: GatherMode) -> list[BucketSched
     ]
 
 
-def _capped(
-    model: ModelSpec, gather: GatherMode, channels: int, shares: Sequence[int]
-) -> Iterator[BucketSchedule]:
-    for share in shares:
-        buckets = make_buckets(fusion.fixed(model, max(1, -(-model.size_bytes // share))), model)
-        order = forward_gather_order(model, buckets)
-        yield BucketSchedule(buckets, order, gather, channels)
+def _capped(model: ModelSpec, gather: GatherMode, channels: int, share: int) -> BucketSchedule:
+    buckets = make_buckets(fusion.fixed(model, max(1, -(-model.size_bytes // share))), model)
+    return BucketSchedule(buckets, forward_gather_order(model, buckets), gather, channels)
