@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
+from headway.cluster import AlgorithmCost
 from headway.graph.build import GraphBuilder
 from headway.graph.step_layout import lay_out_ranks
 from headway.job import Job
@@ -88,3 +90,21 @@ def test_it_takes_about_as_long_as_a_replay(case: Case) -> None:
     job, schedule = case
     predicted = Predictor(job.model, job.profile, job.cluster).predict(schedule)
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.05)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(case=cases())
+def test_the_critical_path_is_what_a_step_waits_for(case: Case) -> None:
+    """On one channel, without updates: any bucket of it made smaller makes the step shorter, no other one does."""
+    job, schedule = case
+    still = replace(job.profile, optimizer_ns=0)
+    costs = {"ring": AlgorithmCost(overhead_us=0.0)}
+    predictor = Predictor(job.model, still, job.cluster.model_copy(update={"algorithms": costs}))
+    facts = [predictor.facts(bucket.parts) for bucket in schedule.buckets]
+    rest = (schedule.gather_order, schedule.gathers_behind_each(), schedule.gather, 1)
+    critical = set(predictor.critical(facts, *rest))
+    step_ns = predictor.step_ns(facts, *rest)
+    for index, own in enumerate(facts):
+        smaller = own._replace(size_bytes=own.size_bytes - 16)
+        taken_ns = predictor.step_ns([*facts[:index], smaller, *facts[index + 1 :]], *rest)
+        assert (taken_ns < step_ns - 1) == (index in critical)

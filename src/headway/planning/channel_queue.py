@@ -32,6 +32,21 @@ def serve(jobs: Sequence[Job], channels: int) -> list[float]:
     return _serve_one_by_one(jobs) if channels == 1 else _Together(jobs, channels).serve()
 
 
+def critical_path(jobs: Sequence[Job], ends: Sequence[float], channels: int, last: int) -> list[int]:
+    """The jobs that decide when job ``last`` ends, from it back to one that waited for nothing but being asked for.
+
+    ``ends`` is when each ends on so many ``channels``.
+    """
+    path = [last]
+    while True:
+        number = path[-1]
+        earlier = [each for each in (number - channels, jobs[number].after) if each >= 0]
+        before = max(earlier, key=ends.__getitem__, default=-1)
+        if before < 0 or ends[before] <= jobs[number].asked_ns:
+            return path
+        path.append(before)
+
+
 def _serve_one_by_one(jobs: Sequence[Job]) -> list[float]:
     free_ns = worked_ns = 0.0
     ends: list[float] = []

@@ -52,13 +52,23 @@ class ScheduleDrafter:
     def step_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step."""
         self.evaluated += 1
+        return self.predictor.step_ns(*self._decided(groups, options))
+
+    def critical(self, groups: Sequence[Group], options: ScheduleOptions) -> list[int]:
+        """Groups on the critical path, from its end to its beginning."""
+        return self.predictor.critical(*self._decided(groups, options))
+
+    def _decided(
+        self, groups: Sequence[Group], options: ScheduleOptions
+    ) -> tuple[list[BucketFacts], tuple[int, ...], list[list[int]], GatherMode, int]:
+        """What the predictor has to know of the draft."""
         facts = [group.facts for group in groups]
         order = _gather_order(facts)
         behind: list[list[int]] = [[] for _ in groups]
         if options.gather == "gradients":
             for bucket, after in zip(order, self._after(facts, order, options), strict=True):
                 behind[after].append(bucket)
-        return self.predictor.step_ns(facts, order, behind, options.gather, options.channels)
+        return facts, order, behind, options.gather, options.channels
 
     def cost_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step, and a little for every group."""

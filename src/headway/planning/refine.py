@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from headway.model import ModelSpec
 from headway.planning.draft import Group, Groups, ScheduleDrafter, ScheduleOptions
@@ -20,7 +20,8 @@ def refine(
 ) -> tuple[float, Groups]:
     """Merge, split and shift neighbouring groups while the step's cost gets less; returns it and the groups.
 
-    Changes near both ends of backward are tried first: those groups are exposed. At most ``effort`` predictions,
+    Groups on the critical path are changed first, its ends before its middle: where computation leads into it and where
+    training waits for it. At most ``effort`` predictions,
     and none when time is up (``time_limit``).
     """
     best_ns = drafter.cost_ns(groups, options)
@@ -28,7 +29,7 @@ def refine(
     improved = True
     while improved and tried < effort and not time_is_up():
         improved = False
-        for index in _from_both_ends(len(groups)):
+        for index in _most_promising(drafter, groups, options):
             for changed in _changes(drafter, groups, index):
                 cost_ns = drafter.cost_ns(changed, options)
                 tried += 1
@@ -40,11 +41,18 @@ def refine(
     return best_ns, groups
 
 
-def _from_both_ends(count: int) -> Iterator[int]:
-    for index in range((count + 1) // 2):
-        yield count - 1 - index
-        if index != count - 1 - index:
-            yield index
+def _most_promising(drafter: ScheduleDrafter, groups: Groups, options: ScheduleOptions) -> Iterable[int]:
+    """All groups, those on the critical path first."""
+    critical = _from_both_ends(drafter.critical(groups, options))
+    return dict.fromkeys([*critical, *_from_both_ends(range(len(groups) - 1, -1, -1))])
+
+
+def _from_both_ends(items: Sequence[int]) -> Iterator[int]:
+    """The first, the last, the second, the last but one, and so on."""
+    for index in range((len(items) + 1) // 2):
+        yield items[index]
+        if index != len(items) - 1 - index:
+            yield items[-1 - index]
 
 
 def _changes(drafter: ScheduleDrafter, groups: Groups, index: int) -> Iterator[Groups]:

@@ -20,7 +20,7 @@ from headway.collectives.algorithms import NCCL
 from headway.collectives.selection import RINGS, Algorithms
 from headway.graph.step_profile import StepProfile
 from headway.model import DTYPE_BYTES, ModelSpec
-from headway.planning.channel_queue import Job, serve
+from headway.planning.channel_queue import Job, critical_path, serve
 from headway.planning.link_cost import LinkCosts
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, joined
 
@@ -123,7 +123,26 @@ class Predictor:
         launched = self.launched(facts, gather_order, behind, gather)
         ends = serve(launched.jobs, channels)
         arrival_ns = [ends[number] for number in launched.gathers]
-        return self._forward(facts, gather_order, arrival_ns, gather)
+        return self._forward(facts, gather_order, arrival_ns, gather)[0]
+
+    def critical(
+        self,
+        facts: Sequence[BucketFacts],
+        gather_order: Sequence[int],
+        behind: Sequence[Sequence[int]],
+        gather: GatherMode,
+        channels: int,
+    ) -> list[int]:
+        """Buckets on the critical path of the same step, from its end back to what computation was in time for.
+
+        Empty where communication is hidden.
+        """
+        launched = self.launched(facts, gather_order, behind, gather)
+        ends = serve(launched.jobs, channels)
+        _, awaited = self._forward(facts, gather_order, [ends[number] for number in launched.gathers], gather)
+        bucket_of = {n: i for half in (launched.reduces, launched.gathers) for i, n in enumerate(half)}
+        path = critical_path(launched.jobs, ends, channels, launched.gathers[awaited]) if awaited >= 0 else []
+        return list(dict.fromkeys(bucket_of[number] for number in path))
 
     def launched(
         self,
@@ -166,28 +185,35 @@ class Predictor:
         gather_order: Sequence[int],
         arrival_ns: Sequence[float],
         gather: GatherMode,
-    ) -> float:
-        """From the optimizer's step to the first gradient of the next backward."""
+    ) -> tuple[float, int]:
+        """When the first gradient of the next backward is there, and the last bucket that was waited for (-1: none)."""
         profile = self.profile
+        awaited = -1
         late_ns = self.step_call_ns if gather == "parameters" else 0.0
         forward_ns = self.step_at_ns + profile.rest_ns
         place = {bucket: index for index, bucket in enumerate(gather_order)}
-        untouched: list[tuple[int, float, float]] = []  # place of its first gather, arrival, update
+        # Of units that forward never asks for: place of the first gather, last bucket, update.
+        untouched: list[tuple[int, int, float]] = []
         for unit in _by_need(facts):
-            arrived_ns = max(arrival_ns[index] for index in unit)
+            last = max(unit, key=arrival_ns.__getitem__)
+            arrived_ns = arrival_ns[last]
             update_ns = 0.0
             if gather == "gradients":
                 size_bytes = sum(facts[index].size_bytes for index in unit)
                 update_ns = self.update_ns(size_bytes) + self.update_overhead_ns
             need_ns = self.need_ns[min(facts[index].need for index in unit)]
             if need_ns < 0:
-                untouched.append((min(place[index] for index in unit), arrived_ns, update_ns))
-            else:
-                late_ns = max(late_ns, arrived_ns - forward_ns - need_ns) + update_ns
+                untouched.append((min(place[index] for index in unit), last, update_ns))
+                continue
+            if arrived_ns - forward_ns - need_ns > late_ns:
+                late_ns, awaited = arrived_ns - forward_ns - need_ns, last
+            late_ns += update_ns
         end_ns = forward_ns + profile.forward_ns + profile.between_ns + self.first_ns + late_ns
-        for _, arrived_ns, update_ns in sorted(untouched):
-            end_ns = max(end_ns, arrived_ns) + update_ns
-        return end_ns
+        for _, last, update_ns in sorted(untouched):
+            if arrival_ns[last] > end_ns:
+                end_ns, awaited = arrival_ns[last], last
+            end_ns += update_ns
+        return end_ns, awaited
 
 
 def _by_need(facts: Sequence[BucketFacts]) -> list[tuple[int, ...]]:
