@@ -20,9 +20,11 @@ from headway.collectives.algorithms import (
     RING,
     Algorithm,
 )
+from headway.collectives.dataflow import alone
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import ideal_seconds
+from headway.simulation.engine import play
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -39,6 +41,8 @@ MEASURED_S = (
     0.1  # rings that follow each other without a pause: one would let shaped links save up for a burst
 )
 BUSY = 0.5  # from this share of CPU time on, rings are timed concurrently with computation, as they run in training
+STEADY = 0.05  # a difference that says nothing
+LEAST_SAVED_BYTES = 512
 HALVES = (REDUCE_SCATTER, ALL_GATHER)
 RINGS = tuple(Selection(RING, kind) for kind in HALVES)
 
@@ -86,6 +90,7 @@ def measure(
         },
         source="measured while training",
     )
+    cluster = cluster.model_copy(update={"burst_bytes": _saved_bytes(cluster, small_s, small)})
     timing = _Timing(timed, saturated, least, small, large, count)
     found: dict[str, AlgorithmCost] = {}
     for algorithm in (ALGORITHMS[name] for name in FOR_HALVES if name != RING):
@@ -145,6 +150,29 @@ class _Timing:
         overhead_s = max(0.0, alpha_s - least_s)
         factor = min(100.0, max(1.0, (took_s - overhead_s) / ideal_s))
         return AlgorithmCost(overhead_us=overhead_s * 1e6, byte_factor=factor)
+
+
+def _saved_bytes(cluster: Cluster, took_s: float, size_bytes: int) -> int:
+    """What links let through at once after a pause, if that is why a ring of ``size_bytes`` took ``took_s``.
+
+    While a ring's overhead is paid and between its messages a link has nothing to do. Shaped ones make up for that;
+    where links do not, 0.
+    """
+    if took_s > _ring_s(cluster, size_bytes, 0) * (1 - STEADY):
+        return 0
+    low, high = 0, size_bytes
+    while high - low > LEAST_SAVED_BYTES:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _ring_s(cluster, size_bytes, middle) > took_s else (low, middle)
+    return low
+
+
+def _ring_s(cluster: Cluster, size_bytes: int, saved_bytes: int) -> float:
+    """What half a ring takes in replay on links that have saved so much."""
+    rested = cluster.model_copy(update={"burst_bytes": saved_bytes})
+    ring = RINGS[0]
+    graph = alone(rested, ring.program_of, size_bytes, ring.cost(rested))
+    return float(play(graph).end_ns.max()) / 1e9
 
 
 def _host(number: int, workers: int, gbps: float) -> Host:
