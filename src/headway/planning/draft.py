@@ -20,8 +20,11 @@ class Group(NamedTuple):
 
 
 Groups = tuple[Group, ...]
-CAUTION = 2e-5
-"""What each group counts for on top of its prediction, as a share of the step: no model knows all that a job costs."""
+CAUTION, CORE_CAUTION = 2e-5, 0.1
+"""What each group counts for on top of its prediction, as shares of the step and of its collectives' overheads.
+
+No model knows all that a job costs: overheads that hide under messages keep cores busy all the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class ScheduleDrafter:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.evaluated = 0
+        halves = (predictor.cost.reduce_scatter.large, predictor.cost.all_gather.large)
+        self._group_ns = CORE_CAUTION * sum(half.overhead_ns for half in halves)
 
     def group(self, parts: Iterable[Part]) -> Group:
         """A group of these parts."""
@@ -72,7 +77,7 @@ class ScheduleDrafter:
 
     def cost_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step, and a little for every group."""
-        return self.step_ns(groups, options) * (1 + CAUTION * len(groups))
+        return self.step_ns(groups, options) * (1 + CAUTION * len(groups)) + self._group_ns * len(groups)
 
     def schedule(self, groups: Sequence[Group], options: ScheduleOptions) -> BucketSchedule:
         """The draft as a schedule."""
