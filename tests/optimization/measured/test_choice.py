@@ -25,7 +25,9 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
     one = job(forward_ms=20, backward_ms=40, gbps=1.0)
-    return search(Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one)), allow=[ASYNCHRONOUS])
+    return search(
+        Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one)), allow=[ASYNCHRONOUS], prune=False
+    )
 
 
 def uncertain(found: SearchResult, uncertainty_ms: float) -> SearchResult:

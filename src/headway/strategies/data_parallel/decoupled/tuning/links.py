@@ -90,7 +90,7 @@ def measure(
         },
         source="measured while training",
     )
-    cluster = cluster.model_copy(update={"burst_bytes": _saved_bytes(cluster, small_s, small)})
+    cluster = cluster.model_copy(update={"burst_bytes": saved_bytes(cluster, small_s, small)})
     timing = _Timing(timed, saturated, least, small, large, count)
     found: dict[str, AlgorithmCost] = {}
     for algorithm in (ALGORITHMS[name] for name in FOR_HALVES if name != RING):
@@ -152,7 +152,7 @@ class _Timing:
         return AlgorithmCost(overhead_us=overhead_s * 1e6, byte_factor=factor)
 
 
-def _saved_bytes(cluster: Cluster, took_s: float, size_bytes: int) -> int:
+def saved_bytes(cluster: Cluster, took_s: float, size_bytes: int) -> int:
     """What links let through at once after a pause, if that is why a ring of ``size_bytes`` took ``took_s``.
 
     While a ring's overhead is paid and between its messages a link has nothing to do. Shaped ones make up for that;
