@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.commands import headway, last_line, torchrun
 
 from headway.errors import LaunchError
+from headway.integrations import short_runs
 from headway.integrations.short_runs import ShortRuns
 from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -18,6 +20,7 @@ from headway.trace.folder import load_trace
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 LONG = ("--steps", 3000)
+STEP_MS = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def test_short_runs_decide_and_end_before_the_script_does(recorded: Path, tmp_pa
 
 @pytest.fixture
 def runs(tmp_path: Path) -> ShortRuns:
-    return ShortRuns(torchrun("train_on.py"), tmp_path, 2)
+    return ShortRuns(torchrun("train_on.py"), tmp_path, 2, STEP_MS)
 
 
 def test_a_script_that_does_not_let_go_runs_to_its_end_and_is_timed(runs: ShortRuns) -> None:
@@ -72,21 +75,30 @@ def test_a_script_that_does_not_let_go_runs_to_its_end_and_is_timed(runs: ShortR
 
 
 def test_a_script_that_ends_first_is_timed_as_far_as_it_comes(tmp_path: Path) -> None:
-    made = ShortRuns(torchrun("train_small.py", "--steps", 12), tmp_path, 2).run(None, 100)
+    made = ShortRuns(torchrun("train_small.py", "--steps", 12), tmp_path, 2, STEP_MS).run(None, 100)
     assert not made.went_on
     assert len(made.steps_ms) == 7
     with pytest.raises(LaunchError, match="too few steps"):
-        ShortRuns(torchrun("train_small.py", "--steps", 6), tmp_path / "again", 2).run(None, 100)
+        ShortRuns(torchrun("train_small.py", "--steps", 6), tmp_path / "again", 2, STEP_MS).run(None, 100)
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path, recorded: Path) -> None:
     with pytest.raises(LaunchError, match="before all ranks had timed their steps"):
-        ShortRuns(torchrun("train_small.py", "--fault", "crash"), tmp_path, 2).run(None, 10)
+        ShortRuns(torchrun("train_small.py", "--fault", "crash"), tmp_path, 2, STEP_MS).run(None, 10)
     wrong = tmp_path / "wrong.yaml"
     model = load_trace(recorded).model
     Plan.data_parallel(DecoupledStrategy(bucket_cap_bytes=2**20), 2, model).save(wrong)
     with pytest.raises(LaunchError, match="another model"):
-        ShortRuns(torchrun("train_small.py", "--width", 8), tmp_path, 2).run(wrong, 10)
+        ShortRuns(torchrun("train_small.py", "--width", 8), tmp_path, 2, STEP_MS).run(wrong, 10)
+
+
+def test_a_command_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_runs, "BEGINNING_S", 15.0)
+    hangs = torchrun("train_small.py", "--fault", "hang")
+    with pytest.raises(LaunchError, match=r"took too long.* no 10 steps in 1\d s"):
+        ShortRuns(hangs, tmp_path, 2, STEP_MS).run(None, 10)
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "--fault hang" not in left
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,6 @@ def test_stock_ddp_is_measured_under_a_plan_as_any_other(recorded: Path, tmp_pat
     plan_path = tmp_path / "stock.yaml"
     model = load_trace(recorded).model
     Plan.data_parallel(DistributedDataParallelStrategy(), 2, model).save(plan_path)
-    made = ShortRuns(torchrun("train_small.py", *LONG), tmp_path, 2).run(plan_path, 10)
+    made = ShortRuns(torchrun("train_small.py", *LONG), tmp_path, 2, STEP_MS).run(plan_path, 10)
     assert len(made.steps_ms) == 10
     assert not made.went_on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument(
-        "--fault", choices=["none", "crash", "never-step", "no-group", "late-crash"], default="none"
+        "--fault", choices=["none", "crash", "never-step", "no-group", "late-crash", "hang"], default="none"
     )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--norm", choices=["batch", "layer"], default="batch")
@@ -37,6 +38,8 @@ def main() -> None:
             nn.ReLU(inplace=True), nn.Linear(width, 5),
         )
     )  # fmt: skip
+    if arguments.fault == "hang":
+        time.sleep(3600)
     if arguments.fault == "crash":
         raise RuntimeError("planted crash")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

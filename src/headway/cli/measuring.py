@@ -92,7 +92,7 @@ def measure_plans(
             paths[id(each)] = folder / f"plan-{number}.yaml" if runs_by_plan(each) else None
             if (path := paths[id(each)]) is not None:
                 plan_of(each, replayer).save(path)
-        runs = ShortRuns(command, folder, replayer.trace.world_size)
+        runs = ShortRuns(command, folder, replayer.trace.world_size, replayer.recorded_step_ms)
         said: set[str] = set()
 
         def run(candidate: Candidate, steps: int) -> Sequence[float]:

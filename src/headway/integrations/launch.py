@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -34,11 +35,15 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """How a command ended: its exit status (128 + N for signal N), the signal Headway was sent, and what was said."""
+    """How a command ended: its exit status (128 + N for signal N), the signal Headway was sent, and what was said.
+
+    ``out_of_time`` says that it was ended because it took too long.
+    """
 
     status: int
     interrupted_by: int
     reports: tuple[Report, ...]
+    out_of_time: bool = False
 
     @property
     def exit_status(self) -> int:
@@ -75,12 +80,13 @@ def run_command(
     *,
     output: IO[bytes] | None = None,
     leaving: bool = False,
+    most_s: float = math.inf,
 ) -> CommandOutcome:
     """Run ``command``, hand on SIGINT and SIGTERM, and wait until its ranks on this host have said their last.
 
     ``reports`` is an empty folder for what processes say of themselves; ``on_reports`` gets it whenever that changes.
     What the command prints goes to ``output``, if given. ``leaving`` says that ranks leave when they are done: where
-    some have and others do not, the command is ended.
+    some have and others do not, the command is ended. So it is where not all have in ``most_s`` seconds.
     Raises LaunchError where the command cannot be started, and the first of Headway's own errors that a rank left.
     """
     try:
@@ -98,7 +104,7 @@ def run_command(
             expected="a command on PATH",
             fix="Check its spelling.",
         ) from None
-    running = _Running(process, reports, on_reports, leaving=leaving)
+    running = _Running(process, reports, on_reports, leaving=leaving, most_s=most_s)
     # What a shell has ignored, for a command in the background, stays ignored.
     heeded = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, running.forward) for number in heeded}
@@ -110,7 +116,8 @@ def run_command(
     said = read_reports(reports)
     if not running.interrupted_by and (refusal := first_refusal(said)):
         raise LaunchError(refusal)
-    return CommandOutcome(128 - status if status < 0 else status, running.interrupted_by, said)
+    status = 128 - status if status < 0 else status
+    return CommandOutcome(status, running.interrupted_by, said, running.out_of_time)
 
 
 class _Running:
@@ -123,9 +130,12 @@ class _Running:
         on_reports: Callable[[tuple[Report, ...]], None],
         *,
         leaving: bool,
+        most_s: float,
     ) -> None:
         self._process = process
         self._leaving = leaving
+        self._out_of_time_at_s = time.monotonic() + most_s
+        self.out_of_time = False
         self._folder = folder
         self._on_reports = on_reports
         self._seen_ns = 0
@@ -167,6 +177,9 @@ class _Running:
                 return status
             self._look()
             self._hand_on()
+            if not self.out_of_time and time.monotonic() >= self._out_of_time_at_s:
+                self.out_of_time = True
+                self._end_at_s = time.monotonic()
             if time.monotonic() >= self._end_at_s:
                 self._process.send_signal(self._ending)
                 self._ending = signal.SIGKILL
@@ -190,7 +203,7 @@ class _Running:
         ranks = [report for report in self._reports if report.rank >= 0]
         done = sum(report.done for report in ranks)
         if done and done >= max(report.world_size for report in ranks):
-            self._end_at_s = float("inf")
+            self._end_at_s = self._out_of_time_at_s = float("inf")
         elif done:
             self._end_at_s = min(self._end_at_s, time.monotonic() + LEFT_BEHIND_S)
 

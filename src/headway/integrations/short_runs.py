@@ -18,6 +18,8 @@ from headway.integrations.torchrun import spreads, starts_all_here, stated_world
 
 WARM_UP_STEPS = 5  # as of a recording: DDP rebuilds its buckets after the first
 LEAST_STEPS = 3
+BEGINNING_S = 900.0  # for a command to get as far as its first step
+SLOWEST = 10.0
 MAX_TAIL_BYTES = 8192
 
 
@@ -64,10 +66,14 @@ def check_command(command: Sequence[str], world_size: int) -> None:
 
 
 class ShortRuns:
-    """Runs ``command``, of ``world_size`` ranks, as often as asked, in folders below ``folder``, which all must see."""
+    """Runs ``command``, of ``world_size`` ranks, as often as asked, in folders below ``folder``, which all must see.
 
-    def __init__(self, command: Sequence[str], folder: Path, world_size: int) -> None:
+    A run is given up that takes ``SLOWEST`` times as long as steps of ``step_ms`` would, and ``BEGINNING_S`` besides.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, world_size: int, step_ms: float) -> None:
         self._command, self._folder, self._world_size = command, folder, world_size
+        self._step_ms = step_ms
         self._count = 0
 
     def run(self, plan_path: Path | None, steps: int) -> ShortRun:
@@ -85,11 +91,20 @@ class ShortRuns:
             os.environ, plan=None if plan_path is None else str(plan_path), time=options.model_dump_json()
         )
         log = folder / "output"
+        most_s = BEGINNING_S + SLOWEST * (WARM_UP_STEPS + steps) * self._step_ms / 1e3
         try:
             with log.open("wb") as output:
-                ended = run_command(self._command, environment, reports, output=output, leaving=True)
+                ended = run_command(
+                    self._command, environment, reports, output=output, leaving=True, most_s=most_s
+                )
             if ended.interrupted_by:
                 raise KeyboardInterrupt
+            if ended.out_of_time:
+                raise LaunchError(
+                    "the command was ended, as it took too long", got=f"no {steps} steps in {most_s:.0f} s",
+                    expected=f"steps of about {self._step_ms:.4g} ms, as they were recorded",
+                    fix="Try it with headway run.",
+                )  # fmt: skip
             self._check(ended, log, plan_path is not None)
             return ShortRun(self._steps_ms(folder), any(report.went_on for report in ended.reports))
         finally:
