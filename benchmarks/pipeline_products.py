@@ -1,9 +1,10 @@
-"""Pipelines side by side: every order predicted from a recording of one order, against its measured step.
+"""Pipelines side by side: every product predicted from a recording of one, against its measured step.
 
     python benchmarks/pipeline_products.py [--quick] [--only CASE] [--json FILE]
 
-Two pipelines of two stages, the replicas of each stage in DDP, on the lab's shaped links. One run is recorded, under
-torch's own 1F1B, and its links are probed; every other order is predicted from these alone, and timed in the same job.
+Two pipelines of two stages on the lab's shaped links, the replicas of each stage in DDP or the decoupled all-reduce.
+One run is recorded, under torch's own 1F1B with DDP, and its links are probed; all else is predicted from these alone,
+and timed in the same job.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ WORKER = "--worker"
 TIMEOUT_S = 600.0
 QUICK = ("quiet-one-bucket",)
 WORDS = (
-    "Two pipelines of two stages on four hosts of the lab; the replicas of a stage are in DDP. `time_ms` is the median "
+    "Two pipelines of two stages on four hosts of the lab; the replicas of a stage are in DDP, or in the decoupled "
+    "all-reduce where that is said, gathering parameters or gradients. `time_ms` is the median "
     "over interleaved rounds of the mean of three consecutive steps, `interval` its 95 % (bootstrap over rounds), "
     "without a recorder. `predicted_ms` is what replay says from ONE recording of torch's own 1F1B in the same job "
     "(`torch-1f1b` is that recording itself) and from the links as `headway probe --idle-cores` measured them. Layers "

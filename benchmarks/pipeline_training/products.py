@@ -1,4 +1,4 @@
-"""One rank of pipelines whose stages have replicas in DDP: one run is recorded, and every order is timed in turn."""
+"""One rank of pipelines whose stages have replicas: one run in DDP is recorded, and every product is timed in turn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.measuring.probe import probe_cluster
+from headway.scheduling.buckets import GatherMode
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.runtime import PipelineRuntime
+from headway.strategies.registry import plugin_of
 from headway.torch_private.pipelining import PipelineSteps
 from pipeline_training.measured import cpu_s
 
@@ -33,11 +36,13 @@ ROUNDS, QUICK_ROUNDS, STEPS, WARM_STEPS, RECORDED_STEPS = 5, 2, 3, 2, 6
 TRACE, PROBED, FOUND = "trace", "probed.yaml", "found.json"
 RECORDED = "torch-1f1b"
 ORDERS = ("1f1b", "k=2", "gpipe", "eager-1f1b")
+DECOUPLED_ORDERS = ("1f1b", "k=2")
+FORMS: tuple[GatherMode, ...] = ("parameters", "gradients")
 
 
 @dataclass(frozen=True)
 class ProductCase:
-    """Links of ``rate_mbit``, and DDP's buckets of ``bucket_cap_mb``."""
+    """Links of ``rate_mbit``, and buckets of ``bucket_cap_mb``."""
 
     name: str
     rate_mbit: float
@@ -52,7 +57,12 @@ class ProductCase:
     def strategies(self) -> dict[str, MeshStrategy]:
         """What is timed and predicted, by the method's name."""
         data = DistributedDataParallelStrategy(bucket_cap_mb=self.bucket_cap_mb)
-        return {name: MeshStrategy(pipeline=_order(name), data=data) for name in ORDERS}
+        found = {name: MeshStrategy(pipeline=_order(name), data=data) for name in ORDERS}
+        for form in FORMS:
+            apart = DecoupledStrategy(bucket_cap_bytes=round(self.bucket_cap_mb * 2**20), gather=form)
+            for name in DECOUPLED_ORDERS:
+                found[f"{name} x decoupled, {form}"] = MeshStrategy(pipeline=_order(name), data=apart)
+        return found
 
 
 CASES = {
@@ -144,10 +154,12 @@ def _block_ms(step: Callable[[], None]) -> float:
 def _method(case: ProductCase, mesh: Any, strategy: MeshStrategy | None) -> Callable[[], None]:
     """A step of an order, or of torch's own schedule, on a stage of its own."""
     index, group = mesh.get_local_rank("pipeline"), mesh.get_group("pipeline")
-    wrapped = DistributedDataParallel(
-        nn.Sequential(*(Layer() for _ in range(LAYERS))),
-        process_group=mesh.get_group("data"), bucket_cap_mb=case.bucket_cap_mb,
-    )  # fmt: skip
+    replicas, module = mesh.get_group("data"), nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    wrapped: nn.Module
+    if strategy is not None and isinstance(strategy.data, DecoupledStrategy):
+        wrapped = plugin_of(strategy.data).wrap(module, strategy.data, process_group=replicas)
+    else:
+        wrapped = DistributedDataParallel(module, process_group=replicas, bucket_cap_mb=case.bucket_cap_mb)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, foreach=True)
     stage = PipelineStage(wrapped, index, STAGES, torch.device("cpu"), group=group)
     torchs = Schedule1F1B if strategy is None else ScheduleGPipe

@@ -109,10 +109,12 @@ def test_parameters_are_gathered_after_the_step_and_the_update_of_the_own_share(
     lengths = [int(schedule.end_ns[w.operation] - schedule.start_ns[w.operation]) for w in updates]
     # 1000 ns over two buckets and two ranks, and what a bucket costs by itself.
     assert lengths == pytest.approx([3000 + 250, 3000 + 250], abs=5)
-    # Jobs share one channel: an update begins when the gather before it is done.
+    # Updates have a thread of their own: one begins when the one before it is done, under the gather of that.
     first, second = graph.schedule.gather_order
-    assert schedule.start_ns[updates[1].operation] == gathers[first][1]
-    assert gathers[second][0] == schedule.end_ns[updates[1].operation]
+    begun, ended = schedule.start_ns[updates[1].operation], schedule.end_ns[updates[1].operation]
+    assert begun == schedule.end_ns[updates[0].operation]
+    assert ended < gathers[first][1]
+    assert gathers[second][0] == max(ended, gathers[first][1])
 
 
 def test_the_main_thread_pays_the_call_of_step_and_no_update_where_parameters_are_gathered() -> None:

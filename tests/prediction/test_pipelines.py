@@ -9,7 +9,7 @@ import pytest
 from headway.cluster import Cluster, Host
 from headway.errors import UserError
 from headway.prediction.models import workload_named
-from headway.prediction.pipelines import PredictedPipeline
+from headway.prediction.pipelines import PredictedPipeline, play_pipeline
 from headway.prediction.replayed import predict
 from headway.prediction.scaling import scaling
 from headway.prediction.strategies import strategies_named
@@ -44,6 +44,10 @@ def test_replicas_of_stages_and_stages_by_hand() -> None:
         a_workload(), cluster, "pipeline", PredictedPipeline(stages=2, order="kfkb", group_size=2)
     )
     assert "2 stages of 2 replicas" in products.notes[0]
+    decoupled = PredictedPipeline(stages=2, order="kfkb", group_size=2, replicas="decoupled")
+    apart = play_pipeline(a_workload(), cluster, decoupled).simulation
+    assert {each.name for each in apart.graph.collectives} == {"reduce_scatter", "all_gather"}
+    assert 0.5 * products.step_ms < apart.step_ms < 1.1 * products.step_ms
     by_hand = PredictedPipeline(stages=2, split_points=("transformer.h.2",))
     found = predict(a_workload(), cluster, "pipeline", by_hand)
     assert "begin at transformer.h.2.ln_1" in found.notes[0]

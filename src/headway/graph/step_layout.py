@@ -34,6 +34,9 @@ class InRecordedOrder(ABC):
     def use(self, cursor: RankCursor, module: str) -> None:
         """Forward is about to need the parameters of ``module``."""
 
+    def use_all(self, cursor: RankCursor) -> None:  # noqa: B027 - most strategies have parameters whole at any time
+        """Forward begins, and nothing says which parameters it needs when."""
+
     @abstractmethod
     def ready(self, cursor: RankCursor, parameter: str) -> None:
         """The gradient of ``parameter`` is complete on this rank."""

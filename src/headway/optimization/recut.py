@@ -17,6 +17,8 @@ from headway.replayer.replayer import Replayer
 from headway.replayer.simulate import Simulation
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.permitted import permitted_forms
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.candidates import candidates
 from headway.strategies.pipeline.cut_job import passing, places, tied_bytes
 from headway.strategies.pipeline.mesh import MeshStrategy
@@ -24,6 +26,8 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 
 SPLITS = 3  # that are replayed of each number of stages
 TIE = 0.01
+Replicated = DistributedDataParallelStrategy | DecoupledStrategy
+DDP = DistributedDataParallelStrategy()
 NOT_SHARED = ("zero-bubble", "recorded")
 """Orders that are not for other stages: not all modules permit halved backwards, and none runs as it was recorded."""
 LEAST_GAIN = 0.02  # of a step, for which stages are said to be worth another split
@@ -92,7 +96,10 @@ def _of_one_piece(replayer: Replayer) -> Recuts:
 
 
 def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Iterator[Recut]:
-    """Pipelines of so many stages: 1F1B, and the order that is fastest, of the best split."""
+    """Pipelines of so many stages: 1F1B, and the order that is fastest, of the best split.
+
+    Replicas of stages take the decoupled all-reduce where that is faster.
+    """
     job = recording.job
     replicas, count = job.world_size // stages, recording.micro_batches(stages)
     layers = recording.split_layers(stages, count)
@@ -119,22 +126,31 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
     ]
     fastest = min(simulations, key=lambda each: each[1].step_ms)
     gains = fastest[1].step_ms < (1 - TIE) * first.step_ms
-    shown = [fastest, simulations[0]] if gains else simulations[:1]
-    for strategy, simulation in shown:
-        cut_there = _composed(strategy.model_copy(update={"split_points": points}), replicas)
+    if not gains:
+        fastest = simulations[0]
+    shown: list[tuple[Replicated, PipelineStrategy, Simulation]] = [(DDP, *fastest)]
+    if gains:
+        shown.append((DDP, *simulations[0]))
+    forms, _ = permitted_forms(job)
+    if replicas > 1 and forms and not time_is_up():
+        decoupled = DecoupledStrategy(gather=forms[0])
+        apart = replayer.simulate(of, _composed(shown[0][1], replicas, decoupled))
+        if apart.step_ms < (1 - TIE) * shown[0][2].step_ms:
+            shown.insert(0, (decoupled, shown[0][1], apart))
+    for data, strategy, simulation in shown:
+        cut_there = _composed(strategy.model_copy(update={"split_points": points}), replicas, data)
         change = f"the model cut at {', '.join(points)}"
         if tied_bytes(recording.model, cut):
             change += ", with weights that are shared"
         if list(order) != sorted(order):
             change += f", on hosts {', '.join(job.on.hosts[host].name for host in order)} in this order"
-        name = f"{stages} stages{f' x {replicas}' if replicas > 1 else ''}, {_composed(strategy, replicas).describe()}"
+        said = _composed(strategy, replicas, data).describe()
+        name = f"{stages} stages{f' x {replicas}' if replicas > 1 else ''}, {said}"
         yield Recut(name, cut_there, of, simulation, change)
 
 
-def _composed(pipeline: PipelineStrategy, replicas: int) -> Strategy:
-    if replicas == 1:
-        return pipeline
-    return MeshStrategy(pipeline=pipeline, data=DistributedDataParallelStrategy())
+def _composed(pipeline: PipelineStrategy, replicas: int, data: Replicated = DDP) -> Strategy:
+    return pipeline if replicas == 1 else MeshStrategy(pipeline=pipeline, data=data)
 
 
 # Stages -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,6 +16,7 @@ from headway.replayer.simulate import Simulation, simulate
 from headway.scheduling.mesh import groups_along
 from headway.strategies.base import PIPELINE, Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.cut_job import (
     CutModel,
     LayerStep,
@@ -31,6 +33,7 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 
 MICRO_BATCHES_A_STAGE = 4
 SPLITS = 3  # that are replayed
+REPLICATED = {each.name: each for each in (DistributedDataParallelStrategy(), DecoupledStrategy())}
 
 
 class PredictedPipeline(PipelineStrategy):
@@ -38,7 +41,9 @@ class PredictedPipeline(PipelineStrategy):
 
     stages: int | None = Field(default=None, ge=2, le=4096)
     """How many stages the model is cut into; by default as many as there are workers. With more workers there are as
-    many pipelines side by side, whose stages are trained with stock DDP."""
+    many pipelines side by side."""
+    replicas: Literal["ddp", "decoupled"] = "ddp"
+    """How the replicas of a stage add up gradients, where there are several pipelines."""
 
     def applies(self, workers: int) -> bool:
         """Whether so many workers make whole pipelines."""
@@ -73,7 +78,7 @@ def play_pipeline(workload: Workload, cluster: Cluster, strategy: PredictedPipel
             job = cut_job(model, placed, each, micro_batches, mesh)
             composed: Strategy = own
             if replicas > 1:
-                composed = MeshStrategy(pipeline=own, data=DistributedDataParallelStrategy())
+                composed = MeshStrategy(pipeline=own, data=REPLICATED[strategy.replicas])
             found.append((simulate(job, composed), each, placed))
     best, cut, placed = min(found, key=lambda each: each[0].step_ms)
     names = [workload.layers[end].module for end in cut.ends[:-1]]

@@ -15,6 +15,7 @@ from headway.job import Job
 from headway.optimization.search import candidate_strategies
 from headway.plan import Plan
 from headway.replayer.simulate import simulate
+from headway.scheduling.buckets import GatherMode
 from headway.scheduling.mesh import groups_along
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -116,9 +117,13 @@ def test_what_it_decides_and_refuses() -> None:
     for refused, of, said in ((halved, job, "halved"), (strategy, alone, "mesh of stages and replicas")):
         with pytest.raises(PlanError, match=said):
             refused.decide(of)
-    decoupled = MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy())
-    with pytest.raises(PlanError, match="can be trained, not replayed"):
-        decoupled.decide(job)
+    recorded = PipelineStrategy(order="recorded")
+    for pipeline, data in (
+        (recorded, DecoupledStrategy()),
+        (PipelineStrategy(), DecoupledStrategy(tune=True)),
+    ):
+        with pytest.raises(PlanError, match="can be trained, not replayed"):
+            MeshStrategy(pipeline=pipeline, data=data).decide(job)
     with pytest.raises(UserError, match="as many workers as were recorded"):
         job.moved_to(job.on.resized(8))
 
@@ -160,3 +165,58 @@ def test_a_plan_has_a_strategy_for_each_dimension() -> None:
     other = plan.model_copy(update={"parallel": {**plan.parallel, "data": ParameterServerStrategy()}})
     with pytest.raises(PlanError, match="combination of strategies"):
         _ = other.strategy
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("uses", ["recorded", "unknown"])
+def test_decoupled_replicas_gather_under_the_next_forward_of_their_stage(
+    gather: GatherMode, uses: str
+) -> None:
+    """As the test of all-reduces: of each half, which takes 2 ms, what no computation hides.
+
+    The first stage reduces at the end of its last backward, when nothing else is left, and gathers what its first
+    forward waits for: 4 ms, as with an all-reduce. The last stage has both halves hidden: its first forward comes a
+    micro-batch later.
+    """
+    gbps = MODEL.size_bytes * 8 / (4 * MS)
+    strategy = MeshStrategy(
+        pipeline=PipelineStrategy(), data=DecoupledStrategy(gather=gather, bucket_cap_bytes=2**30, channels=1)
+    )
+    job = a_job(MESHES[0], gbps=gbps)
+    if uses == "recorded":
+        job = replace(job, computation=Computation(with_uses(job, late=False)))
+    found = simulate(job, strategy)
+    # Gathered gradients are applied when a stage is called, by one stage after the other; of parameters each replica
+    # updates its half before the gather, which for the last stage is hidden.
+    update_ms = 2 if gather == "gradients" else 0.5
+    assert found.step_ms == pytest.approx(9 + 4 + update_ms, rel=0.03)
+    halves = {each.name for each in found.graph.collectives}
+    assert halves == {"reduce_scatter", "all_gather"}
+
+
+def test_a_gather_hides_under_what_comes_before_its_use() -> None:
+    """Modules that are used at the end of the first forward, which takes a millisecond, are waited for so much less."""
+    gbps = MODEL.size_bytes * 8 / (4 * MS)
+    strategy = MeshStrategy(
+        pipeline=PipelineStrategy(), data=DecoupledStrategy(bucket_cap_bytes=2**30, channels=1)
+    )
+    job = a_job(MESHES[0], gbps=gbps)
+    early, late = (
+        simulate(replace(job, computation=Computation(with_uses(job, late=late))), strategy).step_ms
+        for late in (False, True)
+    )
+    assert early - late == pytest.approx(1, abs=0.05)
+
+
+def with_uses(job: Job, *, late: bool) -> dict[int, tuple[Timeline, ...]]:
+    """The steps of ``job`` with the points at which each first forward uses its modules: as it begins, or ends."""
+    found: dict[int, tuple[Timeline, ...]] = {}
+    for rank, (timeline,) in job.steps.timelines.items():
+        first, *others = timeline.items
+        uses = [
+            Item(Point.USE, module, stage=first.stage, micro_batch=first.micro_batch)
+            for module in dict.fromkeys(each.module for each in MODEL.parameters)
+        ]
+        begins = [first, *uses, first._replace(duration_ns=1)] if late else [*uses, first]
+        found[rank] = (Timeline(rank, 0, (*begins, *others)),)
+    return found

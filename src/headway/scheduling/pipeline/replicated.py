@@ -13,13 +13,15 @@ from headway.scheduling.pipeline.schedule import PipelineSchedule
 class ReplicatedSchedule:
     """``pipelines[p][r]`` is the rank of the job that does what rank ``r`` of ``pipeline`` does, in pipeline ``p``.
 
-    ``buckets[s]`` are those in which the replicas of stage ``s`` add up gradients, under its last backward. Raises
-    ValueError unless every rank is in one place of one pipeline, and every stage has its buckets.
+    ``buckets[s]`` are those in which the replicas of stage ``s`` add up gradients, from its last backward on, as the
+    strategy named ``reduced_by`` does. Raises ValueError unless every rank is in one place of one pipeline, and every
+    stage has its buckets.
     """
 
     pipeline: PipelineSchedule
     pipelines: tuple[tuple[int, ...], ...]
     buckets: tuple[BucketSchedule, ...]
+    reduced_by: str
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for own in self.pipelines for rank in own)

@@ -192,7 +192,12 @@ def _timeline(
         lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         return [Item(part, duration_ns=length, stage=stage, micro_batch=micro_batch) for length in lengths]
 
-    for each in range(micro_batches):
+    forwards = along(Part.FORWARD, 0, [*(layer.forward_ns for layer in layers), loss_ns])
+    for layer, stretch in zip(layers, forwards, strict=False):
+        items += [Item(Point.USE, name, stage=stage, micro_batch=0) for name in _modules(model, layer)]
+        items.append(stretch)
+    items.append(forwards[-1])
+    for each in range(1, micro_batches):
         items += along(Part.FORWARD, each, [sum(layer.forward_ns for layer in layers) + loss_ns])
     for each in range(micro_batches - 1):
         items += along(Part.BACKWARD, each, [sum(layer.backward_ns for layer in layers)])
@@ -213,6 +218,12 @@ def _timeline(
     if step.rest_ns:
         items.append(Item(Part.REST, "", step.rest_ns))
     return Timeline(*at, tuple(items))
+
+
+def _modules(model: CutModel, layer: LayerTimes) -> list[str]:
+    """The modules whose parameters ``layer`` uses."""
+    names = (model.aliases.get(name, name) for name in layer.parameters)
+    return list(dict.fromkeys(model.spec.by_name[name].module for name in names))
 
 
 def tied_bytes(model: CutModel, cut: Split) -> int:

@@ -1,8 +1,12 @@
-"""Gradients of a stage that several pipelines have: what the strategy of its replicas does under its last backward."""
+"""A stage that several pipelines have, and what the strategy of its replicas does about it.
+
+It acts under the last backward of a step, as gradients become ready, at the optimizer's step, and under the first
+forward, where that needs parameters which are on their way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from headway.graph.blocks import COMPUTED
@@ -11,6 +15,51 @@ from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part, Point
 from headway.scheduling.pipeline.schedule import Action
 from headway.strategies.pipeline.stage_times import StageTimes
+
+
+def lay_out_using(
+    graph: GraphBuilder[Any], replicas: InRecordedOrder, cursor: RankCursor, times: StageTimes, action: Action
+) -> None:
+    """Lay out the first forward of a stage, ``action``, with what ``replicas`` does about what it uses."""
+    graph.compute(cursor, Part.FORWARD, 0)  # it waits for its message, before anything is used
+    items = times.using(action)
+    if not any(item.kind == Point.USE for item in items):
+        replicas.use_all(cursor)
+    for item in items:
+        if item.kind in COMPUTED:
+            graph.compute(cursor, item.kind, item.duration_ns)
+        else:
+            react(replicas, cursor, item)
+    rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items)
+    if rest_ns > 0:
+        graph.compute(cursor, Part.FORWARD, rest_ns)
+
+
+def lay_out_update(
+    graph: GraphBuilder[Any],
+    replicas: Sequence[InRecordedOrder],
+    cursor: RankCursor,
+    items: Iterable[Item],
+    optimizer_ns: int,
+) -> None:
+    """Lay out what a rank does after its last pass: ``replicas`` of each of its stages have their share of the update.
+
+    It takes ``optimizer_ns`` for all of them, and is theirs to lay out.
+    """
+    for item in items:
+        match item.kind:
+            case Point.STEP:
+                for each in replicas:
+                    each.optimizer(cursor, optimizer_ns // len(replicas))
+                optimizer_ns = 0
+            case Part.OPTIMIZER:
+                pass
+            case Part.READ:
+                replicas[0].read(cursor, item)
+            case Part.FINALIZE:
+                replicas[0].finalize(cursor, item.duration_ns)
+            case _ if item.kind in COMPUTED:
+                graph.compute(cursor, item.kind, item.duration_ns)
 
 
 def lay_out_readying(
@@ -36,9 +85,12 @@ def lay_out_readying(
             graph.compute(cursor, item.kind, item.duration_ns)
         else:
             react(gradients, cursor, item)
-    rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items)
+    finalize_ns = times.finalize_ns.get(action.stage, 0)
+    rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items) - finalize_ns
     if rest_ns > 0:
         graph.compute(cursor, Part.BACKWARD, rest_ns)
+    if finalize_ns:
+        gradients.finalize(cursor, finalize_ns)
     if send is not None:
         send()
 

@@ -14,7 +14,7 @@ from headway.graph.timeline import Part, Timeline
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.program import Await, ComputeAndSend, Post, Send, last_backwards, program_of
 from headway.scheduling.pipeline.schedule import Action, Pass, PipelineSchedule
-from headway.strategies.pipeline.gradients import lay_out_readying
+from headway.strategies.pipeline.gradients import lay_out_readying, lay_out_update, lay_out_using
 from headway.strategies.pipeline.stage_times import INPUT_SHARE, StageTimes
 
 ACTIVATION, GRADIENT = "activation", "gradient"
@@ -24,9 +24,9 @@ class PipelineLayout:
     """Lays out steps of ranks of pipelines, of which ``pipelines`` has the ranks of the graph in the schedule's order.
 
     Without them there is one, and rank ``r`` of the graph is rank ``r`` of the schedule. ``boundary_bytes[s]`` is what
-    stage ``s`` hands to stage ``s + 1`` of one micro-batch, and as much comes back. ``gradients`` reacts for the
-    replicas of each stage to its last backward. A halved backward spends ``input_share`` of its time on the gradients
-    of inputs.
+    stage ``s`` hands to stage ``s + 1`` of one micro-batch, and as much comes back. ``replicas`` reacts for those
+    of each stage to its last backward, the update and its first forward. A halved backward spends ``input_share`` of
+    its time on the gradients of inputs.
     """
 
     def __init__(
@@ -36,43 +36,49 @@ class PipelineLayout:
         boundary_bytes: tuple[int, ...],
         *,
         pipelines: Sequence[Sequence[int]] = (),
-        gradients: Mapping[int, InRecordedOrder] = MappingProxyType({}),
+        replicas: Mapping[int, InRecordedOrder] = MappingProxyType({}),
         input_share: float = INPUT_SHARE,
     ) -> None:
         assert len(boundary_bytes) == schedule.stages - 1
         self._graph = graph
         self._schedule = schedule
         self._boundary_bytes = boundary_bytes
-        self._gradients = gradients
+        self._replicas = replicas
         self._input_share = input_share
         self.messages: dict[int, Message] = {}  # by the numbers of their transfers
         ranks = range(len(schedule.ranks))
-        self._programs = [program_of(schedule, rank, gradients.keys()) for rank in ranks]
+        self._programs = [program_of(schedule, rank, replicas.keys()) for rank in ranks]
         self._lasts = frozenset[Action]().union(
-            *(last_backwards(schedule, rank, gradients.keys()) for rank in ranks)
+            *(last_backwards(schedule, rank, replicas.keys()) for rank in ranks)
         )
         self._places = {
             rank: (own, at)
             for own in pipelines or [range(len(schedule.ranks))]
             for at, rank in enumerate(own)
         }
+        self._stages = [sorted({action.stage for action in own} & replicas.keys()) for own in schedule.ranks]
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step of a rank: what it computes first, its program, the update."""
         times = StageTimes.of(timeline)
         self._compute_blocks(cursor, times.before)
+        unused = set(self._replicas)  # stages that no forward of this step has gone through
         receives: dict[Message, int] = {}
         awaited: list[int] = []  # since the last computation, which will wait for them
         for instruction in self._programs[self._places[cursor.rank][1]]:
             match instruction:
                 case Action() as action if action in self._lasts:
-                    lay_out_readying(self._graph, self._gradients[action.stage], cursor, times, action)
+                    lay_out_readying(self._graph, self._replicas[action.stage], cursor, times, action)
                     awaited.clear()
                 case ComputeAndSend(action, message):
                     lay_out_readying(
-                        self._graph, self._gradients[action.stage], cursor, times, action,
+                        self._graph, self._replicas[action.stage], cursor, times, action,
                         send=partial(self._ask, cursor, message),
                     )  # fmt: skip
+                    awaited.clear()
+                case Action(kind=Pass.FORWARD, stage=stage) as action if stage in unused:
+                    unused.remove(stage)
+                    lay_out_using(self._graph, self._replicas[stage], cursor, times, action)
                     awaited.clear()
                 case Action() as action:
                     part = Part.FORWARD if action.kind is Pass.FORWARD else Part.BACKWARD
@@ -85,7 +91,12 @@ class PipelineLayout:
                     awaited.append(receives[message])
                 case Send(message):
                     self._ask(cursor, message)
-        self._compute_blocks(cursor, times.after)
+        replicas = [self._replicas[stage] for stage in self._stages[self._places[cursor.rank][1]]]
+        if not replicas:
+            self._compute_blocks(cursor, times.after)
+            return
+        items = (item for block in times.after for item in block.items)
+        lay_out_update(self._graph, replicas, cursor, items, timeline.optimizer_ns)
 
     def _compute_blocks(self, cursor: RankCursor, blocks: Iterable[ComputeBlock]) -> None:
         for block in blocks:

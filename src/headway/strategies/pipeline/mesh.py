@@ -13,7 +13,7 @@ from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.strategies.base import DATA, PIPELINE, Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.pipeline.policy import PipelineStrategy, check_whole_backwards
+from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy, check_whole_backwards
 
 
 class MeshStrategy(Strategy):
@@ -34,20 +34,11 @@ class MeshStrategy(Strategy):
         """The order of every rank, and the buckets of every stage.
 
         Raises PlanError where ``job`` has no mesh of those two dimensions, where its model is not cut into as many
-        stages, for an order that halves backwards, in which DDP would not see the gradients of weights, and for the
-        decoupled all-reduce, whose second half would have to be laid out among the forwards of the next step. So are
-        codecs that do more than cast.
+        stages, for an order that halves backwards, in which the gradients of weights would not be seen, for codecs that
+        do more than cast, and for the decoupled all-reduce in the order of a recording, which was of another strategy,
+        or where it is decided while the job trains.
         """
-        if isinstance(self.data, DecoupledStrategy):
-            raise PlanError(
-                "pipelines with the decoupled all-reduce within stages can be trained, not replayed",
-                got=self.data.describe(), expected="ddp along data",
-            )  # fmt: skip
-        if any(isinstance(each, Codec) and not isinstance(each, Cast) for each in self.data.wire):
-            raise PlanError(
-                "pipelines with compressed gradients within stages can be trained, not replayed",
-                got=self.data.describe(), expected="ddp along data that sends gradients as they are, or cast",
-            )  # fmt: skip
+        self._check_data()
         mesh = dict(job.mesh)
         if set(mesh) != {DATA, PIPELINE}:
             raise PlanError(
@@ -62,7 +53,21 @@ class MeshStrategy(Strategy):
             )  # fmt: skip
         check_whole_backwards(pipeline, self.pipeline)
         buckets = tuple(self.data.decide(Job.of(stage, mesh[DATA])) for stage in job.stages)
-        return ReplicatedSchedule(pipeline, groups_along(mesh, PIPELINE), buckets)
+        return ReplicatedSchedule(pipeline, groups_along(mesh, PIPELINE), buckets, self.data.name)
+
+    def _check_data(self) -> None:
+        data = self.data
+        if isinstance(data, DecoupledStrategy):
+            if self.pipeline.order == RECORDED or data.decides_while_training:
+                raise PlanError(
+                    "pipelines with this decoupled all-reduce within stages can be trained, not replayed",
+                    got=self.describe(), expected="an order other than the recorded one, and neither tune nor adapt",
+                )  # fmt: skip
+        elif any(isinstance(each, Codec) and not isinstance(each, Cast) for each in data.wire):
+            raise PlanError(
+                "pipelines with compressed gradients within stages can be trained, not replayed",
+                got=data.describe(), expected="ddp along data that sends gradients as they are, or cast",
+            )  # fmt: skip
 
     def spelled_out(self, job: Job) -> Self:
         """The same with the number of micro-batches that were recorded."""

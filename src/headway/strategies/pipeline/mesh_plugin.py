@@ -1,4 +1,4 @@
-"""Pipelines side by side as a strategy: a pipeline's order, and DDP's reactions among the replicas of each stage."""
+"""Pipelines side by side as a strategy: a pipeline's order, and reactions to gradients among replicas of each stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from headway.errors import PlanError, UnsupportedError
 from headway.job import Job
 from headway.scheduling.pipeline.replicated import ReplicatedSchedule
 from headway.scheduling.pipeline.schedule import RecordedPipelineSchedule
-from headway.strategies.data_parallel.ddp.plugin import PLUGIN as DDP
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.footprint import Footprint
@@ -18,7 +17,7 @@ from headway.strategies.injection import ScheduleInjection
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.plugin import PLUGIN as PIPELINES
 from headway.strategies.plugin import StrategyPlugin
-from headway.strategies.registry import plugin_of
+from headway.strategies.registry import plugin_of, plugins
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,31 +38,36 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         from headway.strategies.pipeline.stage_times import check_as_many
 
         schedule = graph.schedule
-        gradients = {
+        replicas = {
             stage: _reactions(graph, job, stage)
             for stage in range(schedule.stages)
             if len(schedule.pipelines) > 1
         }
         if isinstance(schedule.pipeline, RecordedPipelineSchedule):
-            return RecordedLayout(graph, gradients)
+            return RecordedLayout(graph, replicas)
         check_as_many(schedule.pipeline.micro_batches, job.steps)
         return PipelineLayout(
-            graph, schedule.pipeline, job.boundary_bytes, pipelines=schedule.pipelines, gradients=gradients
+            graph, schedule.pipeline, job.boundary_bytes, pipelines=schedule.pipelines, replicas=replicas
         )
 
     def footprint(self, job: Job, schedule: ReplicatedSchedule, stage: int) -> Footprint:
         """That of the pipeline, and the buckets of the stage."""
         own = PIPELINES.footprint(job, schedule.pipeline, stage)
-        reduced = DDP.footprint(Job.of(job.stages[stage]), schedule.buckets[stage], 0)
+        replicas = Job.of(job.stages[stage], len(schedule.pipelines))
+        reduced = plugins()[schedule.reduced_by].footprint(replicas, schedule.buckets[stage], 0)
         return replace(
             own,
             buffers_bytes=own.buffers_bytes + reduced.buffers_bytes,
+            state_bytes=reduced.state_bytes,
             gradients_apart=reduced.gradients_apart,
+            updated_share=reduced.updated_share,
         )
 
     def messages(self, schedule: ReplicatedSchedule, world_size: int, library: str) -> int:
         """Those of the buckets of the stage that has most."""
-        return max(DDP.messages(own, world_size, library) for own in schedule.buckets)
+        del world_size
+        data, replicas = plugins()[schedule.reduced_by], len(schedule.pipelines)
+        return max(data.messages(own, replicas, library) for own in schedule.buckets)
 
     def explain(self, before: Strategy, after: MeshStrategy) -> Sequence[str]:
         if not isinstance(before, MeshStrategy):
@@ -86,11 +90,15 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
 
 def _reactions(graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int) -> InRecordedOrder:
     from headway.graph.group import GroupGraph
-    from headway.strategies.data_parallel.ddp.reactions import Reactions
+    from headway.graph.step_layout import InRecordedOrder
 
     members = graph.schedule.replicas_of(stage)
     of_stage = GroupGraph(graph, graph.schedule.buckets[stage], members)
-    return Reactions(of_stage, Job.of(job.stages[stage], len(members)))
+    data = plugins()[graph.schedule.reduced_by]
+    reactions = data.reactions(of_stage, Job.of(job.stages[stage], len(members)))
+    assert isinstance(reactions, InRecordedOrder)
+    graph.slowdowns = of_stage.slowdowns
+    return reactions
 
 
 class _Injection(ScheduleInjection[MeshStrategy]):

@@ -18,14 +18,14 @@ _STEPS_APART = 2**40  # more messages than a step has
 class RecordedLayout:
     """Lays out computation in its recorded order, and sends, receives and waits between it.
 
-    ``gradients`` reacts for the replicas of each stage to the gradients that a backward readies.
+    ``replicas`` reacts for those of each stage to the gradients that a backward readies.
     """
 
     def __init__(
-        self, graph: GraphBuilder[Any], gradients: Mapping[int, InRecordedOrder] = MappingProxyType({})
+        self, graph: GraphBuilder[Any], replicas: Mapping[int, InRecordedOrder] = MappingProxyType({})
     ) -> None:
         self._graph = graph
-        self._gradients = gradients
+        self._replicas = replicas
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step as it stood."""
@@ -40,7 +40,7 @@ class RecordedLayout:
             elif item.kind in COMPUTED and item.duration_ns:
                 self._graph.compute(cursor, item.kind, item.duration_ns)
                 awaited.clear()
-            elif reacts := self._gradients.get(item.stage):
+            elif reacts := self._replicas.get(item.stage):
                 react(reacts, cursor, item)
         if awaited:
             self._graph.compute(cursor, timeline.items[-1].kind, 0)

@@ -19,14 +19,17 @@ PASSES = {Part.FORWARD: Pass.FORWARD, Part.BACKWARD: Pass.BACKWARD}
 class StageTimes:
     """One step of one rank: ``passes_ns`` of its actions, and what it computes before the first and after the last.
 
-    What stands between two passes counts to the one before it. ``passes_ns`` has whole backwards only. ``last``
-    is of each stage the backward that readies gradients, with the points at which it does.
+    What stands between two passes counts to the one before it. ``passes_ns`` has whole backwards only. ``first`` is of
+    each stage a forward with the points at which it uses modules, ``last`` the backward that readies gradients, with
+    those at which it does. ``finalize_ns`` is the part of a stage's passes in which buckets were copied back.
     """
 
     before: tuple[ComputeBlock, ...]
     passes_ns: dict[Action, int]
     after: tuple[ComputeBlock, ...]
+    first: dict[int, ComputeBlock] = field(default_factory=dict)
     last: dict[int, ComputeBlock] = field(default_factory=dict)
+    finalize_ns: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, timeline: Timeline) -> StageTimes:
@@ -37,17 +40,18 @@ class StageTimes:
             return cls(blocks, {}, ())
         first, last = places[0], places[-1] + 1
         passes_ns: dict[Action, int] = {}
+        finalize_ns: dict[int, int] = {}
         current = _action(blocks[first])
         assert current is not None
-        last_of = {
-            block.stage: block
-            for block in blocks[first:last]
-            if block.kind == Part.BACKWARD and any(item.kind == Point.READY for item in block.items)
-        }
-        for block in blocks[first:last]:
+        passes = blocks[first:last]
+        first_of = {block.stage: block for block in reversed(passes) if _has(block, Part.FORWARD, Point.USE)}
+        last_of = {block.stage: block for block in passes if _has(block, Part.BACKWARD, Point.READY)}
+        for block in passes:
             current = _action(block) or current
             passes_ns[current] = passes_ns.get(current, 0) + block.duration_ns
-        return cls(blocks[:first], passes_ns, blocks[last:], last_of)
+            if block.kind == Part.FINALIZE:
+                finalize_ns[current.stage] = finalize_ns.get(current.stage, 0) + block.duration_ns
+        return cls(blocks[:first], passes_ns, blocks[last:], first_of, last_of, finalize_ns)
 
     def duration_ns(self, action: Action, input_share: float) -> int:
         """How long ``action`` takes; of a backward that is halved, the gradients of inputs take ``input_share``.
@@ -61,17 +65,25 @@ class StageTimes:
         inputs_ns = round(whole_ns * input_share)
         return inputs_ns if kind is Pass.INPUT_GRADIENT else whole_ns - inputs_ns
 
-    def readying(self, action: Action) -> tuple[Item, ...]:
-        """The backward ``action`` with the points at which gradients are ready: it is a stage's last one of the step.
+    def using(self, action: Action) -> tuple[Item, ...]:
+        """The forward ``action`` with the points at which it uses modules: it is the first of its stage."""
+        return self._with_points(self.first.get(action.stage), Part.FORWARD, action)
 
-        Where another micro-batch's was the last, the points are at the same shares of it.
-        """
-        block = self.last.get(action.stage)
+    def readying(self, action: Action) -> tuple[Item, ...]:
+        """The backward ``action`` with the points at which gradients are ready: it is the last of its stage."""
+        return self._with_points(self.last.get(action.stage), Part.BACKWARD, action)
+
+    def _with_points(self, block: ComputeBlock | None, part: str, action: Action) -> tuple[Item, ...]:
+        """Where ``block`` is another micro-batch's, the points are at the same shares of ``action``."""
         if block is None:
-            return (Item(Part.BACKWARD, duration_ns=self.passes_ns[action]),)
+            return (Item(part, duration_ns=self.passes_ns[action]),)
         if block.micro_batch != action.micro_batch:
             block = block.scaled(self.passes_ns[action] / max(1, block.duration_ns))
         return block.items
+
+
+def _has(block: ComputeBlock, part: str, point: str) -> bool:
+    return block.kind == part and any(item.kind == point for item in block.items)
 
 
 def _action(block: ComputeBlock) -> Action | None:

@@ -25,9 +25,7 @@ class Jobs:
         self._latest: dict[int, list[int]] = defaultdict(
             list
         )  # rank -> its latest jobs, one a channel at most
-        self._others: dict[tuple[int, int], int] = defaultdict(
-            int
-        )  # rank and step -> collectives of no bucket
+        self._others: dict[int, int] = defaultdict(int)  # rank -> collectives of no bucket
 
     def of_bucket(
         self,
@@ -85,8 +83,8 @@ class Jobs:
         return jobs[:1] if len(jobs) == self._schedule.channels else []
 
     def _key(self, cursor: RankCursor) -> int:
-        self._others[cursor.rank, cursor.step] += 1
-        return -self._others[cursor.rank, cursor.step]
+        self._others[cursor.rank] += 1
+        return -self._others[cursor.rank]
 
     def _submit(
         self,

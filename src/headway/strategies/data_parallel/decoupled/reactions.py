@@ -76,6 +76,12 @@ class Reactions(InRecordedOrder):
             if unit in self._due[cursor.rank]:
                 self._materialise(cursor, unit)
 
+    def use_all(self, cursor: RankCursor) -> None:
+        """Wait for all of them."""
+        for index in self._schedule.gather_order:
+            if self._unit_of[index] in self._due[cursor.rank]:
+                self._materialise(cursor, self._unit_of[index])
+
     def _materialise(self, cursor: RankCursor, unit: int) -> None:
         buckets = self._units[unit]
         in_flight = self._gathers[cursor.rank]
