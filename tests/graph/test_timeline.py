@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from tests.synthetic import SyntheticJob, events_of, synthetic_trace, trace_of
 
 from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Part, Point, Timeline
-from headway.trace.events import Event, Kind, Stream
+from headway.trace.events import Event, Events, Kind, Stream
 
 PARTS = {Part.INPUT, Part.FORWARD, Part.BACKWARD, Part.FINALIZE, Part.OPTIMIZER, Part.REST}
 
@@ -93,3 +95,17 @@ def test_values_taken_over_from_updates_off_the_main_thread_are_part_of_forward(
 
     assert total_ns(in_background, Part.FORWARD) == total_ns(deferred, Part.FORWARD) + 1000
     assert total_ns(in_background, Part.OPTIMIZER) == total_ns(deferred, Part.OPTIMIZER) - 1000
+
+
+def test_points_of_a_stage_are_those_of_its_own_model() -> None:
+    """Stages may have modules of the same names, and others that the first stage lacks."""
+    trace = synthetic_trace(SyntheticJob(world_size=2, steps=1))
+    order = trace.model.forward_order
+    fewer = trace.model.model_copy(update={"forward_order": order[:1]})
+    second = Events.from_rows([row._replace(stage=1) for row in trace.events[1]])
+    staged = replace(trace, stages=(fewer, trace.model), model=fewer, events={0: trace.events[0], 1: second})
+    used = {
+        rank: [item.name for item in timeline.items if item.kind == Point.USE]
+        for rank, (timeline,) in timelines_of(staged).items()
+    }
+    assert used == {0: [order[0]], 1: list(order)}

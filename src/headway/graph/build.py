@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from headway.cluster import Cluster
 from headway.collectives.dataflow import expand
+from headway.collectives.hosts import Hosts
 from headway.collectives.resources import ClusterResources
 from headway.collectives.selection import GLOO, Selection, native
 from headway.graph.placed import Communication, PlacedCollective, PlacedTransfer
@@ -96,6 +97,11 @@ class GraphBuilder(Generic[S]):
         self._operations = self._resources.builder()
         self._placed: dict[tuple[object, ...], int] = {}
         self._expanded = 0  # communications that are
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which of its ranks share a host."""
+        return Hosts.of_cluster(self.cluster)
 
     def compute(self, cursor: RankCursor, part: str, duration_ns: int, bucket: int = -1) -> None:
         """Add computation to a main thread, after what it has to wait for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
 from headway.graph.build import GraphBuilder, RankCursor, S
 
@@ -22,6 +23,12 @@ class GroupGraph(GraphBuilder[S]):
         self.world_size = len(members)
         self._whole = whole
         self._members = tuple(members)
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which members share a host, by their numbers among the members."""
+        host_of_rank = self.cluster.host_of_rank
+        return Hosts.of_places([host_of_rank[member] for member in self._members])
 
     def launch(
         self,

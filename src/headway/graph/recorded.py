@@ -34,12 +34,13 @@ def timelines_of(
             )  # fmt: skip
     in_flight = collectives_in_flight(trace)
     messages = pipeline_messages(trace)
+    models = trace.stages or (trace.model,)
     timelines: dict[int, tuple[Timeline, ...]] = {}
     for rank, events in trace.events.items():
         share = _Share(trace.world_size, background_update_cost(events, trace.world_size).overhead_ns)
         timelines[rank] = tuple(
             _timeline(
-                rank, step, events.of_step(step), trace.model, in_flight[rank], share, rescaled[rank], points
+                rank, step, events.of_step(step), models, in_flight[rank], share, rescaled[rank], points
             )
             for step in trace.steps
             for points in (messages.get((rank, step), ()),)
@@ -84,7 +85,7 @@ def _timeline(
     rank: int,
     step: int,
     events: Events,
-    model: ModelSpec,
+    models: Sequence[ModelSpec],
     in_flight: Intervals,
     share: _Share,
     rescaled: RescaledKernels,
@@ -97,7 +98,7 @@ def _timeline(
         (row.start_ns, row.end_ns) for row in rows if row.kind == Kind.READ and row.algorithm == SHARDED
     ]
     parts = _parts(rows)
-    cuts = _points(rows, model) + [_Cut(time_ns, 2, item) for time_ns, item in messages]
+    cuts = _points(rows, models) + [_Cut(time_ns, 2, item) for time_ns, item in messages]
     for start_ns, end_ns in [
         *waits,
         *((part.start_ns, part.end_ns) for part in parts),
@@ -121,14 +122,15 @@ def _timeline(
     return Timeline(rank, step, tuple(_joined(items)), share.whole_ns(rows))
 
 
-def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
-    owners = frozenset(model.forward_order)
+def _points(rows: Sequence[Event], models: Sequence[ModelSpec]) -> list[_Cut]:
+    """Where a strategy acts; ``models`` has the model of each stage."""
+    owners = {id(model): frozenset(model.forward_order) for model in models}
     synchronising = _synchronising(rows)
     shares = [row for row in rows if row.kind == Kind.BACKWARD]
     sizes = {(r.name, r.enqueue_ns): r.size_bytes for r in rows if r.kind == Kind.COLLECTIVE and r.bucket < 0}
     cuts = []
     for row in rows:
-        if row.kind == Kind.FORWARD and row.name in owners:
+        if row.kind == Kind.FORWARD and row.name in owners[id(_model_of(row, models))]:
             cuts.append(_Cut(row.start_ns, 2, _labelled(Point.USE, row)))
         elif row.kind == Kind.READ:
             cuts.append(_Cut(row.start_ns, 2, Item(Part.READ, row.name, parameters=_read(row, rows))))
@@ -137,6 +139,7 @@ def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
         elif row.kind == Kind.WAIT and (size_bytes := sizes.get((row.name, row.start_ns))) is not None:
             cuts.append(_Cut(row.start_ns, 2, Item(Point.BLOCKING, row.name, 0, size_bytes)))
     for one in synchronising:
+        model = _model_of(one, models)
         ready = [
             r for r in rows if r.kind == Kind.GRADIENT_READY and one.start_ns <= r.start_ns <= one.end_ns
         ]
@@ -149,6 +152,10 @@ def _points(rows: Sequence[Event], model: ModelSpec) -> list[_Cut]:
         ends = [row.end_ns for row in shares if one.start_ns <= row.start_ns <= one.end_ns]
         cuts.append(_Cut(max(ends, default=one.end_ns), 3, _labelled(Point.BACKWARD_END, one)))
     return cuts
+
+
+def _model_of(row: Event, models: Sequence[ModelSpec]) -> ModelSpec:
+    return models[row.stage] if 0 <= row.stage < len(models) else models[0]
 
 
 def _read(read: Event, rows: Sequence[Event]) -> tuple[str, ...]:

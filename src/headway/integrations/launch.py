@@ -200,6 +200,8 @@ class _Running:
 
     def _wait_for_those_left(self) -> None:
         """Others may wait for ever for a rank that has left; once all have, the command ends when it likes."""
+        if self.out_of_time:
+            return
         ranks = [report for report in self._reports if report.rank >= 0]
         done = sum(report.done for report in ranks)
         if done and done >= max(report.world_size for report in ranks):

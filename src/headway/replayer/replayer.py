@@ -136,7 +136,7 @@ class Replayer:
     def expect(self, result: Simulation) -> Expectation:
         """The expected step of the live job of which ``result`` is the replay, compared with the recorded one."""
         recorded_ms = self.recorded_step_ms
-        same = result.strategy.name == self.recorded_strategy.name
+        same = result.strategy.family == self.recorded_strategy.family
         step_ms = self._expected_ms(result.step_ms, same_strategy=same)
         graph = result.graph
         full = crowded(

@@ -49,6 +49,11 @@ class Strategy(BaseModel):
         return ""
 
     @property
+    def family(self) -> str:
+        """Predictions of a strategy are surer where one of its family was recorded."""
+        return self.name
+
+    @property
     def counts_steps(self) -> bool:
         """Whether ranks meet after so many steps of each, with gradients of their own: none may leave out a step."""
         return False

@@ -8,10 +8,12 @@ import pytest
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
-from headway.errors import PlanError, UserError
+from headway.errors import PlanError, UnsupportedError, UserError
+from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
+from headway.graph.group import GroupGraph
 from headway.graph.timeline import Item, Part, Point, Timeline
-from headway.job import Job
+from headway.job import Job, OptimizerUse
 from headway.optimization.search import candidate_strategies
 from headway.plan import Plan
 from headway.replayer.simulate import simulate
@@ -220,3 +222,38 @@ def with_uses(job: Job, *, late: bool) -> dict[int, tuple[Timeline, ...]]:
         begins = [first, *uses, first._replace(duration_ns=1)] if late else [*uses, first]
         found[rank] = (Timeline(rank, 0, (*begins, *others)),)
     return found
+
+
+def test_an_update_in_two_calls_counts_once() -> None:
+    """A second optimizer's step opens the next recorded step."""
+    job = a_job(MESHES[0])
+    strategy = MeshStrategy(pipeline=PipelineStrategy(), data=DDP)
+    plain_ms = simulate(job, strategy).step_ms
+    split = {}
+    for rank, (timeline,) in job.steps.timelines.items():
+        *others, step, update = timeline.items
+        half = update._replace(duration_ns=update.duration_ns // 2)
+        split[rank] = (Timeline(rank, 0, (step, half, *others, step, half)),)
+    assert simulate(replace(job, computation=Computation(split)), strategy).step_ms == pytest.approx(plain_ms)
+
+
+def test_what_an_optimizer_does_not_permit_is_not_replayed() -> None:
+    strategy = MeshStrategy(pipeline=PipelineStrategy(), data=DecoupledStrategy(gather="parameters"))
+    job = replace(a_job(MESHES[0]), optimizers=OptimizerUse(names=("Adafactor",)))
+    as_run = plugin_of(strategy).as_run(strategy, job)
+    assert isinstance(as_run, MeshStrategy)
+    assert as_run.data == DecoupledStrategy(gather="gradients")
+    refusing = replace(job, refusals={"decoupled": "it must not"})
+    with pytest.raises(UnsupportedError, match="it must not"):
+        plugin_of(strategy).as_run(strategy, refusing)
+    assert strategy.family != MeshStrategy(pipeline=PipelineStrategy(), data=DDP).family
+
+
+def test_members_of_a_group_know_which_of_them_share_a_host() -> None:
+    job = a_job(MESHES[0])
+    hosts = tuple(Host(name=f"h{n}", workers=2, up_gbps=10, down_gbps=10) for n in range(2))
+    buckets = DDP.decide(Job.of(MODEL, 2))
+    whole = GraphBuilder(job.on.model_copy(update={"hosts": hosts}), buckets)
+    assert whole.hosts.ranks == ((0, 1), (2, 3))
+    assert GroupGraph(whole, buckets, (1, 3)).hosts.ranks == ((0,), (1,))
+    assert GroupGraph(whole, buckets, (2, 3)).hosts.ranks == ((0, 1),)

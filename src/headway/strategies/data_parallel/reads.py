@@ -33,7 +33,8 @@ class _Seams:
     """Who is asked and who is told."""
 
     installed = False
-    clipping: tuple[Clipping, ...] = ()
+    clipping: tuple[Clipping, ...] = ()  # first those of whole gradients
+    whole: tuple[Clipping, ...] = ()
     unscaling: torch_private.Unscaling | None = None
     watcher: Watcher | None = None
     depth = 0  # of the replaced functions that are running
@@ -50,11 +51,15 @@ def watch_reads(watcher: Watcher | None) -> None:
     _Seams.watcher = watcher
 
 
-def answer_clipping(clipping: Clipping, *, before_others: bool = False) -> None:
-    """Have ``clipping`` asked before torch whenever gradients are clipped by norm, from now on."""
+def answer_clipping(clipping: Clipping, *, whole: bool = False) -> None:
+    """Have ``clipping`` asked before torch whenever gradients are clipped by norm, from now on.
+
+    One that needs ``whole`` gradients, and not each rank's share of them, is asked before the others.
+    """
     install()
     if clipping not in _Seams.clipping:
-        _Seams.clipping = (clipping, *_Seams.clipping) if before_others else (*_Seams.clipping, clipping)
+        _Seams.clipping = (clipping, *_Seams.clipping) if whole else (*_Seams.clipping, clipping)
+        _Seams.whole += (clipping,) * whole
 
 
 def answer_unscaling(unscaling: torch_private.Unscaling) -> None:
@@ -103,7 +108,7 @@ def _clip_grad_norm(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             for clipping in _Seams.clipping if math.isfinite(max_norm) else ():
                 norm = clipping(given, float(max_norm), float(norm_type), error_if_nonfinite)
                 if norm is not None:
-                    return _Done(norm, sharded=True)
+                    return _Done(norm, sharded=clipping not in _Seams.whole)
             return _Done(stock(given, max_norm, norm_type, error_if_nonfinite, foreach))
 
         # Clipping by an infinite norm is how scripts ask for the norm, perhaps on one rank.

@@ -30,7 +30,7 @@ _models: weakref.WeakSet[Clips] = weakref.WeakSet()
 def watch_clipping(model: Clips) -> None:
     """Have ``torch.nn.utils.clip_grad_norm_`` of the parameters of ``model`` clip by the norm over all stages."""
     _models.add(model)
-    answer_clipping(_clipped, before_others=True)  # replicas know the norm of a stage alone
+    answer_clipping(_clipped, whole=True)  # replicas know the norm of a stage alone
 
 
 def _clipped(

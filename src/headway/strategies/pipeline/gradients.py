@@ -15,6 +15,7 @@ from headway.graph.step_layout import InRecordedOrder
 from headway.graph.timeline import Item, Part, Point
 from headway.scheduling.pipeline.schedule import Action
 from headway.strategies.pipeline.stage_times import StageTimes
+from headway.trace.events import Read
 
 
 def lay_out_using(
@@ -41,11 +42,14 @@ def lay_out_update(
     cursor: RankCursor,
     items: Iterable[Item],
     optimizer_ns: int,
-) -> None:
-    """Lay out what a rank does after its last pass: ``replicas`` of each of its stages have their share of the update.
+) -> int:
+    """Lay out ``items``, what a rank does before its first pass or after its last one.
 
-    It takes ``optimizer_ns`` for all of them, and is theirs to lay out.
+    The update takes ``optimizer_ns`` for all stages of the rank, whose ``replicas`` have a share of it each and lay it
+    out where the optimizer first steps. Returns what is left of it. Gradients are clipped by the norm of all stages, for
+    which each is brought whole.
     """
+    first, *others = replicas
     for item in items:
         match item.kind:
             case Point.STEP:
@@ -55,11 +59,15 @@ def lay_out_update(
             case Part.OPTIMIZER:
                 pass
             case Part.READ:
-                replicas[0].read(cursor, item)
+                whole = item._replace(name=Read.LOOK) if item.name == Read.CLIP else item
+                first.read(cursor, whole)
+                for each in others:
+                    each.read(cursor, whole._replace(duration_ns=0))
             case Part.FINALIZE:
-                replicas[0].finalize(cursor, item.duration_ns)
+                first.finalize(cursor, item.duration_ns)
             case _ if item.kind in COMPUTED:
                 graph.compute(cursor, item.kind, item.duration_ns)
+    return optimizer_ns
 
 
 def lay_out_readying(

@@ -60,8 +60,8 @@ class PipelineLayout:
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add one step of a rank: what it computes first, its program, the update."""
-        times = StageTimes.of(timeline)
-        self._compute_blocks(cursor, times.before)
+        times, left_ns = StageTimes.of(timeline), timeline.optimizer_ns
+        left_ns = self._lay_out_around(cursor, times.before, left_ns)
         unused = set(self._replicas)  # stages that no forward of this step has gone through
         receives: dict[Message, int] = {}
         awaited: list[int] = []  # since the last computation, which will wait for them
@@ -91,16 +91,19 @@ class PipelineLayout:
                     awaited.append(receives[message])
                 case Send(message):
                     self._ask(cursor, message)
-        replicas = [self._replicas[stage] for stage in self._stages[self._places[cursor.rank][1]]]
-        if not replicas:
-            self._compute_blocks(cursor, times.after)
-            return
-        items = (item for block in times.after for item in block.items)
-        lay_out_update(self._graph, replicas, cursor, items, timeline.optimizer_ns)
+        self._lay_out_around(cursor, times.after, left_ns)
 
-    def _compute_blocks(self, cursor: RankCursor, blocks: Iterable[ComputeBlock]) -> None:
+    def _lay_out_around(self, cursor: RankCursor, blocks: Sequence[ComputeBlock], left_ns: int) -> int:
+        """Add what a rank does before or after its passes, with what is left of its update; returns what then is."""
+        stages = self._stages[self._places[cursor.rank][1]]
+        if stages:
+            items = (item for block in blocks for item in block.items)
+            return lay_out_update(
+                self._graph, [self._replicas[each] for each in stages], cursor, items, left_ns
+            )
         for block in blocks:
             self._graph.compute(cursor, block.kind, block.duration_ns)
+        return left_ns
 
     def _ask(self, cursor: RankCursor, message: Message, after: Iterable[int] = ()) -> int:
         """Send or receive ``message``; returns the number of the transfer."""

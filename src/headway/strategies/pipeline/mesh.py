@@ -78,6 +78,11 @@ class MeshStrategy(Strategy):
         return self.model_copy(update={"pipeline": other}) if isinstance(other, PipelineStrategy) else other
 
     @property
+    def family(self) -> str:
+        """That of both."""
+        return f"{self.pipeline.family} x {self.data.family}"
+
+    @property
     def changes_training(self) -> str:
         """What the replicas of a stage change."""
         return self.data.changes_training

@@ -69,6 +69,10 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         data, replicas = plugins()[schedule.reduced_by], len(schedule.pipelines)
         return max(data.messages(own, replicas, library) for own in schedule.buckets)
 
+    def as_run(self, strategy: MeshStrategy, job: Job) -> MeshStrategy:
+        data = plugin_of(strategy.data).as_run(strategy.data, job)
+        return strategy if data == strategy.data else strategy.model_copy(update={"data": data})
+
     def explain(self, before: Strategy, after: MeshStrategy) -> Sequence[str]:
         if not isinstance(before, MeshStrategy):
             return ()

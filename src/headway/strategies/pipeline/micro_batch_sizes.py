@@ -127,10 +127,11 @@ class _Mixed:
             for stage in sorted({action.stage for action in near.passes_ns}):
                 for number in range(self.count):
                     pair = self._pair(ends, kind, stage, number)
-                    block = near.last.get(stage)
-                    if part == Part.BACKWARD and number == self.count - 1 and block is not None:
-                        last = block.scaled(self.number(*pair) / max(1, block.duration_ns))
-                        items += last.of_micro_batch(number).items
+                    points = near.first if part == Part.FORWARD else near.last
+                    at = 0 if part == Part.FORWARD else self.count - 1
+                    if number == at and (block := points.get(stage)) is not None:
+                        own = block.scaled(self.number(*pair) / max(1, block.duration_ns))
+                        items += own.of_micro_batch(number).items
                     else:
                         items.append(
                             Item(part, duration_ns=self.number(*pair), stage=stage, micro_batch=number)

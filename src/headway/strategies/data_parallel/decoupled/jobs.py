@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, RING
-from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
 from headway.compression.costs import slowdown_of, stretches_ns
 from headway.graph.build import CODEC, GraphBuilder, RankCursor
@@ -19,7 +18,7 @@ class Jobs:
     def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
         self._graph = graph
         self._schedule = graph.schedule
-        self._hosts = Hosts.of_cluster(graph.cluster)
+        self._hosts = graph.hosts
         self._selected: dict[tuple[str, int], Selection] = {}  # by half and bytes
         self._counts: dict[int, int] = defaultdict(int)  # rank -> how many jobs it has asked for
         self._latest: dict[int, list[int]] = defaultdict(
