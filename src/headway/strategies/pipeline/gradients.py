@@ -46,8 +46,8 @@ def lay_out_update(
     """Lay out ``items``, what a rank does before its first pass or after its last one.
 
     The update takes ``optimizer_ns`` for all stages of the rank, whose ``replicas`` have a share of it each and lay it
-    out where the optimizer first steps. Returns what is left of it. Gradients are clipped by the norm of all stages, for
-    which each is brought whole.
+    out where the optimizer first steps. Returns what is left of it. Gradients are clipped by the norm of all stages,
+    for which each is brought whole.
     """
     first, *others = replicas
     for item in items:
