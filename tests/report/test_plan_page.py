@@ -23,7 +23,7 @@ from headway.trace.folder import write_trace
 
 @pytest.fixture(scope="module")
 def replayer() -> Replayer:
-    one = job(forward_ms=20, backward_ms=40, gbps=1.0)
+    one = job(forward_ms=20, backward_ms=40, gbps=0.6)
     return Replayer(as_bucketed(synthetic_trace(one)), cluster_of(one))
 
 
