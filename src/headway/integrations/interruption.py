@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 MAIN_THREAD_WITHIN_S = 1.0
-PATIENCE_S = 3.0  # with other ranks, which are told to end too
+PATIENCE_S = 8.0  # with other ranks, which are told to end too; launchers kill after some 30 s
 
 
 def call_first(recorder: Savable) -> None:
