@@ -102,9 +102,9 @@ def test_the_critical_path_is_what_a_step_waits_for(case: Case) -> None:
     predictor = Predictor(job.model, still, job.cluster.model_copy(update={"algorithms": costs}))
     facts = [predictor.facts(bucket.parts) for bucket in schedule.buckets]
     rest = (schedule.gather_order, schedule.gathers_behind_each(), schedule.gather, 1)
-    critical = set(predictor.critical(facts, *rest))
-    step_ns = predictor.step_ns(facts, *rest)
+    played = predictor.played(facts, *rest)
+    critical, step_ns = set(played.critical), played.step_ns
     for index, own in enumerate(facts):
         smaller = own._replace(size_bytes=own.size_bytes - 16)
-        taken_ns = predictor.step_ns([*facts[:index], smaller, *facts[index + 1 :]], *rest)
+        taken_ns = predictor.played([*facts[:index], smaller, *facts[index + 1 :]], *rest).step_ns
         assert (taken_ns < step_ns - 1) == (index in critical)

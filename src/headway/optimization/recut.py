@@ -126,17 +126,15 @@ def _of_as_many(replayer: Replayer, recording: CutRecording, stages: int) -> Ite
     ]
     fastest = min(simulations, key=lambda each: each[1].step_ms)
     gains = fastest[1].step_ms < (1 - TIE) * first.step_ms
-    if not gains:
-        fastest = simulations[0]
-    shown: list[tuple[Replicated, PipelineStrategy, Simulation]] = [(DDP, *fastest)]
-    if gains:
-        shown.append((DDP, *simulations[0]))
+    shown: list[tuple[Replicated, PipelineStrategy, Simulation]]
+    shown = [(DDP, *each) for each in ((fastest, simulations[0]) if gains else simulations[:1])]
     forms, _ = permitted_forms(job)
     if replicas > 1 and forms and not time_is_up():
+        _, order_of_best, best = shown[0]
         decoupled = DecoupledStrategy(gather=forms[0])
-        apart = replayer.simulate(of, _composed(shown[0][1], replicas, decoupled))
-        if apart.step_ms < (1 - TIE) * shown[0][2].step_ms:
-            shown.insert(0, (decoupled, shown[0][1], apart))
+        apart = replayer.simulate(of, _composed(order_of_best, replicas, decoupled))
+        if apart.step_ms < (1 - TIE) * best.step_ms:
+            shown.insert(0, (decoupled, order_of_best, apart))
     for data, strategy, simulation in shown:
         cut_there = _composed(strategy.model_copy(update={"split_points": points}), replicas, data)
         change = f"the model cut at {', '.join(points)}"

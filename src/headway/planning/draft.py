@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headway.planning.early_gathers import gathers_after
-from headway.planning.surrogate import BucketFacts, Predictor
+from headway.planning.surrogate import BucketFacts, Played, Predictor
 from headway.scheduling.buckets import BucketSchedule, GatherMode, Part, make_buckets
 from headway.scheduling.partition import coalesced
 
@@ -57,23 +57,20 @@ class ScheduleDrafter:
     def step_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step."""
         self.evaluated += 1
-        return self.predictor.step_ns(*self._decided(groups, options))
+        return self._played(groups, options).step_ns
 
     def critical(self, groups: Sequence[Group], options: ScheduleOptions) -> list[int]:
         """Groups on the critical path, from its end to its beginning."""
-        return self.predictor.critical(*self._decided(groups, options))
+        return self._played(groups, options).critical
 
-    def _decided(
-        self, groups: Sequence[Group], options: ScheduleOptions
-    ) -> tuple[list[BucketFacts], tuple[int, ...], list[list[int]], GatherMode, int]:
-        """What the predictor has to know of the draft."""
+    def _played(self, groups: Sequence[Group], options: ScheduleOptions) -> Played:
         facts = [group.facts for group in groups]
         order = _gather_order(facts)
         behind: list[list[int]] = [[] for _ in groups]
         if options.gather == "gradients":
             for bucket, after in zip(order, self._after(facts, order, options), strict=True):
                 behind[after].append(bucket)
-        return facts, order, behind, options.gather, options.channels
+        return self.predictor.played(facts, order, behind, options.gather, options.channels)
 
     def cost_ns(self, groups: Sequence[Group], options: ScheduleOptions) -> float:
         """The predicted step, and a little for every group."""

@@ -21,8 +21,7 @@ def refine(
     """Merge, split and shift neighbouring groups while the step's cost gets less; returns it and the groups.
 
     Groups on the critical path are changed first, its ends before its middle: where computation leads into it and where
-    training waits for it. At most ``effort`` predictions,
-    and none when time is up (``time_limit``).
+    training waits for it. At most ``effort`` predictions, and none when time is up (``time_limit``).
     """
     best_ns = drafter.cost_ns(groups, options)
     tried = 0

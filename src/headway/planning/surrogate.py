@@ -42,6 +42,29 @@ class Launched(NamedTuple):
     gathers: list[int]
 
 
+class Played(NamedTuple):
+    """A predicted step (ns), the last bucket that training waits for in it (-1: none), when its collectives end."""
+
+    step_ns: float
+    awaited: int
+    launched: Launched
+    ends_ns: list[float]
+    channels: int
+
+    @property
+    def critical(self) -> list[int]:
+        """Buckets on the critical path, from its end back to what computation was in time for.
+
+        Empty where communication is hidden.
+        """
+        if self.awaited < 0:
+            return []
+        jobs, reduces, gathers = self.launched
+        bucket_of = {number: bucket for half in (reduces, gathers) for bucket, number in enumerate(half)}
+        path = critical_path(jobs, self.ends_ns, self.channels, gathers[self.awaited])
+        return list(dict.fromkeys(bucket_of[number] for number in path))
+
+
 class Predictor:
     """Predicts the step time of schedules of one model, step and cluster.
 
@@ -103,46 +126,27 @@ class Predictor:
         if schedule.algorithms != self.algorithms:
             other = Predictor(self.model, self.profile, self.cluster, schedule.algorithms, self.costs)
             return other.predict(schedule)
-        return self.step_ns(
+        return self.played(
             [self.facts(bucket.parts) for bucket in schedule.buckets],
             schedule.gather_order,
             schedule.gathers_behind_each(),
             schedule.gather,
             schedule.channels,
-        )
+        ).step_ns
 
-    def step_ns(
+    def played(
         self,
         facts: Sequence[BucketFacts],
         gather_order: Sequence[int],
         behind: Sequence[Sequence[int]],
         gather: GatherMode,
         channels: int,
-    ) -> float:
-        """The same from the facts of a schedule's buckets. ``behind`` is its ``gathers_behind_each()``."""
+    ) -> Played:
+        """The step of a schedule from the facts of its buckets. ``behind`` is its ``gathers_behind_each()``."""
         launched = self.launched(facts, gather_order, behind, gather)
         ends = serve(launched.jobs, channels)
         arrival_ns = [ends[number] for number in launched.gathers]
-        return self._forward(facts, gather_order, arrival_ns, gather)[0]
-
-    def critical(
-        self,
-        facts: Sequence[BucketFacts],
-        gather_order: Sequence[int],
-        behind: Sequence[Sequence[int]],
-        gather: GatherMode,
-        channels: int,
-    ) -> list[int]:
-        """Buckets on the critical path of the same step, from its end back to what computation was in time for.
-
-        Empty where communication is hidden.
-        """
-        launched = self.launched(facts, gather_order, behind, gather)
-        ends = serve(launched.jobs, channels)
-        _, awaited = self._forward(facts, gather_order, [ends[number] for number in launched.gathers], gather)
-        bucket_of = {n: i for half in (launched.reduces, launched.gathers) for i, n in enumerate(half)}
-        path = critical_path(launched.jobs, ends, channels, launched.gathers[awaited]) if awaited >= 0 else []
-        return list(dict.fromkeys(bucket_of[number] for number in path))
+        return Played(*self._forward(facts, gather_order, arrival_ns, gather), launched, ends, channels)
 
     def launched(
         self,

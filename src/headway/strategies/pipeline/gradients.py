@@ -27,10 +27,7 @@ def lay_out_using(
     if not any(item.kind == Point.USE for item in items):
         replicas.use_all(cursor)
     for item in items:
-        if item.kind in COMPUTED:
-            graph.compute(cursor, item.kind, item.duration_ns)
-        else:
-            react(replicas, cursor, item)
+        _compute_or_react(graph, replicas, cursor, item)
     rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items)
     if rest_ns > 0:
         graph.compute(cursor, Part.FORWARD, rest_ns)
@@ -89,10 +86,7 @@ def lay_out_readying(
         if item.kind == Point.BACKWARD_END and send is not None:
             send()
             send = None
-        if item.kind in COMPUTED:
-            graph.compute(cursor, item.kind, item.duration_ns)
-        else:
-            react(gradients, cursor, item)
+        _compute_or_react(graph, gradients, cursor, item)
     finalize_ns = times.finalize_ns.get(action.stage, 0)
     rest_ns = times.passes_ns[action] - sum(item.duration_ns for item in items) - finalize_ns
     if rest_ns > 0:
@@ -101,6 +95,15 @@ def lay_out_readying(
         gradients.finalize(cursor, finalize_ns)
     if send is not None:
         send()
+
+
+def _compute_or_react(
+    graph: GraphBuilder[Any], replicas: InRecordedOrder, cursor: RankCursor, item: Item
+) -> None:
+    if item.kind in COMPUTED:
+        graph.compute(cursor, item.kind, item.duration_ns)
+    else:
+        react(replicas, cursor, item)
 
 
 def react(gradients: InRecordedOrder, cursor: RankCursor, item: Item) -> None:

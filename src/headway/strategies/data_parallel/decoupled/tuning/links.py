@@ -153,7 +153,7 @@ class _Timing:
 
 
 def saved_bytes(cluster: Cluster, took_s: float, size_bytes: int) -> int:
-    """What links let through at once after a pause, if that is why a ring of ``size_bytes`` took ``took_s``.
+    """What links let through as a burst after a pause, if that is why a ring of ``size_bytes`` took ``took_s``.
 
     While a ring's overhead is paid and between its messages a link has nothing to do. Shaped ones make up for that;
     where links do not, 0.
