@@ -4,7 +4,8 @@
 
 Four workers on hosts of their own, a paced model. In `slower-…` the links of all hosts alternate between the rate at
 which c = t_b and a third of it; every method trains through a whole fast and a whole slow phase, in turn, beginning
-with the plan that tuning found on fast links. In `quiet-…` nothing changes. A round takes some six minutes.
+with the plan that tuning found on fast links. In `one-slower-…` it is the link of the last host alone. In `quiet-…`
+nothing changes. A round takes some six minutes.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ from paced_training.trainer import Trainer
 
 from headway.lab.spec import LabSpec, parse_spec
 from headway.strategies.data_parallel.decoupled.adapting import live
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Alternative
 from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
-from headway.strategies.data_parallel.module_spec import model_spec
 
 WORKER = "--worker"
-CASES = {"slower-resnet50": True, "quiet-resnet50": False}
-MODEL = PacedCase("resnet50", "balanced", 4)
+HOSTS = 4
+CASES = {
+    "slower-resnet50": range(HOSTS),
+    "one-slower-resnet50": range(HOSTS - 1, HOSTS),
+    "quiet-resnet50": range(0),
+}
+"""The hosts whose links become slow."""
+MODEL = PacedCase("resnet50", "balanced", HOSTS)
 COMPUTE_S = 0.2
 SLOW_SHARE = 3
 FAST_S, SLOW_S, QUIET_S = 20.0, 80.0, 20.0
@@ -53,7 +59,7 @@ SWITCH_INTERVAL_S = 1e-4
 WORDS = (
     "Median step (ms; slowest rank) over interleaved rounds, each of a whole phase; paced: layers sleep, messages are "
     "real. `fast_ms` on links on which c = t_b (one way of communication takes as long as backward), `slow_ms` over "
-    "the whole phase on links of a third of that, tuning "
+    "the whole phase in which the links of all hosts, or of the last one, have a third of that, tuning "
     f"included, `end_ms` over its last {END_S:.0f} s. ddp: stock, default buckets; fixed: the decoupled plan that "
     "tuning found on fast links; headway: the same, adapting; tuned for it: what tuning found on slow links. Intervals "
     "are 95 % (bootstrap over rounds)."
@@ -66,17 +72,17 @@ def plan_of() -> PacedPlan:
     return replace(plan, dilation=plan.dilation * COMPUTE_S / 0.5, rate_mbit=plan.rate_mbit / COMPUTE_S * 0.5)
 
 
-def lab(*, changes: bool, seconds: float) -> LabSpec:
-    """Hosts whose links become slow and fast in turn, for so long."""
+def lab(slowed: range, seconds: float) -> LabSpec:
+    """Hosts, of which the links of ``slowed`` become slow and fast in turn, for so long."""
     rate = plan_of().rate_mbit
     events, at = [], BEGIN_S + FAST_S
-    while changes and at < seconds:
+    while slowed and at < seconds:
         for moment, mbit in ((at, rate / SLOW_SHARE), (at + SLOW_S, rate)):
             events += [
-                {"at": f"{moment:g}s", "link": f"host{host}", "rate": f"{mbit:g}mbit"} for host in range(4)
+                {"at": f"{moment:g}s", "link": f"host{host}", "rate": f"{mbit:g}mbit"} for host in slowed
             ]
         at += FAST_S + SLOW_S
-    return parse_spec({"hosts": 4, "rate": f"{rate:g}mbit", "timeline": events})
+    return parse_spec({"hosts": HOSTS, "rate": f"{rate:g}mbit", "timeline": events})
 
 
 def main() -> None:
@@ -92,12 +98,12 @@ def main() -> None:
 
 
 def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
-    changes = CASES[name]
+    slowed = CASES[name]
     seconds = BEGIN_S + (rounds * len(METHODS) + 3) * (FAST_S + SLOW_S) + 60
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, WORKER, name, str(rounds), str(out)]
-        run_in_lab(name, lab(changes=changes, seconds=seconds), command, seconds + 120)
+        run_in_lab(name, lab(slowed, seconds), command, seconds + 120)
         found = json.loads(out.read_text())
     rows = []
     for method, blocks in found["blocks"].items():
@@ -109,7 +115,7 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
                 if len(values) > 1:
                     row[f"{phase[:-3]}_interval"] = interval_ms(values)
         row |= {"rounds": len(blocks), "plan": "; ".join(dict.fromkeys(block["plan"] for block in blocks))}
-        rows.append(row | {"time_ms": row["slow_ms" if changes else "fast_ms"], "commit": commit()})
+        rows.append(row | {"time_ms": row["slow_ms" if slowed else "fast_ms"], "commit": commit()})
     return rows
 
 
@@ -131,7 +137,7 @@ def work(name: str, rounds: int, out: Path) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     dist.init_process_group("gloo")
     job = paced_job(plan_of(), dist.get_rank())
-    changes = CASES[name]
+    changes = bool(CASES[name])
     home = _tuned(job)
     there = home
     if changes:
@@ -208,8 +214,7 @@ def _quiet(trainer: Trainer) -> dict[str, Any]:
 def _plan(trainer: Trainer) -> str:
     if not isinstance(trainer, Ours):
         return "DDP"
-    wrapped = trainer.decoupled
-    return strategy_of(wrapped.schedule, model_spec(wrapped.module)).describe()
+    return trainer.decoupled.strategy.describe()
 
 
 def _step_ms(ends: list[float]) -> float:

@@ -23,6 +23,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.adapting import live
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import wrap
+from headway.strategies.data_parallel.decoupled.tuning import link_rates
 from headway.strategies.decisions import DECISIONS_VARIABLE
 
 SO_MAX_PACING_RATE = 47
@@ -92,6 +93,30 @@ def slowed(
         "tuned": None if tuned is None else [each.strategy.describe() for each in tuned.candidates],
         "decisions": Path(decisions).exists(),
     }  # fmt: skip
+
+
+def with_one_slow_link(rank: int, world_size: int, decisions: str) -> dict[str, Any]:
+    """Training where the last rank's link becomes slow: what was tried, and what stayed."""
+    logging.getLogger("headway").setLevel(logging.ERROR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "WINDOW_MS", 20.0)
+        patch.setattr(link_rates, "apart", lambda _hosts: True)  # ranks of one host stand for as many hosts
+        patch.setenv(DECISIONS_VARIABLE, decisions)
+        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=2**16, adapt=True))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+        for step in range(FAST_STEPS):
+            step_of(wrapped, optimizer, step, rank, world_size)
+        if rank == world_size - 1:
+            pace(SLOW_BYTES_PER_S)
+        for step in range(FAST_STEPS, FAST_STEPS + SLOW_STEPS):
+            step_of(wrapped, optimizer, step, rank, world_size)
+        pace(UNLIMITED)
+        result = seen(wrapped, optimizer)
+        tuned = wrapped.tuning
+    return result | {
+        "tried": [] if tuned is None else [each.strategy.model_dump() for each in tuned.candidates],
+        "in force": wrapped.strategy.describe(),
+    }
 
 
 def alone(world_size: int) -> dict[str, Any]:

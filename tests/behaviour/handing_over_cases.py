@@ -18,9 +18,10 @@ import torch
 from tests.behaviour.tuning_cases import OPTIMIZERS, STEPS, Script, batch, forms_of, net, schedule_of, seen
 from torch import nn
 
-from headway.errors import UnsupportedError
+from headway.errors import PlanError, UnsupportedError
 from headway.recording.description import strategy_in_force
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled import deferred
 from headway.strategies.data_parallel.decoupled.bucket import LiveBucket
@@ -29,6 +30,7 @@ from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataPara
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Setting, Trial
 from headway.strategies.data_parallel.decoupled.tuning.tuner import tune
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.decisions import DECISIONS_VARIABLE
 
 
@@ -106,6 +108,77 @@ def what_is_left_alone(world_size: int) -> Any:
     for _ in range(6):
         script.run(3)
     return seen(model, script.optimizer)
+
+
+def through_servers(rank: int, world_size: int) -> Any:
+    """Ours, servers, other servers, stock DDP, servers and ours again, with what scripts do meanwhile."""
+    before = _descriptors()
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    script = Script(wrapped, OPTIMIZERS["adam"](wrapped.parameters()), rank, world_size)
+    script.sometimes_evaluate = script.sometimes_accumulate = True
+    unequal = ParameterServerStrategy(bucket_cap_mb=0.0002, shares=tuple(range(1, world_size + 1)), pieces=2)
+    found: dict[str, Any] = {}
+
+    def steps(name: str) -> None:
+        script.run(4)
+        found[name] = _state_of_the_process(wrapped, script.optimizer)
+
+    steps("ours")
+    wrapped.use_stock_ddp(ParameterServerStrategy(), keep_connections=True)
+    steps("servers")
+    wrapped.use_stock_ddp(unequal, keep_connections=True)
+    assert wrapped.strategy == unequal
+    steps("unequal")
+    wrapped.use_stock_ddp(keep_connections=True)
+    steps("stock")
+    wrapped.use_stock_ddp(unequal)
+    steps("servers again")
+    with pytest.raises(PlanError, match="shares of servers"):
+        wrapped.use_stock_ddp(ParameterServerStrategy(shares=(1,) * (world_size + 1)))
+    wrapped.reschedule(schedule_of(model_spec(wrapped.module), 300, "parameters", 1))
+    steps("ours again")
+    wrapped.use_stock_ddp()
+    steps("for good")
+    retirement.end_unused()
+    return {"found": found, "descriptors": _descriptors() - before, **seen(wrapped, script.optimizer)}
+
+
+def through_servers_alone(world_size: int) -> Any:
+    model = net()
+    script = Script(model, OPTIMIZERS["adam"](model.parameters()), -1, world_size)
+    script.sometimes_accumulate = True
+    for _ in range(7):
+        script.run(4)
+    return seen(model, script.optimizer)
+
+
+def joined_through_servers(rank: int, world_size: int) -> Any:
+    """Uneven inputs while servers carry gradients, and beside it the same under stock DDP."""
+    found = []
+    for strategy in (DistributedDataParallelStrategy(), ParameterServerStrategy(bucket_cap_mb=0.0002)):
+        wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+        wrapped.use_stock_ddp(strategy)
+        optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+        with wrapped.join():
+            for step in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                x, y = batch(step, rank, world_size)
+                nn.functional.mse_loss(wrapped(x), y).backward()
+                optimizer.step()
+        found.append(seen(wrapped, optimizer))
+    return found
+
+
+def divided_by_those_left(rank: int, world_size: int) -> str:
+    """What a script that divides by the ranks that are left is told where servers carry its gradients."""
+    wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
+    wrapped.use_stock_ddp(ParameterServerStrategy())
+    try:
+        with wrapped.join(divide_by_initial_world_size=False):
+            wrapped(batch(0, rank, world_size)[0]).sum().backward()
+    except UnsupportedError as refusal:
+        return str(refusal)
+    return ""
 
 
 class AlternatesWithStock:

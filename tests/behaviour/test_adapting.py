@@ -12,6 +12,7 @@ from tests.behaviour import adapting_cases
 from headway.strategies.decisions import read_journal
 
 CASES = "tests.behaviour.adapting_cases"
+BEGAN = ("DDP, caps for 2 buckets", "parameter servers, keys of 0.1 MiB, 2 channels, serving 1:2:3")
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +22,13 @@ def _flat(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "begin_as"), [(2, None), (3, None), (2, {"bucket_caps_mb": [0.01, 0.4]})]
+    ("world_size", "begin_as"),
+    [
+        (2, None),
+        (3, None),
+        (2, {"bucket_caps_mb": [0.01, 0.4]}),
+        (3, {"bucket_cap_mb": 0.1, "channels": 2, "shares": (1, 2, 3)}),
+    ],
 )
 def test_a_network_that_becomes_slow_is_tuned_for(
     world_size: int, begin_as: dict[str, Any] | None, tmp_path: Path
@@ -39,11 +46,24 @@ def test_a_network_that_becomes_slow_is_tuned_for(
         assert result["observer"] == "NullObserver"
     assert results[0]["tuned"] is not None
     reasons = [entry.reason for entry in read_journal(journal)]
-    if begin_as is None:  # stock DDP's steps do not show why they are longer
+    if begin_as is None or "channels" in begin_as:  # stock DDP's steps do not show why they are longer
         assert any("a byte of gradients takes" in reason for reason in reasons), reasons
-    else:
-        assert read_journal(journal)[0].order == "DDP, caps for 2 buckets"
+    began = "" if begin_as is None else BEGAN["channels" in begin_as]
+    assert read_journal(journal)[0].order.startswith(began)
     assert any(reason.startswith("tuned in") for reason in reasons), reasons
+
+
+def test_where_one_link_becomes_slow_servers_that_spare_it_are_tried(tmp_path: Path) -> None:
+    results = workers.run(3, f"{CASES}:with_one_slow_link", str(tmp_path / "decisions"))
+    reference = adapting_cases.alone(3)
+    assert len({result["digest"] for result in results}) == 1
+    for result in results:
+        assert _flat(result["parameters"]) == pytest.approx(
+            _flat(reference["parameters"]), rel=1e-9, abs=1e-10
+        )
+        shares = [each["shares"] for each in result["tried"] if each.get("shares")]
+        assert shares, result["tried"]
+        assert all(each[2] < min(each[:2]) for each in shares)
 
 
 def test_without_it_nothing_is_watched(tmp_path: Path) -> None:

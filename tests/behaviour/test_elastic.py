@@ -25,8 +25,9 @@ from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.decisions import read_journal
-from headway.strategies.registry import adapting
+from headway.strategies.registry import adapting, plugin_of
 
 STEPS = 260
 AGENTS = 3
@@ -149,6 +150,13 @@ def test_plans_that_cannot_adapt_are_refused() -> None:
     assert adapting(DistributedDataParallelStrategy()) == DecoupledStrategy(
         adapt=True, begin_as=DistributedDataParallelStrategy()
     )
+    servers = adapting(ParameterServerStrategy(bucket_cap_mb=2, shares=(1, 2, 3), pieces=4))
+    assert isinstance(servers, DecoupledStrategy)
+    assert servers.begin_as == ParameterServerStrategy(bucket_cap_mb=2, shares=(1, 2, 3), pieces=4)
+    assert DecoupledStrategy.model_validate_json(servers.model_dump_json()) == servers
+    elsewhere = plugin_of(servers).for_workers(servers)
+    assert isinstance(elsewhere, DecoupledStrategy)
+    assert elsewhere.begin_as == ParameterServerStrategy(bucket_cap_mb=2)
     with pytest.raises(ValueError, match="begin_as is for adapt"):
         DecoupledStrategy(begin_as=DistributedDataParallelStrategy())
     for reason in workers.run(2, "tests.behaviour.adapting_cases:compiled"):

@@ -45,6 +45,34 @@ def test_nothing_of_ours_is_left_in_the_stock_form_nor_of_stock_in_ours() -> Non
         assert found["for good"]["descriptors"] <= 1
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_servers_take_over_from_ours_and_from_stock_ddp_and_leave_nothing(world_size: int) -> None:
+    results = workers.run(world_size, f"{CASES}:through_servers")
+    agrees(results, handing_over_cases.through_servers_alone(world_size))
+    for result in results:
+        found = result["found"]
+        in_force = {name: here["in force"] for name, here in found.items()}
+        assert in_force == {
+            "ours": "decoupled", "servers": "parameter_server", "unequal": "parameter_server", "stock": "ddp",
+            "servers again": "parameter_server", "ours again": "decoupled", "for good": "ddp",
+        }  # fmt: skip
+        for name in ("servers", "unequal", "servers again"):
+            assert found[name]["threads"] != []
+            assert (found[name]["hooks"], found[name]["ordinary"]) == (0, True)
+        assert found["for good"]["threads"] == []
+        assert result["descriptors"] <= 1
+
+
+def test_uneven_inputs_are_trained_through_servers_as_under_stock_ddp() -> None:
+    for stock, served in workers.run(2, f"{CASES}:joined_through_servers"):
+        agrees([served], stock)
+
+
+def test_a_divisor_that_servers_do_not_know_is_refused() -> None:
+    for said in workers.run(2, f"{CASES}:divided_by_those_left"):
+        assert "divide_by_initial_world_size=False" in said
+
+
 @pytest.mark.parametrize(
     ("world_size", "optimizer", "best"), [(2, "adam", 1), (3, "sgd", 1), (2, "sgd", 0)], ids=str
 )

@@ -27,6 +27,7 @@ from headway.strategies.data_parallel.decoupled.tuning import planned_proposer
 from headway.strategies.data_parallel.decoupled.tuning.counting import Interval
 from headway.strategies.data_parallel.decoupled.tuning.planning import Shortlist
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Candidate, Tuned
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
 def window(
@@ -165,6 +166,16 @@ def test_ranks_without_collectives_are_no_change_of_the_network() -> None:
     assert "byte" not in adapter.latest.reason
 
 
+def test_where_nobody_sees_waits_no_rank_is_called_slow() -> None:
+    """Servers under stock DDP: a byte takes as long as before, and why steps are longer is not known."""
+    unseen = (math.nan, math.nan)
+    adapter = told(*(window(10 * n, waited_ms=unseen) for n in range(1, 4)))
+    adapter = told(*(window(10 * n, step_ms=200, waited_ms=unseen) for n in (4, 5)), adapter=adapter)
+    assert adapter.latest is not None
+    assert adapter.latest.tunes
+    assert "computes" not in adapter.latest.reason
+
+
 def test_the_slowest_rank_has_the_step_of_the_job() -> None:
     both = Window(7, (RankWindow(100, 1, 20, 8), RankWindow(104, 2, 30, 10)))
     assert (both.step_ms, both.uncertainty_ms, both.byte_ns) == (104, 2, 8)
@@ -242,6 +253,16 @@ def test_only_what_is_predicted_to_be_worth_it_is_tried(
         found.append(candidate.name)
         proposer.tell(candidate, 1000.0 * len(found))  # none is close to another
     assert found == tried
+
+
+def test_servers_are_tried_though_nothing_is_predicted_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, ours = (
+        Candidate(name=name, strategy=DecoupledStrategy(), predicted_ms=100.0)
+        for name in ("in force", "planned")
+    )
+    servers = Candidate(name="servers", strategy=ParameterServerStrategy())
+    assert with_shortlist((home, ours, servers), None, monkeypatch)._left == [home, servers]
+    assert with_shortlist((servers, ours), None, monkeypatch)._left == [servers, ours]
 
 
 def test_stock_ddp_is_tried_with_the_scripts_own_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 from tests.models import layered_model
 from tests.planning.jobs import MS, Alone, PlannedJob, layered_job
 
+from headway.cluster import Host
 from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
 from headway.planning import planner
+from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order
 from headway.strategies import helper_process
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -42,7 +45,9 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Tuned,
     TuningEndedError,
 )
+from headway.strategies.data_parallel.decoupled.tuning.servers import LEAST_PIECE_MB, servers_for
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
 def trial(measured_ms: float, predicted_ms: float | None, gather: GatherMode = "parameters") -> Trial:
@@ -348,7 +353,9 @@ def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_forc
     job = layered_job([200_000] * 12)
     in_force = DecoupledStrategy().decide(Job.of(job.model))
     question = replace(
-        question_of(job, in_force, ("parameters",)), stock=STOCK, stock_in_force=stock_in_force
+        question_of(job, in_force, ("parameters",)),
+        stock=STOCK,
+        on_stock_ddp=STOCK if stock_in_force else None,
     )
     assert question.learned is not None
     found = shortlist(question, question.learned) if learns else guesses(question)
@@ -358,6 +365,64 @@ def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_forc
     ]  # fmt: skip
     assert found[0 if stock_in_force else 1].is_stock
     assert found[1 if stock_in_force else 0].strategy.decide(Job.of(job.model)) == in_force
+
+
+def serving_question(
+    rates_gbps: Sequence[float], begun: ParameterServerStrategy | None = None, *, may_serve: bool = True
+) -> Question:
+    """Of a job on hosts of such rates, where ``begun`` is in force."""
+    job = layered_job([200_000] * 12)
+    question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
+    assert question.learned is not None
+    hosts = tuple(
+        Host(name=f"host{n}", workers=1, up_gbps=each, down_gbps=each) for n, each in enumerate(rates_gbps)
+    )
+    learned = replace(question.learned, cluster=question.learned.cluster.model_copy(update={"hosts": hosts}))
+    return replace(question, learned=learned, stock=STOCK, on_stock_ddp=begun, may_serve=may_serve)
+
+
+def test_servers_are_tried_where_links_are_unequal() -> None:
+    question = serving_question([1, 1, 1, 0.4])
+    assert question.learned is not None
+    found = [each for each in shortlist(question, question.learned) if each.name == "servers"]
+    strategies = [each.strategy for each in found]
+    assert all(isinstance(each, ParameterServerStrategy) for each in strategies)
+    assert len(strategies) == 2
+    for each in strategies:
+        assert isinstance(each, ParameterServerStrategy)
+        assert each.shares == shares_on(question.learned.cluster)
+        assert each.shares[3] < min(each.shares[:3])
+        assert each.bucket_cap_mb / each.pieces >= LEAST_PIECE_MB
+    assert all(each.predicted_ms is None and not each.is_stock for each in found)
+    assert servers_for(serving_question([1, 1, 1, 1])) == []
+    assert servers_for(serving_question([1, 1, 1, 0.4], may_serve=False)) == []
+    assert servers_for(replace(question, learned=None)) == []
+
+
+def test_servers_in_force_are_tried_with_other_shares() -> None:
+    begun = ParameterServerStrategy(bucket_cap_mb=2, channels=1)
+    first, *others = servers_for(serving_question([1, 1, 1, 0.4], begun))
+    assert (first.bucket_cap_mb, first.channels) == (2, 1)
+    assert {each.shares for each in (first, *others)} == {first.shares}
+    assert servers_for(serving_question([1, 1, 1, 0.4], first)) == others  # not those in force again
+    assert servers_for(serving_question([1, 1, 1, 1], first)) == [begun]
+    assert servers_for(serving_question([1, 1, 1, 1], begun)) == []
+
+
+def test_servers_in_force_come_first_and_stock_ddp_is_among_the_others() -> None:
+    begun = ParameterServerStrategy(bucket_cap_mb=2)
+    question = serving_question([1, 1, 1, 1], begun)
+    assert question.learned is not None
+    found = shortlist(question, question.learned)
+    assert names_of(found)[:3] == ["in force", "before", "stock DDP"]
+    assert (found[0].strategy, found[2].strategy) == (begun, STOCK)
+
+
+def test_servers_stay_only_where_they_are_faster_than_what_needs_less_memory() -> None:
+    servers = Candidate(name="servers", strategy=ParameterServerStrategy())
+    assert planned.choose([Trial(servers, 100.0), trial(100.2, 90.0)]) == 1
+    assert planned.choose([Trial(servers, 100.0), trial(102.0, 90.0)]) == 0
+    assert planned.choose([stock(100.0), Trial(servers, 99.9)]) == 0
 
 
 def test_without_anything_learned_caps_are_tried() -> None:
@@ -532,7 +597,7 @@ def test_what_nothing_was_learned_for_and_cannot_be_guessed_ends_tuning(
 
 
 def test_the_scripts_own_buckets_stay_a_candidate_where_smaller_ones_are_in_force() -> None:
-    question = replace(_large_question(), stock=SMALLER, stock_in_force=True, script_stock=STOCK)
+    question = replace(_large_question(), stock=SMALLER, on_stock_ddp=SMALLER, script_stock=STOCK)
     found = [each.strategy for each in guesses(question) if each.is_stock]
     assert found[:2] == [SMALLER, STOCK]
     plain = guesses(replace(question, script_stock=SMALLER))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from tests.planning.jobs import cluster_of
 
 from headway.cluster import Cluster
+from headway.collectives.hosts import Hosts
 from headway.planning.link_cost import LinkCosts
+from headway.strategies.data_parallel.channels.communication import Job
+from headway.strategies.data_parallel.decoupled.tuning.link_rates import with_link_rates
 from headway.strategies.data_parallel.decoupled.tuning.links import saved_bytes
 
 KIB = 2**10
@@ -39,3 +45,61 @@ def test_a_ring_that_takes_a_little_less_is_no_burst() -> None:
 
 def test_no_more_is_saved_than_was_sent() -> None:
     assert saved_bytes(on_links_that_save(0), 1e-6, 64 * KIB) <= 64 * KIB
+
+
+class Unequal:
+    """Ranks on links of such rates (bytes/s), as the tuner's transport and as its agreement."""
+
+    def __init__(self, up: list[float], down: list[float], workers_a_host: int = 1) -> None:
+        self.world_size = len(up)
+        self.hosts = Hosts.of_places([rank // workers_a_host for rank in range(len(up))])
+        self._up, self._down = up, down
+        self.strides: list[int] = []
+        self._took_s: list[float] = []
+
+    def meet(self) -> None: ...
+
+    def submit(self, job: Job) -> Job:
+        job.work(0)
+        return job
+
+    def wait(self, job: Job) -> None: ...
+
+    def exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor, stride: int, channel: int) -> float:
+        assert outgoing.shape == incoming.shape
+        self.strides.append(stride)
+        self._took_s = [
+            outgoing.numel() / min(self._up[rank - stride], self._down[rank])
+            for rank in range(self.world_size)
+        ]
+        return self._took_s[0]
+
+    def from_each(self, values: list[float]) -> list[list[float]]:
+        return [[each] * len(values) for each in self._took_s]
+
+
+def measured_on(links: Unequal) -> Cluster:
+    cluster = cluster_of(links.world_size, gbps=0.08, workers_a_host=1, latency_us=100.0, overhead_us=1000.0)
+    ranks: Any = links
+    return with_link_rates(cluster, ranks, ranks)
+
+
+def test_each_link_gets_its_own_rate_where_they_are_unequal() -> None:
+    up, down = [1e7, 1e7, 4e6, 1e7], [1e7, 8e6, 1e7, 2e7]
+    found = measured_on(Unequal(up, down))
+    # The slowest has what a ring gets, the others in proportion; no link is seen to carry more than its peers send.
+    assert [host.up_gbps for host in found.hosts] == pytest.approx([0.2, 0.2, 0.08, 0.2])
+    assert [host.down_gbps for host in found.hosts] == pytest.approx([0.2, 0.16, 0.2, 0.2])
+
+
+def test_links_that_are_about_equal_stay_as_a_ring_sees_them() -> None:
+    links = Unequal([1e7, 0.95e7, 1e7], [1e7] * 3)
+    assert {host.up_gbps for host in measured_on(links).hosts} == {0.08}
+    assert set(links.strides) == {1}
+    assert {host.up_gbps for host in measured_on(Unequal([1e7, 0.85e7, 1e7], [1e7] * 3)).hosts} == {0.08}
+
+
+@pytest.mark.parametrize("links", [Unequal([1e7, 1e6], [1e7, 1e6]), Unequal([1e7] * 3 + [1e6], [1e7] * 4, 2)])
+def test_two_ranks_and_several_on_a_host_are_not_measured(links: Unequal) -> None:
+    measured_on(links)
+    assert links.strides == []

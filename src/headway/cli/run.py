@@ -95,8 +95,8 @@ def _adapting(plan: Plan) -> Plan:
         raise PlanError(
             "this plan cannot be changed while the job trains",
             got=strategy.describe(),
-            expected="stock DDP or a decoupled all-reduce, with gradients sent as they are, or a pipeline that "
-            "headway optimize --follow-network planned",
+            expected="stock DDP or a decoupled all-reduce, with gradients sent as they are, parameter servers, or a "
+            "pipeline that headway optimize --follow-network planned",
             fix="Leave out --adapt, or plan with headway optimize --strategy decoupled.",
         )
     (dimension,) = plan.parallel

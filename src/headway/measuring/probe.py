@@ -11,7 +11,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from headway.collectives.hosts import Hosts
 from headway.measuring.codecs import codec_costs
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
 from headway.network.interference import communication_interference
+from headway.network.link_rates import attributed, further_strides
 from headway.rpc import interface
 
 REPEATS = 5
@@ -34,8 +35,6 @@ GOODPUT_BYTES = 4_194_304
 SHORT_BYTES = 1_048_576
 REST_S = 0.05  # before a message whose time says what links saved meanwhile
 LEAST_BURST_S = 0.0005
-UNEQUAL = 1.1  # times the slowest rate
-MOST_STRIDES = 3
 CONCURRENT_BYTES = 1_048_576
 Progress = Callable[[str], None]
 
@@ -211,18 +210,9 @@ def _link_rates(ring: Sequence[int], latency_us: float) -> tuple[list[float], li
     """
     first = _ring_rates(ring, latency_us)
     rates_gbps = {1: first.gbps}
-    if len(ring) > 2 and max(first.gbps) > min(first.gbps) * UNEQUAL:
-        for stride in range(2, min(len(ring), MOST_STRIDES + 1)):
-            rates_gbps[stride] = _ring_rates(ring, latency_us, stride).gbps
+    for stride in further_strides(first.gbps):
+        rates_gbps[stride] = _ring_rates(ring, latency_us, stride).gbps
     return *attributed(rates_gbps), first.burst_bytes
-
-
-def attributed(rates_gbps: Mapping[int, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """What links carry up and down where place ``i`` sent to place ``i + stride`` at ``rates_gbps[stride][i]``."""
-    places = range(len(rates_gbps[1]))
-    up = [max(own[place] for own in rates_gbps.values()) for place in places]
-    down = [max(own[place - stride] for stride, own in rates_gbps.items()) for place in places]
-    return up, down
 
 
 def _ring_rates(ring: Sequence[int], latency_us: float, stride: int = 1) -> _Rates:

@@ -34,6 +34,7 @@ from headway.passes.registry import SHIPPED as SHIPPED_PASSES
 from headway.plan.plan import Plan, PlannedModel, Prediction
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.registry import SHIPPED, plugins
 
 HEAD = """# Plan files
@@ -80,6 +81,7 @@ under the entry point group `headway.passes`.
 SECTIONS: dict[type, tuple[str, str]] = {
     Strategy: ("strategy", "strategies"),
     DistributedDataParallelStrategy: ("options of ddp", "ddp-along-data"),
+    ParameterServerStrategy: ("options of parameter_server", "parameter_server-along-data"),
     Pass: ("pass", "passes"),
     PlannedModel: ("model", "model"),
     Prediction: ("prediction", "prediction"),

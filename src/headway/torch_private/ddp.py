@@ -51,6 +51,11 @@ def stock_ddp(
     return ddp
 
 
+def divides_by_ranks_left(ddp: DistributedDataParallel) -> bool:
+    """Whether a ``join()`` lasts in which gradients are divided by the number of ranks that still train."""
+    return bool(ddp._join_config.enable) and not getattr(ddp, "_divide_by_initial_world_size", True)
+
+
 def buckets_rebuilt(ddp: DistributedDataParallel) -> bool:
     """Have ``ddp`` put its buckets in the order of its first backward, on every rank; False if that has not ended."""
     reducer: Any = ddp.reducer
@@ -71,6 +76,7 @@ def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
     held.reducer._check_reducer_finalized()
     held.reducer._remove_autograd_hooks()
     held.reducer = held.logger = None
+    held._comm_hooks.clear()  # with what their states keep
 
 
 def ddp_keeps_its_cap(ddp: DistributedDataParallel) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.errors import CommunicationError, HeadwayError
+from headway.errors import CommunicationError, HeadwayError, UnsupportedError
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.communication import Channels, Job
 from headway.strategies.data_parallel.channels.departure import Departure
@@ -25,7 +26,9 @@ class HookedChannels:
     Making them is collective. ``strategy`` is the name of the strategy that they are of.
     """
 
-    def __init__(self, group: dist.ProcessGroup, channels: int, strategy: str) -> None:
+    def __init__(self, wrapped: DistributedDataParallel, channels: int, strategy: str) -> None:
+        group = wrapped.process_group
+        self._wrapped = weakref.ref(wrapped)
         wiring = wiring_of(torch.device("cpu"), group)
         self.rank, self.world_size = group.rank(), group.size()
         self.group = group
@@ -43,7 +46,11 @@ class HookedChannels:
         return group in (self.group, dist.group.WORLD, *self._groups.all)
 
     def submit(self, job: Job, buffer: torch.Tensor) -> torch.futures.Future[Any]:
-        """Queue ``job``, which puts a mean into ``buffer``; the future is done when it is there, or fails as that."""
+        """Queue ``job``, which puts a mean into ``buffer``; the future is done when it is there, or fails as that.
+
+        Raises UnsupportedError as ``check_divisor`` does.
+        """
+        self.check_divisor()
         future: torch.futures.Future[Any] = torch.futures.Future()
         if self._stopped:
             gone = "the process group of this model has been destroyed: no gradient is reduced any more"
@@ -59,6 +66,19 @@ class HookedChannels:
         job.then = then
         self._channels.submit(job)
         return future
+
+    def check_divisor(self) -> None:
+        """Raise UnsupportedError where gradients are to be divided by fewer ranks than the group has.
+
+        DDP tells hooks nothing of that.
+        """
+        wrapped = self._wrapped()
+        if wrapped is not None and torch_private.divides_by_ranks_left(wrapped):
+            raise UnsupportedError(
+                "this plan divides gradients by the number of all ranks",
+                got="join(divide_by_initial_world_size=False)",
+                fix="Leave that out, or train under a plan of ddp or decoupled.",
+            )
 
     def stop(self) -> None:
         """End the channels' threads."""

@@ -36,7 +36,7 @@ class Compressing(HookedChannels):
     """What sends the buckets of one wrapped model as a strategy says. Collective."""
 
     def __init__(self, wrapped: DistributedDataParallel, strategy: DistributedDataParallelStrategy) -> None:
-        super().__init__(wrapped.process_group, COMPRESSED_CHANNELS, strategy.name)
+        super().__init__(wrapped, COMPRESSED_CHANNELS, strategy.name)
         trained = [(name, p) for name, p in wrapped.module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in trained]
         self.feedback = Feedback()
@@ -72,6 +72,7 @@ class Compressing(HookedChannels):
             self.feedback.forget_all()
 
     def _as_it_is(self, buffer: torch.Tensor) -> torch.futures.Future[Any]:
+        self.check_divisor()
         work = dist.all_reduce(buffer.div_(self.world_size), group=self.group, async_op=True)
         assert work is not None
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from headway.errors import UnsupportedError, one_line
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.ddp import runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import trainable_now, trainable_parameters
 from headway.strategies.data_parallel.decoupled.engine import Engine
+from headway.strategies.data_parallel.decoupled.policy import OnStockDdp
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse
 from headway.strategies.data_parallel.decoupled.stepping import unbind_unused
-from headway.strategies.data_parallel.decoupled.stock import Stock
+from headway.strategies.data_parallel.decoupled.stock import Stock, check_on_stock
 from headway.strategies.data_parallel.decoupled.trained_set import TrainedSet
 from headway.strategies.data_parallel.module_spec import model_spec
 
@@ -70,24 +70,22 @@ class HandsOver(RefusingDataParallel):
         """What stock DDP would decide, with the script's own options."""
         return self._stock.own_strategy
 
-    def use_stock_ddp(
-        self, strategy: DistributedDataParallelStrategy | None = None, *, keep_connections: bool = False
-    ) -> None:
+    def use_stock_ddp(self, strategy: OnStockDdp | None = None, *, keep_connections: bool = False) -> None:
         """Have stock DDP do the steps from here on: on every rank, at the same point of the script, between two steps.
 
-        Its options are those that the script gave, its buckets those of ``strategy`` or else the script's. Optimizers
-        get their whole state, buckets are given up, and so are connections and threads unless ``keep_connections``.
-        ``reschedule`` goes back.
+        Its options are those that the script gave, its buckets those of ``strategy`` or else the script's; servers
+        carry them where ``strategy`` is one of servers. Optimizers get their whole state, buckets are given up, and so
+        are connections and threads unless ``keep_connections``. ``reschedule`` goes back.
 
-        Raises UserError where ranks do not agree; UnsupportedError for gradients that codecs send, in the middle of a
-        backward, within a ``join()``, and for models that are compiled or that stock DDP refuses; what was in force
-        goes on.
+        Raises UserError where ranks do not agree, PlanError for shares of servers that are not those of the ranks;
+        UnsupportedError for gradients that codecs send, in the middle of a backward, within a ``join()``, and for
+        models that are compiled or that stock DDP or servers refuse; what was in force goes on.
         """
         stock, engine = self._stock, self.engine
         wanted = strategy or stock.own_strategy
-        if wanted.wire:
+        if isinstance(wanted, DistributedDataParallelStrategy) and wanted.wire:
             refuse(f"use_stock_ddp() with {wanted.describe()}", fix="Give the sizes of buckets alone.")
-        runtime.options(wanted)  # raises where this torch cannot have such buckets
+        check_on_stock(self.module, wanted, dist.get_world_size(self.process_group))
         if engine is None and not stock.in_force:
             raise UnsupportedError("a copy of a decoupled model cannot be handed over to stock DDP")
         if self._compiled or self.joining:
@@ -111,7 +109,7 @@ class HandsOver(RefusingDataParallel):
             self._abandoning.detach()
             self.__dict__["_engine"] = None
 
-    def _begin_stock(self, engine: Engine, strategy: DistributedDataParallelStrategy) -> None:
+    def _begin_stock(self, engine: Engine, strategy: OnStockDdp) -> None:
         cause: Exception | None = None
         try:
             self._stock.begin(self, strategy)
@@ -127,6 +125,7 @@ class HandsOver(RefusingDataParallel):
                 "stock DDP cannot have this model", got=one_line(str(cause or "another rank has failed")),
                 fix="Keep it decoupled.",
             ) from cause  # fmt: skip
+        self._stock.serve()
 
     def _take_up(self, engine: Engine) -> None:
         """Get ``engine``, which stood aside, ready to go on."""

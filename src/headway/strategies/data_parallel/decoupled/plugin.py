@@ -14,10 +14,10 @@ from headway.planning.bound import bound_of
 from headway.planning.planner import plan
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled import footprint
 from headway.strategies.data_parallel.decoupled.permitted import as_run, permitted_forms
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp, strategy_of
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
@@ -84,7 +84,7 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
 
     def adapting(self, strategy: Strategy) -> DecoupledStrategy | None:
         # What it would change to sends gradients as they are.
-        if isinstance(strategy, DistributedDataParallelStrategy) and not strategy.wire:
+        if isinstance(strategy, OnStockDdp) and not getattr(strategy, "wire", ()):
             return DecoupledStrategy(adapt=True, begin_as=strategy)
         if isinstance(strategy, DecoupledStrategy) and strategy.wire is None:
             return strategy.model_copy(update={"adapt": True})
@@ -93,7 +93,11 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
     def for_workers(self, strategy: DecoupledStrategy) -> DecoupledStrategy | None:
         if not strategy.adapt:
             return None
-        of_ranks = {"reduce_scatter": RING, "all_gather": RING, "by_size": (), "ring_order": ()}
+        of_ranks: dict[str, object] = {
+            "reduce_scatter": RING, "all_gather": RING, "by_size": (), "ring_order": (),
+        }  # fmt: skip
+        if isinstance(begins := strategy.begin_as, ParameterServerStrategy):
+            of_ranks["begin_as"] = begins.model_copy(update={"shares": (), "pieces": 1})
         return strategy.model_copy(update={**of_ranks, "tune": True})
 
     def explain(self, before: Strategy, after: DecoupledStrategy) -> Sequence[str]:

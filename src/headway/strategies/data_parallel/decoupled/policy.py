@@ -26,11 +26,15 @@ from headway.scheduling.buckets import (
 )
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.units import counted
 
 DEFAULT_CAP_BYTES = 4 * 2**20
 DEVICE_CAP_BYTES = 25 * 2**20
 """Of a module wrapped by hand on a device, whose host takes longer to launch a bucket's work than that takes."""
+
+OnStockDdp = DistributedDataParallelStrategy | ParameterServerStrategy
+"""What has stock DDP do the steps: with all-reduces of its own, or with servers behind its hook."""
 
 _PART = re.compile(r"(?P<name>.+?)(?:\[(?P<start>\d+):(?P<end>\d+)\])?")
 
@@ -89,9 +93,9 @@ class DecoupledStrategy(Strategy):
     """Whether the job is watched for as long as it trains, and better options are searched for when its network, its
     ranks or their number have changed."""
 
-    begin_as: DistributedDataParallelStrategy | None = None
-    """With ``adapt``: stock DDP with these options does the steps until something is found that is faster. What else
-    is said here is then what the search starts from."""
+    begin_as: OnStockDdp | None = None
+    """With ``adapt``: stock DDP with these options does the steps until something is found that is faster, or servers
+    where these are theirs, ``channels`` among them. What else is said here is then what the search starts from."""
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
@@ -101,7 +105,8 @@ class DecoupledStrategy(Strategy):
             raise ValueError(
                 "wire of decoupled is a cast without error feedback, and is neither tuned nor adapted"
             )
-        if self.begin_as is not None and (not self.adapt or self.begin_as.wire):
+        wire = self.begin_as.wire if isinstance(self.begin_as, DistributedDataParallelStrategy) else ()
+        if self.begin_as is not None and (not self.adapt or wire):
             raise ValueError("begin_as is for adapt: true, and has no wire")
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
@@ -129,7 +134,7 @@ class DecoupledStrategy(Strategy):
     def decide(self, job: Job) -> BucketSchedule:
         """Cut or look up the buckets. Raises PlanError where the named parts are not exactly the model's.
 
-        Where stock DDP begins, these are its.
+        Where stock DDP begins, or servers do, these are theirs.
         """
         if self.begin_as is not None:
             return self.begin_as.decide(job)

@@ -3,14 +3,14 @@
 A DistributedDataParallel of torch's own is put over the same module, and the wrapper's forward is its forward. The
 wrapper stays what scripts have it for: its hooks, its names, ``no_sync()``, ``join()``, copies. Nothing of the engine
 is left on the way of a step; all that is looked at before a forward is whether other parameters are trained, which
-stock DDP would not notice.
+stock DDP would not notice. Its gradients go through all-reduces of its own, or through servers behind its hook.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,10 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from headway import torch_private
-from headway.strategies.data_parallel.ddp import runtime
+from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled.policy import OnStockDdp
+from headway.strategies.data_parallel.parameter_server import runtime as server_runtime
 
 COUNTED_BY = 8
 """Hooks on about so many parameters count backwards where all are used in each."""
@@ -44,6 +46,15 @@ def stock_options(*, shares_buffers: bool, batched_grad_copy: bool, **options: A
     return {**options, **copying, sharing: shares_buffers, "init_sync": False}
 
 
+def check_on_stock(module: nn.Module, strategy: OnStockDdp, world_size: int) -> None:
+    """Raise UnsupportedError for what stock DDP over ``module`` cannot have; PlanError for shares of other ranks."""
+    if isinstance(strategy, DistributedDataParallelStrategy):
+        ddp_runtime.options(strategy)  # raises where this torch cannot have such buckets
+    else:
+        server_runtime.check_module(module)
+        strategy.serving.check(world_size)
+
+
 class Stock:
     """Stock DDP over one wrapper's module, with ``options`` of DistributedDataParallel; at first it is not in force.
 
@@ -55,7 +66,8 @@ class Stock:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._strategy = self.own_strategy  # in force, or the last one that was
+        self._strategy: OnStockDdp = self.own_strategy  # in force, or the last one that was
+        self._end_serving: Callable[[], None] | None = None  # where servers carry its buckets
         # Kept when it is no longer in force: graphs that went through it may yet refer to it.
         self._ddp: DistributedDataParallel | None = None
         self.in_force = False  # whether it does the wrapper's steps
@@ -73,7 +85,7 @@ class Stock:
         return DistributedDataParallelStrategy(bucket_cap_mb=self._options.get("bucket_cap_mb"))
 
     @property
-    def strategy(self) -> DistributedDataParallelStrategy:
+    def strategy(self) -> OnStockDdp:
         """What it decides, where it is in force."""
         return self._strategy
 
@@ -83,14 +95,18 @@ class Stock:
         assert self._ddp is not None
         return self._ddp
 
-    def begin(self, wrapped: HandingOver, strategy: DistributedDataParallelStrategy) -> None:
+    def begin(self, wrapped: HandingOver, strategy: OnStockDdp) -> None:
         """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
 
-        The buckets are those of ``strategy``.
+        The buckets are those of ``strategy``. Where servers carry them, ``serve`` comes next.
 
         Ranks have the same parameters and buffers by then.
         """
-        options = {**self._options, **runtime.options(strategy)}
+        if isinstance(strategy, DistributedDataParallelStrategy):
+            decided = ddp_runtime.options(strategy)
+        else:
+            decided = server_runtime.options(strategy)
+        options = {**self._options, **decided}
         self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options)
         self._strategy = strategy
         self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
@@ -98,6 +114,11 @@ class Stock:
         self.frozen = self.joining = False
         self._in_final_buckets = self._ddp.find_unused_parameters
         self.reductions, self._awaits_backward = 0, False
+
+    def serve(self) -> None:
+        """Where its strategy is one of servers, have them carry buckets. Collective: every rank has begun."""
+        if not isinstance(self._strategy, DistributedDataParallelStrategy):
+            self._end_serving = server_runtime.serve(self.ddp, self._strategy)
 
     def end(self, wrapped: HandingOver) -> None:
         """Leave the module as it was before: no hook, no bucket, and gradients that are their own.
@@ -107,6 +128,9 @@ class Stock:
         ddp = self.ddp
         self._count_no_more()
         torch_private.let_go_of_reducer(ddp)
+        if self._end_serving is not None:
+            self._end_serving()
+            self._end_serving = None
         wrapped.require_forward_param_sync = ddp.require_forward_param_sync
         if self._options.get("gradient_as_bucket_view"):
             for parameter in wrapped.module.parameters():
@@ -114,10 +138,11 @@ class Stock:
                     parameter.grad = parameter.grad.clone()
         self.in_force = False
 
-    def begin_again(self, wrapped: HandingOver, strategy: DistributedDataParallelStrategy) -> None:
-        """Go on with buckets made anew: other parameters are trained, or other buckets are asked for."""
+    def begin_again(self, wrapped: HandingOver, strategy: OnStockDdp) -> None:
+        """Go on with buckets made anew: other parameters are trained, or something else is asked for. Collective."""
         self.end(wrapped)
         self.begin(wrapped, strategy)
+        self.serve()
 
     def forward(
         self, wrapped: HandingOver, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool

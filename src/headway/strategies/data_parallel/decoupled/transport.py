@@ -5,6 +5,7 @@ In memory that is a chunk program, prepared once for every channel; on a device 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -30,6 +31,7 @@ from headway.strategies.data_parallel.decoupled.condition import Condition
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 TAGS = 2**30  # messages are told apart among so many collectives
+EXCHANGED = 1  # the tag of what is no collective
 
 
 class Collectives(Protocol):
@@ -300,6 +302,20 @@ class BucketTransport:
         groups = self._groups
         second = groups.second[channel] if groups.second else None
         return prepare(selection, flat, groups.host[channel], scratch, second)
+
+    def exchange(self, outgoing: torch.Tensor, incoming: torch.Tensor, stride: int, channel: int) -> float:
+        """Send to the rank ``stride`` behind this one, on ``channel``, and receive what the one before it sends.
+
+        Returns after how many seconds that has come. Tensors are on the CPU.
+        """
+        group, begun = self._groups.host[channel], time.perf_counter()
+        # First: Gloo announces a receive on the connection that what this rank sends may go by.
+        receiving = group.recv([incoming], (self.rank - stride) % self.world_size, EXCHANGED)
+        sending = group.send([outgoing], (self.rank + stride) % self.world_size, EXCHANGED)
+        receiving.wait()
+        took_s = time.perf_counter() - begun
+        sending.wait()
+        return took_s
 
     def wait(self, job: Job) -> None:
         """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""

@@ -17,7 +17,6 @@ from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, restricted
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.ddp.policy import cap_bytes as cap_bytes_of_ddp
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import (
@@ -33,6 +32,7 @@ from headway.strategies.data_parallel.decoupled.policy import (
     DEFAULT_CAP_BYTES,
     DEVICE_CAP_BYTES,
     DecoupledStrategy,
+    OnStockDdp,
     strategy_of,
 )
 from headway.strategies.data_parallel.decoupled.prehook import MaterialiseHook
@@ -53,8 +53,9 @@ class DecoupledDataParallel(Joins):
     Takes the arguments of ``DistributedDataParallel`` and a ``schedule``; without one, buckets of ``bucket_cap_mb``
     are cut in reverse order of registration. With ``tune`` the schedule is improved during the first steps, and
     ``tuning`` says how as soon as that is done; with ``adapt`` whenever the job's network has changed. Stock DDP does
-    the steps until then where ``begin_as`` gives its buckets. Parameters, gradients, optimizer state and buffers read
-    at any time are those of stock DDP. Options whose meaning is not implemented raise UnsupportedError.
+    the steps until then where ``begin_as`` gives its buckets, through servers where that says so. Parameters,
+    gradients, optimizer state and buffers read at any time are those of stock DDP. Options whose meaning is not
+    implemented raise UnsupportedError.
 
     Parameters may be on the CPU, or on a CUDA device with NCCL or Gloo; ``device_ids`` and ``output_device`` may name
     that device, and inputs are then moved to it.
@@ -91,7 +92,7 @@ class DecoupledDataParallel(Joins):
         schedule: BucketSchedule | None = None,
         tune: bool = False,
         adapt: bool = False,
-        begin_as: DistributedDataParallelStrategy | None = None,
+        begin_as: OnStockDdp | None = None,
     ) -> None:
         nn.Module.__init__(self)
         del check_reduction  # without effect on results
@@ -154,7 +155,7 @@ class DecoupledDataParallel(Joins):
                 replicas.broadcast(module.buffers(), group, self.join_device)
         if begin_as is not None and _compiled_inside(module):
             raise UnsupportedError(
-                "a plan of stock DDP cannot adapt a compiled model", got=begin_as.describe(),
+                f"a plan of {begin_as.name} cannot adapt a compiled model", got=begin_as.describe(),
                 fix="Leave out --adapt, or adapt: true.",
             )  # fmt: skip
         self._start_engine()
@@ -209,7 +210,7 @@ class DecoupledDataParallel(Joins):
         return self.__dict__.get("_engine")
 
     @property
-    def strategy(self) -> DecoupledStrategy | DistributedDataParallelStrategy:
+    def strategy(self) -> DecoupledStrategy | OnStockDdp:
         """What is in force."""
         if self._stock.in_force:
             return self._stock.strategy

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,12 +60,27 @@ def take_over(
     """
     strategy.serving.check(wrapped.process_group.size())
     ddp_runtime.keep_compiled_parts(wrapped, given)
+    serve(wrapped, strategy)
+
+
+def serve(wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -> Callable[[], None]:
+    """Have DDP with the ``options`` of ``strategy`` communicate through servers. Collective.
+
+    Returns what ends that, between two backwards, once DDP has let go of its reducer.
+    """
     setattr(wrapped, _STRATEGY, strategy)
     retirement.end_unused()
-    if wrapped.process_group.size() > 1:
-        servers = Servers(wrapped.process_group, strategy.channels, strategy.serving)
-        wrapped.register_comm_hook(servers, push_bucket)
-        retirement.when_collected(wrapped, servers.abandon)
+    if wrapped.process_group.size() == 1:
+        return partial(delattr, wrapped, _STRATEGY)
+    servers = Servers(wrapped, strategy.channels, strategy.serving)
+    wrapped.register_comm_hook(servers, push_bucket)
+    abandon = retirement.when_collected(wrapped, servers.abandon)
+
+    def end() -> None:
+        delattr(wrapped, _STRATEGY)
+        abandon()
+
+    return end
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:
@@ -80,8 +94,8 @@ def in_force(wrapped: nn.Module) -> InForce | None:
 class Servers(HookedChannels):
     """This rank's part in serving: channels that push, add up and pull, one bucket at a time each."""
 
-    def __init__(self, group: dist.ProcessGroup, channels: int, serving: Serving) -> None:
-        super().__init__(group, channels, ParameterServerStrategy.name)
+    def __init__(self, wrapped: DistributedDataParallel, channels: int, serving: Serving) -> None:
+        super().__init__(wrapped, channels, ParameterServerStrategy.name)
         self._lanes = [_Lane(channel, self._groups, serving) for channel in range(channels)]
 
     def push(self, buffer: torch.Tensor, bucket: int) -> torch.futures.Future[Any]:

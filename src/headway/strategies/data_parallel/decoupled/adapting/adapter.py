@@ -5,7 +5,6 @@ It is an immutable value that depends on nothing but what it is told, so that ev
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -76,8 +75,8 @@ class Adapter:
             if _computes_otherwise(now, then)
         ]
         of_network = rate > 1 + OTHER_RATE or rate < 1 / (1 + OTHER_RATE)
-        if math.isnan(rate):
-            slower = []  # nobody has seen what ranks waited for, stock DDP's least of all
+        if not (seen.waits_are_known and before.waits_are_known):
+            slower = []
         if of_network:
             said += f": a byte of gradients takes {_times(seen.byte_ns, before.byte_ns)}"
         elif slower:

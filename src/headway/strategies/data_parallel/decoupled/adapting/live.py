@@ -64,7 +64,8 @@ class Adapting(StepCount):
             for _ in range(count):
                 intervals.append((yield))
                 sums.append(self._traffic.sums)
-            told = agreement_of(self._model()).tell_each(rank_window(intervals, sums))
+            seen = rank_window(intervals, sums, sees_waits=not self._model().is_stock)
+            told = agreement_of(self._model()).tell_each(seen)
             # What ranks say is on its way behind parameters that are being gathered: nobody waits for it.
             yield
             window = Window.of(self._steps, told())
@@ -143,8 +144,12 @@ class Adapting(StepCount):
         return known[2]
 
 
-def rank_window(intervals: Sequence[Interval], sums: Sequence[Sums]) -> RankWindow:
+def rank_window(
+    intervals: Sequence[Interval], sums: Sequence[Sums], *, sees_waits: bool = True
+) -> RankWindow:
     """What one rank saw of some steps; ``sums`` are those of its traffic before the first step and after each.
+
+    ``sees_waits`` says whether these tell of waits.
 
     Each value is the median over steps that nothing else has disturbed, here or on a rank that others waited for.
     """
@@ -161,7 +166,9 @@ def rank_window(intervals: Sequence[Interval], sums: Sequence[Sums]) -> RankWind
     return RankWindow(
         step_ms=statistics.median(steps_ms),
         uncertainty_ms=2.5 * spread / math.sqrt(len(calm)),  # of a median, at 95 %
-        waited_ms=statistics.median(traffic.waited_ns for _, traffic in calm) / 1e6,
+        waited_ms=statistics.median(traffic.waited_ns for _, traffic in calm) / 1e6
+        if sees_waits
+        else math.nan,
         byte_ns=statistics.median(byte_ns) if byte_ns else math.nan,
     )
 

@@ -12,8 +12,8 @@ class RankWindow(NamedTuple):
     """Some steps of one rank, each value as that of one step.
 
     ``step_ms`` lies within ``uncertainty_ms`` in nineteen of twenty cases, if steps are like each other. ``waited_ms``
-    is how long training stood still for communication, ``byte_ns`` what a byte took in its collectives: NaN where
-    there were none.
+    is how long training stood still for communication, NaN where nobody sees that, as under stock DDP; ``byte_ns`` what
+    a byte took in its collectives: NaN where there were none.
     """
 
     step_ms: float
@@ -47,6 +47,11 @@ class Window(NamedTuple):
     def uncertainty_ms(self) -> float:
         """By how much that may be off."""
         return max(rank.uncertainty_ms for rank in self.ranks)
+
+    @property
+    def waits_are_known(self) -> bool:
+        """Whether it is known of every rank how long it stood still."""
+        return not any(math.isnan(rank.waited_ms) for rank in self.ranks)
 
     @property
     def byte_ns(self) -> float:

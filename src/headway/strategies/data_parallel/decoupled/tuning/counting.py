@@ -20,7 +20,7 @@ from torch import nn
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.clock import Clock
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Tuned, TuningEndedError
@@ -58,10 +58,10 @@ class Tunable(Protocol):
 
     @property
     def is_stock(self) -> bool:
-        """Whether stock DDP does its steps."""
+        """Whether stock DDP does its steps, through servers or not."""
 
     @property
-    def strategy(self) -> DecoupledStrategy | DistributedDataParallelStrategy:
+    def strategy(self) -> DecoupledStrategy | OnStockDdp:
         """What is in force."""
 
     @property
@@ -86,10 +86,8 @@ class Tunable(Protocol):
     def reschedule(self, schedule: BucketSchedule) -> None:
         """Put another schedule in force."""
 
-    def use_stock_ddp(
-        self, strategy: DistributedDataParallelStrategy | None = None, *, keep_connections: bool = False
-    ) -> None:
-        """Have stock DDP do the steps."""
+    def use_stock_ddp(self, strategy: OnStockDdp | None = None, *, keep_connections: bool = False) -> None:
+        """Have stock DDP do the steps, through servers where ``strategy`` is one of servers."""
 
 
 class StepCount(ABC):

@@ -28,6 +28,7 @@ from headway.simulation.engine import play
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
+from headway.strategies.data_parallel.decoupled.tuning.link_rates import with_link_rates
 
 REPEATS = 3
 TOKENS = 10  # rings of next to nothing in one measurement
@@ -57,8 +58,9 @@ def measure(
 ) -> Cluster:
     """The cluster as a model of ``size_bytes`` sees it: latency, goodput, what rings cost and what might be faster.
 
-    Every rank calls it at the same point, with nothing in flight, and gets the same. Its links give what a ring gets of
-    them. Memory within hosts is taken to be no slower; where it is, hierarchical collectives are measured to cost more.
+    Every rank calls it at the same point, with nothing in flight, and gets the same. The slowest link gives what a ring
+    gets of it. Memory within hosts is taken to be no slower; where it is, hierarchical collectives are measured to
+    cost more.
     ``busy`` is the share of its time that training uses a CPU.
     """
     world_size = transport.world_size
@@ -91,6 +93,7 @@ def measure(
         source="measured while training",
     )
     cluster = cluster.model_copy(update={"burst_bytes": saved_bytes(cluster, small_s, small)})
+    cluster = with_link_rates(cluster, transport, agreement)
     timing = _Timing(timed, saturated, least, small, large, count)
     found: dict[str, AlgorithmCost] = {}
     for algorithm in (ALGORITHMS[name] for name in FOR_HALVES if name != RING):

@@ -18,6 +18,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Question,
     Trial,
 )
+from headway.strategies.data_parallel.decoupled.tuning.servers import servers_for
 
 MOST_PLANNED = 3
 GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
@@ -28,7 +29,7 @@ STOCK_SHARES = (10, 32)  # the same for stock DDP
 FORM_GAIN = 0.005  # another form moves the optimizer's state and may need more memory: not for nothing
 TIE = 0.005
 CLOSE = 0.05  # the best two, and stock DDP, are measured again where they are no further apart
-STOCK = "stock DDP"
+STOCK, SERVERS, IN_FORCE = "stock DDP", "servers", "in force"
 OTHER_FORM = "other form"
 EFFORT = 200
 
@@ -50,7 +51,7 @@ def choose(trials: Sequence[Trial]) -> int:
         candidate = trials[index].candidate
         predicted_ms = float("inf") if candidate.predicted_ms is None else candidate.predicted_ms
         strategy = candidate.strategy
-        other = isinstance(strategy, DecoupledStrategy) and strategy.gather != "parameters"
+        other = not isinstance(strategy, DecoupledStrategy) or strategy.gather != "parameters"
         return other, predicted_ms, trials[index].measured_ms
 
     chosen = min((i for i in ours if trials[i].measured_ms <= best_ms * (1 + TIE)), key=preference)
@@ -126,7 +127,7 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
         learned.job(model), forms=question.forms, channels=range(1, channels + 1), effort=EFFORT
     )
     home = question.in_force.gather
-    schedules = [("in force", question.in_force)]
+    schedules = [(IN_FORCE, question.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]
     schedules += [
         ("fixed cap", _capped(model, home, min(each, channels), share)) for share, each in FIXED_CAPS
@@ -145,7 +146,7 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
 
 
 def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]:
-    """``ours``, of which the first is the schedule in force, with stock DDP where it can be tried.
+    """``ours``, of which the first is the schedule in force, with stock DDP and servers where they can be tried.
 
     What is in force comes first. Other buckets than the script's are tried too, without a prediction: where cores are
     busy they are what gains most, and those of a large model may be too many.
@@ -154,14 +155,17 @@ def with_stock(ours: Sequence[Candidate], question: Question) -> list[Candidate]
         return list(ours)
     first, *others = ours
     own = [] if question.script_stock in (None, question.stock) else [question.script_stock]
+    others += [Candidate(name=SERVERS, strategy=each) for each in servers_for(question)]
     others += [
         Candidate(name=STOCK, strategy=each)
         for each in (*own, *_with_other_buckets(question.stock, question.model))
     ]
-    if question.stock_in_force:
-        earlier = first.model_copy(update={"name": "before"})
-        return [Candidate(name="in force", strategy=question.stock), earlier, *others]
-    return [first, Candidate(name=STOCK, strategy=question.stock), *others]
+    stock = Candidate(name=STOCK, strategy=question.stock)
+    if question.on_stock_ddp is None:
+        return [first, stock, *others]
+    begun = Candidate(name=IN_FORCE, strategy=question.on_stock_ddp)
+    earlier = first.model_copy(update={"name": "before"})
+    return [begun, earlier, *([] if begun.strategy == stock.strategy else [stock]), *others]
 
 
 def _with_other_buckets(
@@ -183,7 +187,7 @@ def guesses(question: Question) -> list[Candidate]:
     capped = [_capped(model, home.gather, channels, share) for share in GUESSED_SHARES]
     schedules = dict.fromkeys([home, *capped])
     ours = [
-        Candidate.of("fixed cap" if number else "in force", schedule, model)
+        Candidate.of("fixed cap" if number else IN_FORCE, schedule, model)
         for number, schedule in enumerate(schedules)
     ]
     return with_stock(ours, question)

@@ -17,7 +17,7 @@ from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, strategy_of
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp, strategy_of
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.decisions import Entry
 
@@ -26,7 +26,7 @@ class TuningEndedError(Exception):
     """Tuning cannot go on, on any rank; the message says why."""
 
 
-Alternative = DecoupledStrategy | DistributedDataParallelStrategy
+Alternative = DecoupledStrategy | OnStockDdp
 """What a wrapped model may come to train under."""
 
 
@@ -48,7 +48,7 @@ class Candidate(BaseModel):
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is stock DDP."""
+        """Whether it is stock DDP, with all-reduces of its own."""
         return isinstance(self.strategy, DistributedDataParallelStrategy)
 
 
@@ -90,9 +90,10 @@ class Learned:
 class Question:
     """What is to be tuned, the same on every rank. ``forms`` are the gathers that may be proposed.
 
-    ``in_force`` is the decoupled schedule in force, or the last one that was where ``stock_in_force``. ``stock`` is
-    None where stock DDP would not train this script as the decoupled all-reduce does; ``script_stock`` has the script's
-    own buckets, where those in force are others.
+    ``in_force`` is the decoupled schedule in force, or the last one that was where ``on_stock_ddp`` says what stock DDP
+    does. ``stock`` is None where stock DDP would not train this script as the decoupled all-reduce does;
+    ``script_stock`` has the script's own buckets, where those in force are others. ``may_serve`` says whether servers
+    could carry its gradients.
     """
 
     model: ModelSpec
@@ -101,8 +102,9 @@ class Question:
     channels: int
     learned: Learned | None
     stock: DistributedDataParallelStrategy | None = None
-    stock_in_force: bool = False
+    on_stock_ddp: OnStockDdp | None = None
     script_stock: DistributedDataParallelStrategy | None = None
+    may_serve: bool = False
 
 
 @dataclass(frozen=True)

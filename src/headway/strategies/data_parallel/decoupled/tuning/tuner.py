@@ -128,9 +128,9 @@ class Tuner(StepCount):
             try:
                 self._try(candidate.strategy)
             except UnsupportedError as error:
-                if not candidate.is_stock:
+                if isinstance(candidate.strategy, DecoupledStrategy):
                     raise
-                self._note = f"stock DDP was not tried: {one_line(str(error))}"
+                self._note = f"{candidate.name} was not tried: {one_line(str(error))}"
                 continue
             yield  # settling
             intervals = []
@@ -192,25 +192,29 @@ class Tuner(StepCount):
         agreement = agreement_of(wrapped)
         (most_reductions,) = agreement.slowest([self._most_reductions])
         self._note = "" if most_reductions <= 1 else SEVERAL_BACKWARDS
+        under = self._began_under
+        # What is cast for its way would not be under stock DDP.
+        may_be_stock = not self._note and in_force.halves is None
         question = Question(
             model_spec(wrapped.module),
             in_force,
             forms,
             engine.transport.channels,
             self._learned,
-            # What is cast for its way would not be under stock DDP.
-            stock=None if self._note or in_force.halves else self._stock_of(wrapped),
-            stock_in_force=self._began_in_stock,
+            stock=self._stock_of(wrapped) if may_be_stock else None,
+            on_stock_ddp=None if isinstance(under, DecoupledStrategy) else under,
             script_stock=wrapped.stock_strategy if self._began_in_stock else None,
+            may_serve=may_be_stock and wrapped.device.type == "cpu",
         )
         return Setting(question, agreement)
 
     @property
     def _began_in_stock(self) -> bool:
-        return isinstance(self._began_under, DistributedDataParallelStrategy)
+        """With all-reduces of its own, or with servers."""
+        return not isinstance(self._began_under, DecoupledStrategy)
 
     def _stock_of(self, wrapped: Tunable) -> DistributedDataParallelStrategy:
-        """What was in force where that was stock DDP, else that of the script's options."""
+        """What was in force where that was stock DDP without servers, else that of the script's options."""
         under = self._began_under
         return under if isinstance(under, DistributedDataParallelStrategy) else wrapped.stock_strategy
 
@@ -259,7 +263,7 @@ class Tuner(StepCount):
         chosen = self._proposer.choose(trials) if trials and not reason else None
         if chosen is not None:
             self._try(trials[chosen].candidate.strategy, for_good=True)
-        elif self._began_in_stock and not keep:
+        elif not isinstance(self._began_under, DecoupledStrategy) and not keep:
             self._try(self._began_under, for_good=True)
         elif not keep and not self._is_stock_alone(wrapped):
             self._put_in_force(self._initial)

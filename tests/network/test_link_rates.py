@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.measuring.probe import attributed
+from headway.network.link_rates import attributed
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 6])
