@@ -152,33 +152,56 @@ def through_servers_alone(world_size: int) -> Any:
     return seen(model, script.optimizer)
 
 
-def joined_through_servers(rank: int, world_size: int) -> Any:
-    """Uneven inputs while servers carry gradients, and beside it the same under stock DDP."""
+def joined_through_servers(rank: int, world_size: int, initial: bool) -> Any:
+    """Uneven inputs, one rank without any, under stock DDP and while servers carry gradients."""
     found = []
     for strategy in (DistributedDataParallelStrategy(), ParameterServerStrategy(bucket_cap_mb=0.0002)):
         wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
         wrapped.use_stock_ddp(strategy)
         optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
-        with wrapped.join():
-            for step in range(3 + 2 * rank):
+        with wrapped.join(divide_by_initial_world_size=initial):
+            for step in range(4 * rank):
                 optimizer.zero_grad()
                 x, y = batch(step, rank, world_size)
                 nn.functional.mse_loss(wrapped(x), y).backward()
                 optimizer.step()
-        found.append(seen(wrapped, optimizer))
+        found.append(seen(wrapped, optimizer) | {"in force": wrapped.strategy.name})
     return found
 
 
-def divided_by_those_left(rank: int, world_size: int) -> str:
-    """What a script that divides by the ranks that are left is told where servers carry its gradients."""
+def frozen_in_turns(rank: int, world_size: int) -> Any:
+    """Halves of a model are frozen in turns while servers carry its gradients, over the connections that they have."""
     wrapped: Any = wrap(net(), DecoupledStrategy(bucket_cap_bytes=512))
-    wrapped.use_stock_ddp(ParameterServerStrategy())
-    try:
-        with wrapped.join(divide_by_initial_world_size=False):
-            wrapped(batch(0, rank, world_size)[0]).sum().backward()
-    except UnsupportedError as refusal:
-        return str(refusal)
-    return ""
+    wrapped.use_stock_ddp(ParameterServerStrategy(bucket_cap_mb=0.0002))
+    optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
+    channels = []
+    for step in range(12):
+        _freeze_half(wrapped, step)
+        optimizer.zero_grad()
+        x, y = batch(step, rank, world_size)
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        optimizer.step()
+        channels.append(
+            sorted(each.native_id or 0 for each in threading.enumerate() if "headway" in each.name)
+        )
+    return seen(wrapped, optimizer) | {"kept": channels[0] != [] and channels == [channels[0]] * 12}
+
+
+def frozen_in_turns_alone(world_size: int) -> Any:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(12):
+        _freeze_half(model, step)
+        optimizer.zero_grad()
+        x, y = batch(step, -1, world_size)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return seen(model, optimizer)
+
+
+def _freeze_half(model: nn.Module, step: int) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(step % 3 == 0 or number % 2 == step % 2)
 
 
 class AlternatesWithStock:

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import headway
-from headway.errors import PlanError
+from headway.compression.cast import Cast
+from headway.errors import PlanError, UnsupportedError
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.data_parallel.parameter_server.runtime import Servers
@@ -57,7 +60,7 @@ def alone(world_size: int, accumulate: int) -> list[list[float]]:
     return [p.flatten().tolist() for p in model.parameters()]
 
 
-def plan_of(model: nn.Module, strategy: ParameterServerStrategy) -> Plan:
+def plan_of(model: nn.Module, strategy: Strategy) -> Plan:
     return Plan.data_parallel(strategy, dist.get_world_size(), model_spec(model))
 
 
@@ -90,6 +93,23 @@ def with_shares_of_three(_rank: int, _world_size: int) -> str:
     except PlanError as error:
         return str(error)
     return "nothing"
+
+
+def divided_by_those_left(_rank: int, _world_size: int) -> list[str]:
+    """What a script that divides by the ranks that are left is told, under servers and under codecs."""
+    found = []
+    for strategy in (
+        ParameterServerStrategy(),
+        DistributedDataParallelStrategy(wire=(Cast(dtype="bfloat16"),)),
+    ):
+        model = net().float()
+        wrapped: Any = parallelize(model, optimizer_of(model), plan_of(model, strategy))
+        try:
+            with wrapped.join(divide_by_initial_world_size=False):
+                wrapped(batch(0, dist.get_rank()).float()).sum().backward()
+        except UnsupportedError as refusal:
+            found.append(str(refusal))
+    return found
 
 
 def recorded(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:

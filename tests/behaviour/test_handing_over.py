@@ -63,14 +63,18 @@ def test_servers_take_over_from_ours_and_from_stock_ddp_and_leave_nothing(world_
         assert result["descriptors"] <= 1
 
 
-def test_uneven_inputs_are_trained_through_servers_as_under_stock_ddp() -> None:
-    for stock, served in workers.run(2, f"{CASES}:joined_through_servers"):
+@pytest.mark.parametrize("initial", [True, False])
+def test_uneven_inputs_are_trained_through_servers_as_under_stock_ddp(initial: bool) -> None:
+    """Where gradients are divided by the ranks that are left, stock DDP goes on without servers."""
+    for stock, served in workers.run(2, f"{CASES}:joined_through_servers", initial):
         agrees([served], stock)
+        assert served["in force"] == ("parameter_server" if initial else "ddp")
 
 
-def test_a_divisor_that_servers_do_not_know_is_refused() -> None:
-    for said in workers.run(2, f"{CASES}:divided_by_those_left"):
-        assert "divide_by_initial_world_size=False" in said
+def test_servers_keep_their_connections_while_other_parameters_are_trained() -> None:
+    results = workers.run(2, f"{CASES}:frozen_in_turns")
+    agrees(results, handing_over_cases.frozen_in_turns_alone(2))
+    assert all(result["kept"] for result in results)
 
 
 @pytest.mark.parametrize(

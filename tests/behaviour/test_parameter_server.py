@@ -62,6 +62,11 @@ def test_shares_of_another_number_of_ranks_are_refused() -> None:
         assert "got 3 shares" in said
 
 
+def test_a_divisor_that_hooks_are_not_told_is_refused() -> None:
+    for said in workers.run(2, f"{CASES}:divided_by_those_left"):
+        assert ["divide_by_initial_world_size=False" in each for each in said] == [True, True]
+
+
 def test_buckets_that_ddp_replaces_are_not_kept() -> None:
     for held in workers.run(2, f"{CASES}:held_after_rebuilding"):
         replaced, own = zip(*held, strict=True)

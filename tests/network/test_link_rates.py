@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.network.link_rates import attributed
+from headway.network.link_rates import attributed, link_rates
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 6])
@@ -28,3 +28,19 @@ def test_links_that_differ_each_way() -> None:
 
 def test_one_ring_is_taken_at_its_word() -> None:
     assert attributed({1: [1.0, 2.0]}) == ([1.0, 2.0], [2.0, 1.0])
+
+
+def test_further_places_are_asked_only_where_rates_differ() -> None:
+    links = [1.0, 1.0, 0.2, 1.0]
+    asked: list[int] = []
+
+    def measured(stride: int) -> list[float]:
+        asked.append(stride)
+        return [min(links[place], links[(place + stride) % len(links)]) for place in range(len(links))]
+
+    assert link_rates(measured) == (links, links)
+    assert asked == [1, 2, 3]
+    links[2] = 0.95
+    asked.clear()
+    link_rates(measured)
+    assert asked == [1]

@@ -45,9 +45,9 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Tuned,
     TuningEndedError,
 )
-from headway.strategies.data_parallel.decoupled.tuning.servers import LEAST_PIECE_MB, servers_for
+from headway.strategies.data_parallel.decoupled.tuning.servers import servers_for
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.data_parallel.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 
 
 def trial(measured_ms: float, predicted_ms: float | None, gather: GatherMode = "parameters") -> Trial:

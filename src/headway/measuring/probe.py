@@ -26,7 +26,7 @@ from headway.collectives.hosts import Hosts
 from headway.measuring.codecs import codec_costs
 from headway.network.collective_costs import CANDIDATES, THOROUGH, Effort, with_costs
 from headway.network.interference import communication_interference
-from headway.network.link_rates import attributed, further_strides
+from headway.network.link_rates import link_rates
 from headway.rpc import interface
 
 REPEATS = 5
@@ -208,11 +208,13 @@ def _link_rates(ring: Sequence[int], latency_us: float) -> tuple[list[float], li
 
     A message is as slow as the slower of its two links, so where rates differ every host sends to others as well.
     """
-    first = _ring_rates(ring, latency_us)
-    rates_gbps = {1: first.gbps}
-    for stride in further_strides(first.gbps):
-        rates_gbps[stride] = _ring_rates(ring, latency_us, stride).gbps
-    return *attributed(rates_gbps), first.burst_bytes
+    found: list[_Rates] = []
+
+    def measured(stride: int) -> list[float]:
+        found.append(_ring_rates(ring, latency_us, stride))
+        return found[-1].gbps
+
+    return *link_rates(measured), found[0].burst_bytes
 
 
 def _ring_rates(ring: Sequence[int], latency_us: float, stride: int = 1) -> _Rates:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from headway.cluster import Cluster
+from headway.cluster import AlgorithmCost, Cluster
 from headway.collectives.algorithms import (
     ALGORITHMS,
     RING,
@@ -79,7 +79,7 @@ class Candidate:
     def ideal_s(self, cluster: Cluster, size_bytes: int) -> float:
         """What replay says of one collective of each kind."""
         programs = self.programs(size_bytes, Hosts.of_cluster(cluster))
-        return sum(ideal_seconds(cluster, program, size_bytes) for program in programs)
+        return sum(seconds_alone(cluster, program, size_bytes) for program in programs)
 
 
 CANDIDATES = tuple(
@@ -236,6 +236,11 @@ def _in_turn(actions: Sequence[Callable[[], None]]) -> None:
         action()
 
 
-def ideal_seconds(cluster: Cluster, program_of: ProgramOf, size_bytes: int) -> float:
-    """What replay says of one collective alone on ``cluster``, without any cost of its algorithm."""
-    return float(play(alone(cluster, program_of, size_bytes)).end_ns.max()) / 1e9
+def seconds_alone(
+    cluster: Cluster,
+    program_of: ProgramOf,
+    size_bytes: int,
+    cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
+) -> float:
+    """What replay says of one collective alone on ``cluster``; ideally, without any cost of its algorithm."""
+    return float(play(alone(cluster, program_of, size_bytes, cost)).end_ns.max()) / 1e9

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 UNEQUAL = 1.1  # times the slowest rate
 MOST_STRIDES = 3
 
 
-def further_strides(rates: Sequence[float]) -> range:
-    """To which hosts each should send as well, where it sends to the next one at ``rates``: none if all are alike."""
-    if len(rates) < 3 or max(rates) <= min(rates) * UNEQUAL:
-        return range(0)
-    return range(2, min(len(rates), MOST_STRIDES + 1))
+def link_rates(measured: Callable[[int], Sequence[float]]) -> tuple[list[float], list[float]]:
+    """What the link of each place carries up and down; ``measured`` has each send so many places on, all at once.
+
+    It is asked for the next one, and where rates differ for others as well.
+    """
+    found = {1: measured(1)}
+    places = len(found[1])
+    if places > 2 and max(found[1]) > min(found[1]) * UNEQUAL:
+        for stride in range(2, min(places, MOST_STRIDES + 1)):
+            found[stride] = measured(stride)
+    return attributed(found)
 
 
 def attributed(rates: Mapping[int, Sequence[float]]) -> tuple[list[float], list[float]]:

@@ -15,7 +15,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
 from headway.strategies.data_parallel.decoupled.checks import trainable_now, trainable_parameters
 from headway.strategies.data_parallel.decoupled.engine import Engine
-from headway.strategies.data_parallel.decoupled.policy import OnStockDdp
+from headway.strategies.data_parallel.decoupled.policy import OnStockDdp, has_wire
 from headway.strategies.data_parallel.decoupled.refused import RefusingDataParallel, refuse
 from headway.strategies.data_parallel.decoupled.stepping import unbind_unused
 from headway.strategies.data_parallel.decoupled.stock import Stock, check_on_stock
@@ -83,7 +83,7 @@ class HandsOver(RefusingDataParallel):
         """
         stock, engine = self._stock, self.engine
         wanted = strategy or stock.own_strategy
-        if isinstance(wanted, DistributedDataParallelStrategy) and wanted.wire:
+        if has_wire(wanted):
             refuse(f"use_stock_ddp() with {wanted.describe()}", fix="Give the sizes of buckets alone.")
         check_on_stock(self.module, wanted, dist.get_world_size(self.process_group))
         if engine is None and not stock.in_force:

@@ -42,7 +42,13 @@ class Joins(HandsOver):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train with uneven inputs, as ``DistributedDataParallel.join``. Gradients are gathered while it lasts."""
+        """Train with uneven inputs, as ``DistributedDataParallel.join``. Gradients are gathered while it lasts.
+
+        Stock DDP goes on without servers where gradients are to be divided by the ranks that are left, of which it
+        tells them nothing.
+        """
+        if enable and not divide_by_initial_world_size and self._stock.has_servers:
+            self.use_stock_ddp()
         return Join(
             [self],
             enable,

@@ -16,7 +16,12 @@ from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.decoupled import footprint
 from headway.strategies.data_parallel.decoupled.permitted import as_run, permitted_forms
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp, strategy_of
+from headway.strategies.data_parallel.decoupled.policy import (
+    DecoupledStrategy,
+    OnStockDdp,
+    has_wire,
+    strategy_of,
+)
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
@@ -84,7 +89,7 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
 
     def adapting(self, strategy: Strategy) -> DecoupledStrategy | None:
         # What it would change to sends gradients as they are.
-        if isinstance(strategy, OnStockDdp) and not getattr(strategy, "wire", ()):
+        if isinstance(strategy, OnStockDdp) and not has_wire(strategy):
             return DecoupledStrategy(adapt=True, begin_as=strategy)
         if isinstance(strategy, DecoupledStrategy) and strategy.wire is None:
             return strategy.model_copy(update={"adapt": True})

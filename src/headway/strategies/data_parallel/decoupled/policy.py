@@ -94,8 +94,9 @@ class DecoupledStrategy(Strategy):
     ranks or their number have changed."""
 
     begin_as: OnStockDdp | None = None
-    """With ``adapt``: stock DDP with these options does the steps until something is found that is faster, or servers
-    where these are theirs, ``channels`` among them. What else is said here is then what the search starts from."""
+    """With ``adapt``: stock DDP with these options does the steps until something is found that is faster. An option
+    that only servers have (``channels``, ``shares``, ``pieces``) makes it theirs. What else is said here is then what
+    the search starts from."""
 
     @model_validator(mode="after")
     def _orders_agree(self) -> Self:
@@ -105,8 +106,7 @@ class DecoupledStrategy(Strategy):
             raise ValueError(
                 "wire of decoupled is a cast without error feedback, and is neither tuned nor adapted"
             )
-        wire = self.begin_as.wire if isinstance(self.begin_as, DistributedDataParallelStrategy) else ()
-        if self.begin_as is not None and (not self.adapt or wire):
+        if self.begin_as is not None and (not self.adapt or has_wire(self.begin_as)):
             raise ValueError("begin_as is for adapt: true, and has no wire")
         sizes = [each.size_bytes for each in self.by_size]
         if any(before >= after for before, after in pairwise(sizes)):
@@ -214,6 +214,11 @@ class DecoupledStrategy(Strategy):
     def permission(self) -> str:
         """Casts take precision."""
         return "" if self.wire is None else PRECISION
+
+
+def has_wire(strategy: OnStockDdp) -> bool:
+    """Whether codecs send its gradients."""
+    return isinstance(strategy, DistributedDataParallelStrategy) and bool(strategy.wire)
 
 
 def strategy_of(schedule: BucketSchedule, model: ModelSpec) -> DecoupledStrategy:

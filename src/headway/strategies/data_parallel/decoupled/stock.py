@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +67,7 @@ class Stock:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
         self._strategy: OnStockDdp = self.own_strategy  # in force, or the last one that was
-        self._end_serving: Callable[[], None] | None = None  # where servers carry its buckets
+        self._served: server_runtime.Served | None = None  # where servers carry its buckets
         # Kept when it is no longer in force: graphs that went through it may yet refer to it.
         self._ddp: DistributedDataParallel | None = None
         self.in_force = False  # whether it does the wrapper's steps
@@ -95,6 +95,11 @@ class Stock:
         assert self._ddp is not None
         return self._ddp
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers carry its buckets."""
+        return self._served is not None
+
     def begin(self, wrapped: HandingOver, strategy: OnStockDdp) -> None:
         """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
 
@@ -118,7 +123,7 @@ class Stock:
     def serve(self) -> None:
         """Where its strategy is one of servers, have them carry buckets. Collective: every rank has begun."""
         if not isinstance(self._strategy, DistributedDataParallelStrategy):
-            self._end_serving = server_runtime.serve(self.ddp, self._strategy)
+            self._served = server_runtime.Served(self.ddp, self._strategy)
 
     def end(self, wrapped: HandingOver) -> None:
         """Leave the module as it was before: no hook, no bucket, and gradients that are their own.
@@ -128,9 +133,9 @@ class Stock:
         ddp = self.ddp
         self._count_no_more()
         torch_private.let_go_of_reducer(ddp)
-        if self._end_serving is not None:
-            self._end_serving()
-            self._end_serving = None
+        if self._served is not None:
+            self._served.end(ddp)
+            self._served = None
         wrapped.require_forward_param_sync = ddp.require_forward_param_sync
         if self._options.get("gradient_as_bucket_view"):
             for parameter in wrapped.module.parameters():
@@ -140,9 +145,16 @@ class Stock:
 
     def begin_again(self, wrapped: HandingOver, strategy: OnStockDdp) -> None:
         """Go on with buckets made anew: other parameters are trained, or something else is asked for. Collective."""
+        kept = self._served if strategy == self._strategy else None
+        if kept is not None:
+            self._served = None
         self.end(wrapped)
         self.begin(wrapped, strategy)
-        self.serve()
+        if kept is None:
+            self.serve()
+        else:
+            self._served = kept
+            kept.hook(self.ddp)
 
     def forward(
         self, wrapped: HandingOver, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool

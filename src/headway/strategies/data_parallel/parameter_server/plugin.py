@@ -13,7 +13,7 @@ from headway.planning.server_shares import shares_on
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.parameter_server import footprint
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.data_parallel.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.injection import Injection
 from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 CAPS_MB, CHANNELS = (0.25, 1.0, 4.0, 16.0), (1, 2)
 PIECES_OF_UNEQUAL = (4, 16)
-LEAST_PIECE_MB = 1 / 16
-"""Of a key: what more and smaller messages cost the cores is more than is predicted of them."""
 
 
 class _Plugin(StrategyPlugin[ParameterServerStrategy]):

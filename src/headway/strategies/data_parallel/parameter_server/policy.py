@@ -12,6 +12,9 @@ from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import Cap, DistributedDataParallelStrategy
 
+LEAST_PIECE_MB = 1 / 16
+"""Of a key, where plans are proposed: more and smaller messages cost the cores more than is predicted of them."""
+
 
 class ParameterServerStrategy(Strategy):
     """Every worker is also a server for a share of every key, and adds up what is pushed to it."""

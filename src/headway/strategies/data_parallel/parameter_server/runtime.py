@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,27 +60,31 @@ def take_over(
     """
     strategy.serving.check(wrapped.process_group.size())
     ddp_runtime.keep_compiled_parts(wrapped, given)
-    serve(wrapped, strategy)
+    Served(wrapped, strategy)
 
 
-def serve(wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -> Callable[[], None]:
-    """Have DDP with the ``options`` of ``strategy`` communicate through servers. Collective.
+class Served:
+    """DDP with the ``options`` of ``strategy`` that communicates through servers until ``end``; made by all ranks."""
 
-    Returns what ends that, between two backwards, once DDP has let go of its reducer.
-    """
-    setattr(wrapped, _STRATEGY, strategy)
-    retirement.end_unused()
-    if wrapped.process_group.size() == 1:
-        return partial(delattr, wrapped, _STRATEGY)
-    servers = Servers(wrapped, strategy.channels, strategy.serving)
-    wrapped.register_comm_hook(servers, push_bucket)
-    abandon = retirement.when_collected(wrapped, servers.abandon)
+    def __init__(self, wrapped: DistributedDataParallel, strategy: ParameterServerStrategy) -> None:
+        retirement.end_unused()
+        self._servers: Servers | None = None
+        if wrapped.process_group.size() > 1:
+            servers = self._servers = Servers(wrapped, strategy.channels, strategy.serving)
+            self._abandoning = retirement.when_collected(wrapped, servers.abandon)
+        setattr(wrapped, _STRATEGY, strategy)
+        self.hook(wrapped)
 
-    def end() -> None:
+    def hook(self, wrapped: DistributedDataParallel) -> None:
+        """Go on with another reducer of ``wrapped``."""
+        if self._servers is not None:
+            wrapped.register_comm_hook(self._servers, push_bucket)
+
+    def end(self, wrapped: DistributedDataParallel) -> None:
+        """Leave ``wrapped``, which has let go of its reducer, without servers."""
         delattr(wrapped, _STRATEGY)
-        abandon()
-
-    return end
+        if self._servers is not None and self._abandoning.detach():
+            self._servers.abandon()
 
 
 def in_force(wrapped: nn.Module) -> InForce | None:
@@ -104,10 +108,10 @@ class Servers(HookedChannels):
         work = partial(self._serve, buffer, bucket)
         return self.submit(Job(ALL_REDUCE, bucket, size_bytes, work, algorithm=SERVERS), buffer)
 
-    def end(self) -> None:
-        """Give back the connections."""
-        self._lanes.clear()  # their programs are bound to them
-        super().end()
+    def abandon(self) -> None:
+        """Let go of buckets at once, and of connections as soon as every rank does."""
+        super().abandon()
+        self._lanes.clear()
 
     def _serve(self, buffer: torch.Tensor, bucket: int, channel: int) -> None:
         buffer.div_(self.world_size)

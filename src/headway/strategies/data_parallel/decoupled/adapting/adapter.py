@@ -69,14 +69,13 @@ class Adapter:
     def _changed(self, window: Window, before: Window, said: str) -> Adapter:
         seen = joined(self.unlike)
         rate = seen.byte_ns / before.byte_ns
+        known = seen.waits_are_known and before.waits_are_known
         slower = [
             f"rank {number} computes {_times(now.computed_ms, then.computed_ms)}"
             for number, (now, then) in enumerate(zip(seen.ranks, before.ranks, strict=True))
-            if _computes_otherwise(now, then)
+            if known and _computes_otherwise(now, then)
         ]
         of_network = rate > 1 + OTHER_RATE or rate < 1 / (1 + OTHER_RATE)
-        if not (seen.waits_are_known and before.waits_are_known):
-            slower = []
         if of_network:
             said += f": a byte of gradients takes {_times(seen.byte_ns, before.byte_ns)}"
         elif slower:

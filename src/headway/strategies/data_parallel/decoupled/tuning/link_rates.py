@@ -8,7 +8,7 @@ import torch
 
 from headway.cluster import Cluster
 from headway.collectives.hosts import Hosts
-from headway.network.link_rates import attributed, further_strides
+from headway.network.link_rates import link_rates
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -36,10 +36,7 @@ def with_link_rates(cluster: Cluster, transport: BucketTransport, agreement: Agr
         took_s = _received_s(transport, agreement, size_bytes, stride)
         return [1 / took_s[(place + stride) % len(took_s)] for place in range(len(took_s))]
 
-    found = {1: rates(1)}
-    for stride in further_strides(found[1]):
-        found[stride] = rates(stride)
-    up, down = attributed(found)
+    up, down = link_rates(rates)
     slowest = min(*up, *down)
     if max(*up, *down) < slowest * LEAST_UNEQUAL:
         return cluster

@@ -20,11 +20,9 @@ from headway.collectives.algorithms import (
     RING,
     Algorithm,
 )
-from headway.collectives.dataflow import alone
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
-from headway.network.collective_costs import ideal_seconds
-from headway.simulation.engine import play
+from headway.network.collective_costs import seconds_alone
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -36,6 +34,10 @@ SMALLS = 4  # small ones in one
 SMALL_BYTES = 64 * 2**10
 LARGE_BYTES = 4 * 2**20
 LONGEST_S = 0.06  # of one ring
+TELLING_S, LARGER = (
+    0.02,
+    4,
+)  # from when on a ring tells how long bytes take, and how much larger the next one is
 LEAST_BYTE_S = 1e-12
 LEAST_LOCAL_GBPS = 20.0
 MEASURED_S = (
@@ -73,11 +75,16 @@ def measure(
     overhead_s = saturated(RINGS, least, TOKENS)
     small = max(least, min(SMALL_BYTES, size_bytes // 8))
     small_s = timed(RINGS, small, SMALLS) / 2
-    byte_s = max(LEAST_BYTE_S, (small_s - reduce_s / 2) / small)
+    alpha_s = reduce_s / 2  # of a ring whose bytes take no time
+    sized, sized_s = small, small_s
+    # What links let through at once after a pause says nothing of their rate.
+    while sized_s - alpha_s < TELLING_S and sized < min(LARGE_BYTES, size_bytes):
+        sized *= LARGER
+        sized_s = timed(RINGS, sized, 1) / 2
+    byte_s = max(LEAST_BYTE_S, (sized_s - alpha_s) / sized)
     large = max(2 * small, round(min(LARGE_BYTES, size_bytes, LONGEST_S / byte_s)))
     count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
     byte_s = max(LEAST_BYTE_S, saturated(RINGS, large, count) / large)
-    alpha_s = reduce_s / 2  # of a ring whose bytes take no time
     overhead_s = min(alpha_s, overhead_s)
     others = world_size - 1
     gbps, latency_us = others / world_size / byte_s * 8 / 1e9, (alpha_s - overhead_s) / others * 1e6
@@ -147,7 +154,7 @@ class _Timing:
             count = self.count if algorithm.is_library else SMALLS
             took_s = self.timed(selections, size_bytes, count) / len(selections)
         least_s, ideal_s = (
-            statistics.fmean(ideal_seconds(cluster, each.program_of, size) for each in selections)
+            statistics.fmean(seconds_alone(cluster, each.program_of, size) for each in selections)
             for size in (self.least_bytes, size_bytes)
         )
         overhead_s = max(0.0, alpha_s - least_s)
@@ -174,8 +181,7 @@ def _ring_s(cluster: Cluster, size_bytes: int, saved_bytes: int) -> float:
     """What half a ring takes in replay on links that have saved so much."""
     rested = cluster.model_copy(update={"burst_bytes": saved_bytes})
     ring = RINGS[0]
-    graph = alone(rested, ring.program_of, size_bytes, ring.cost(rested))
-    return float(play(graph).end_ns.max()) / 1e9
+    return seconds_alone(rested, ring.program_of, size_bytes, ring.cost(rested))
 
 
 def _host(number: int, workers: int, gbps: float) -> Host:

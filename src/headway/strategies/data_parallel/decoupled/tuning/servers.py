@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from headway.planning.server_shares import shares_on
 from headway.strategies.data_parallel.decoupled.tuning.proposals import Question
-from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.data_parallel.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
 
-PARTS = (2, 8)  # the model in keys of so many parts
-MOST_KEY_MB = 16.0
+MOST_KEY_MB = 16.0  # and half of the model at the most
+SMALLER = 4  # as many times smaller are the other keys that are tried
 MOST_PIECES = 16
-LEAST_PIECE_MB = 1 / 16
 
 
 def servers_for(question: Question) -> list[ParameterServerStrategy]:
@@ -23,7 +22,8 @@ def servers_for(question: Question) -> list[ParameterServerStrategy]:
     shares = shares_on(question.learned.cluster)
     begun = question.on_stock_ddp if isinstance(question.on_stock_ddp, ParameterServerStrategy) else None
     model_mb = question.model.size_bytes / 2**20
-    caps_mb = [min(MOST_KEY_MB, model_mb / each) for each in PARTS] if shares else []
+    largest_mb = min(MOST_KEY_MB, model_mb / 2)
+    caps_mb = [largest_mb, largest_mb / SMALLER] if shares else []
     caps_mb = list(dict.fromkeys(caps_mb if begun is None else [begun.bucket_cap_mb, *caps_mb]))
     found = [
         ParameterServerStrategy(

@@ -41,11 +41,13 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 from headway.strategies.data_parallel.decoupled.tuning.turns import ASKED_EVERY_STEPS, Turn
 from headway.strategies.data_parallel.decoupled.tuning.watch import StepWatch
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.decisions import Journal
 
 WARM_STEPS = 3
 WATCHED_STEPS = 4
 MEASURED_STEPS = 3
+SERVERS_SETTLE = 3
 MOST_RESTARTS, MOST_CHANGES = 2, 20
 SEVERAL_BACKWARDS = (
     "stock DDP was not tried: it reduces one backward behind a forward, and this script has several"
@@ -130,9 +132,10 @@ class Tuner(StepCount):
             except UnsupportedError as error:
                 if isinstance(candidate.strategy, DecoupledStrategy):
                     raise
-                self._note = f"{candidate.name} was not tried: {one_line(str(error))}"
+                self._note = f"{candidate.strategy.describe()} was not tried: {one_line(str(error))}"
                 continue
-            yield  # settling
+            for _ in range(settling_steps(candidate)):
+                yield
             intervals = []
             for _ in range(self._measured_steps):
                 intervals.append((yield))  # noqa: PERF401 - a comprehension cannot yield
@@ -303,6 +306,11 @@ class Tuner(StepCount):
             self._watch = None
 
 
+def settling_steps(candidate: Candidate) -> int:
+    """How many steps a candidate settles in: servers bind what they run to DDP's buckets, which it replaces once."""
+    return SERVERS_SETTLE if isinstance(candidate.strategy, ParameterServerStrategy) else 1
+
+
 def _forms(schedule: BucketSchedule) -> tuple[GatherMode, ...]:
     return (schedule.gather, "gradients" if schedule.gather == "parameters" else "parameters")
 
@@ -316,7 +324,8 @@ def tune(
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
     Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
-    measured over ``measured_steps``: with three of them all is done within 75 steps. ``afterwards`` is called then.
+    measured over ``measured_steps``: with three of them all is done within 75 steps, or 95 where servers are tried.
+    ``afterwards`` is called then.
     """
     wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps, afterwards)
 
