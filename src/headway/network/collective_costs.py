@@ -242,5 +242,5 @@ def seconds_alone(
     size_bytes: int,
     cost: AlgorithmCost = AlgorithmCost(),  # noqa: B008 - an immutable value
 ) -> float:
-    """What replay says of one collective alone on ``cluster``; ideally, without any cost of its algorithm."""
+    """What replay says of one collective alone on ``cluster``, with its algorithm's ``cost`` if that is given."""
     return float(play(alone(cluster, program_of, size_bytes, cost)).end_ns.max()) / 1e9

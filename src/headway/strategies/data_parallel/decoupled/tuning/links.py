@@ -62,8 +62,7 @@ def measure(
 
     Every rank calls it at the same point, with nothing in flight, and gets the same. The slowest link gives what a ring
     gets of it. Memory within hosts is taken to be no slower; where it is, hierarchical collectives are measured to
-    cost more.
-    ``busy`` is the share of its time that training uses a CPU.
+    cost more. ``busy`` is the share of its time that training uses a CPU.
     """
     world_size = transport.world_size
     timed = partial(_collectives_s, transport, agreement, busy=busy >= BUSY)

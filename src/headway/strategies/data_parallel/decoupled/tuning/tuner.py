@@ -14,7 +14,7 @@ from headway.graph.update_cost import update_cost
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp
 from headway.strategies.data_parallel.decoupled.replicas import is_so_anywhere
 from headway.strategies.data_parallel.decoupled.tuning import links
 from headway.strategies.data_parallel.decoupled.tuning.counting import (
@@ -195,7 +195,7 @@ class Tuner(StepCount):
         agreement = agreement_of(wrapped)
         (most_reductions,) = agreement.slowest([self._most_reductions])
         self._note = "" if most_reductions <= 1 else SEVERAL_BACKWARDS
-        under = self._began_under
+        on_stock_ddp = self._began_on_stock_ddp
         # What is cast for its way would not be under stock DDP.
         may_be_stock = not self._note and in_force.halves is None
         question = Question(
@@ -205,16 +205,16 @@ class Tuner(StepCount):
             engine.transport.channels,
             self._learned,
             stock=self._stock_of(wrapped) if may_be_stock else None,
-            on_stock_ddp=None if isinstance(under, DecoupledStrategy) else under,
-            script_stock=wrapped.stock_strategy if self._began_in_stock else None,
+            on_stock_ddp=on_stock_ddp,
+            script_stock=None if on_stock_ddp is None else wrapped.stock_strategy,
             may_serve=may_be_stock and wrapped.device.type == "cpu",
         )
         return Setting(question, agreement)
 
     @property
-    def _began_in_stock(self) -> bool:
-        """With all-reduces of its own, or with servers."""
-        return not isinstance(self._began_under, DecoupledStrategy)
+    def _began_on_stock_ddp(self) -> OnStockDdp | None:
+        """What stock DDP did when tuning began, with all-reduces of its own or with servers; None where ours was."""
+        return None if isinstance(self._began_under, DecoupledStrategy) else self._began_under
 
     def _stock_of(self, wrapped: Tunable) -> DistributedDataParallelStrategy:
         """What was in force where that was stock DDP without servers, else that of the script's options."""
@@ -253,7 +253,7 @@ class Tuner(StepCount):
         self._restarts += 1
         if self._restarts > MOST_RESTARTS or self._changes > MOST_CHANGES:
             again = "the set of trainable parameters changes again and again"
-            self._finish(again, keep=not self._began_in_stock)
+            self._finish(again, keep=self._began_on_stock_ddp is None)
         else:
             self._begin(wrapped)
 
@@ -266,8 +266,8 @@ class Tuner(StepCount):
         chosen = self._proposer.choose(trials) if trials and not reason else None
         if chosen is not None:
             self._try(trials[chosen].candidate.strategy, for_good=True)
-        elif not isinstance(self._began_under, DecoupledStrategy) and not keep:
-            self._try(self._began_under, for_good=True)
+        elif (began := self._began_on_stock_ddp) is not None and not keep:
+            self._try(began, for_good=True)
         elif not keep and not self._is_stock_alone(wrapped):
             self._put_in_force(self._initial)
         wrapped.tuning = Tuned(
