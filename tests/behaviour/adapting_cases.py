@@ -106,6 +106,7 @@ def with_one_slow_link(rank: int, world_size: int, decisions: str) -> dict[str, 
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         for step in range(FAST_STEPS):
             step_of(wrapped, optimizer, step, rank, world_size)
+        tuned_early = wrapped.tuning is not None
         if rank == world_size - 1:
             pace(SLOW_BYTES_PER_S)
         for step in range(FAST_STEPS, FAST_STEPS + SLOW_STEPS):
@@ -115,7 +116,7 @@ def with_one_slow_link(rank: int, world_size: int, decisions: str) -> dict[str, 
         tuned = wrapped.tuning
     return result | {
         "tried": [] if tuned is None else [each.strategy.model_dump() for each in tuned.candidates],
-        "in force": wrapped.strategy.describe(),
+        "tuned early": tuned_early,
     }
 
 

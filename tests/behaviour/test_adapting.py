@@ -14,6 +14,8 @@ from headway.strategies.decisions import read_journal
 CASES = "tests.behaviour.adapting_cases"
 BEGAN = ("DDP, caps for 2 buckets", "parameter servers, keys of 0.1 MiB, 2 channels, serving 1:2:3")
 
+ATTEMPTS = 3
+
 pytestmark = pytest.mark.processes
 
 
@@ -54,7 +56,10 @@ def test_a_network_that_becomes_slow_is_tuned_for(
 
 
 def test_where_one_link_becomes_slow_servers_that_spare_it_are_tried(tmp_path: Path) -> None:
-    results = workers.run(3, f"{CASES}:with_one_slow_link", str(tmp_path / "decisions"))
+    for attempt in range(ATTEMPTS):
+        results = workers.run(3, f"{CASES}:with_one_slow_link", str(tmp_path / f"decisions{attempt}"))
+        if not results[0]["tuned early"]:  # on a busy machine links can look slow, and unequal, before one is
+            break
     reference = adapting_cases.alone(3)
     assert len({result["digest"] for result in results}) == 1
     for result in results:
@@ -63,7 +68,7 @@ def test_where_one_link_becomes_slow_servers_that_spare_it_are_tried(tmp_path: P
         )
         shares = [each["shares"] for each in result["tried"] if each.get("shares")]
         assert shares, result["tried"]
-        assert all(each[2] < min(each[:2]) for each in shares)
+        assert all(each[2] < min(each[:2]) for each in shares), shares
 
 
 def test_without_it_nothing_is_watched(tmp_path: Path) -> None:
