@@ -29,6 +29,7 @@ from headway.strategies.decisions import DECISIONS_VARIABLE
 SO_MAX_PACING_RATE = 47
 UNLIMITED = 2**64 - 1
 SLOW_BYTES_PER_S = 4_000_000  # so much slower that other load on the machine hides nothing
+FAST_BYTES_PER_S = 4 * SLOW_BYTES_PER_S  # and so slow that it makes no two links differ by much
 WIDTH = 224
 FAST_STEPS, SLOW_STEPS = 60, 120
 Optimizer = torch.optim.Optimizer
@@ -106,6 +107,8 @@ def with_one_slow_link(rank: int, world_size: int, decisions: str) -> dict[str, 
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         for step in range(FAST_STEPS):
             step_of(wrapped, optimizer, step, rank, world_size)
+            if step == 0:  # with it all channels have connections
+                pace(FAST_BYTES_PER_S)
         tuned_early = wrapped.tuning is not None
         if rank == world_size - 1:
             pace(SLOW_BYTES_PER_S)
