@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from headway.arrays import Ints
 
 Spans = npt.NDArray[np.int64]
 """Shape (n, 2): starts and ends, in order, not empty, and with a gap between neighbours."""
+
+Time = TypeVar("Time", int, float)
 
 EMPTY: Spans = np.zeros((0, 2), dtype=np.int64)
 
@@ -83,18 +86,28 @@ def _cut(a: Spans, b: Spans) -> tuple[Ints, Ints, npt.NDArray[np.bool_], npt.NDA
     return lefts, rights, inside(a, lefts), inside(b, lefts)
 
 
+def merged(spans: Iterable[tuple[Time, Time]]) -> Iterator[tuple[Time, Time]]:
+    """The time that at least one of the spans covers, in order. Empty spans count for nothing."""
+    open_: tuple[Time, Time] | None = None
+    for start, end in sorted(span for span in spans if span[1] > span[0]):
+        if open_ is None:
+            open_ = start, end
+        elif start <= open_[1]:
+            open_ = open_[0], max(open_[1], end)
+        else:
+            yield open_
+            open_ = start, end
+    if open_ is not None:
+        yield open_
+
+
 class Intervals:
     """A set of time that is asked for one stretch after another, with the time before each span summed up."""
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for start, end in sorted(spans):
-            if self._ends and start <= self._ends[-1]:
-                self._ends[-1] = max(self._ends[-1], end)
-            elif end > start:
-                self._starts.append(start)
-                self._ends.append(end)
+        found = list(merged(spans))
+        self._starts = [start for start, _ in found]
+        self._ends = [end for _, end in found]
         self._before = [0]
         for start, end in zip(self._starts, self._ends, strict=True):
             self._before.append(self._before[-1] + end - start)

@@ -10,12 +10,12 @@ import numpy as np
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
+from headway.graph.disturbance import play_disturbed
 from headway.graph.step_layout import lay_out_ranks
 from headway.graph.step_profile import LayerTimes, StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
-from headway.simulation.engine import play
 from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
 MS = 1_000_000
@@ -119,13 +119,13 @@ def cluster_of(
 
 
 def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> float:
-    """What the full engine says: the last of ``steps`` steps, over all ranks."""
+    """What the full engine says: the last of ``steps`` steps, over all ranks, at the cluster's slowdown."""
     graph = GraphBuilder(job.cluster, schedule)
     ranks = [
         [job.profile.timeline(rank, step) for step in range(steps)] for rank in range(job.cluster.world_size)
     ]
     lay_out_ranks(graph, Reactions(graph, Job.of(job.model)), ranks)
-    played = play(graph.close())
+    played = play_disturbed(graph, graph.close(), job.cluster.compute_slowdown)
     ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
     return float(ends[-1] - ends[-2])
 

@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.models import layered_model
-from tests.planning.jobs import MS, Alone, PlannedJob, layered_job
+from tests.planning.jobs import MS
+from tests.strategies.test_shortlist import SMALLER, STOCK, large_question
 
-from headway.cluster import Host
 from headway.graph.update_cost import UpdateCost
 from headway.job import Job
 from headway.plan import Plan
-from headway.planning import planner
-from headway.planning.server_shares import shares_on
-from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order
-from headway.strategies import helper_process
+from headway.scheduling.buckets import GatherMode, forward_gather_order
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
-from headway.strategies.data_parallel.decoupled.tuning import planned, planning
+from headway.strategies.data_parallel.decoupled.tuning import planned
 from headway.strategies.data_parallel.decoupled.tuning.learning import numbers_of, slowest_steps
 from headway.strategies.data_parallel.decoupled.tuning.planned import (
     OTHER_FORM,
     choose,
     close_ones,
     guesses,
-    shortlist,
     undecided,
 )
 from headway.strategies.data_parallel.decoupled.tuning.planned_proposer import PlannedProposer
 from headway.strategies.data_parallel.decoupled.tuning.proposals import (
     Candidate,
-    Learned,
-    Question,
-    Setting,
     Trial,
     Tuned,
-    TuningEndedError,
 )
-from headway.strategies.data_parallel.decoupled.tuning.servers import servers_for
 from headway.strategies.data_parallel.decoupled.tuning.watch import Period
-from headway.strategies.data_parallel.parameter_server.policy import LEAST_PIECE_MB, ParameterServerStrategy
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
 def trial(measured_ms: float, predicted_ms: float | None, gather: GatherMode = "parameters") -> Trial:
@@ -81,10 +66,7 @@ def test_the_best_two_are_measured_again_where_they_are_close() -> None:
 
 # Stock DDP -----------------------------------------------------------------------------------------------
 
-STOCK = DistributedDataParallelStrategy()
-
-
-SMALLER, SMALLEST = (DistributedDataParallelStrategy(bucket_cap_mb=cap_mb) for cap_mb in (1, 0.3))
+SMALLEST = DistributedDataParallelStrategy(bucket_cap_mb=0.3)
 
 
 def stock(
@@ -161,7 +143,7 @@ def test_larger_buckets_are_a_way_of_their_own(larger_ms: float, tried: int) -> 
 
 @pytest.mark.parametrize(("share", "others"), [(2, (10, 32)), (20, (32, 10)), (50, (32, 10)), (32, (10,))])
 def test_stock_ddp_is_tried_with_smaller_and_larger_buckets(share: int, others: tuple[int, ...]) -> None:
-    question = _large_question()
+    question = large_question()
     size_bytes = question.model.size_bytes
     own = DistributedDataParallelStrategy(bucket_cap_mb=size_bytes // share / 2**20)
     caps = [
@@ -276,162 +258,11 @@ def test_a_candidate_survives_its_way_to_the_other_ranks() -> None:
     assert not again.is_stock
 
 
-# The shortlist ---------------------------------------------------------------------------------------
-
-
-def question_of(job: PlannedJob, in_force: BucketSchedule, forms: tuple[GatherMode, ...]) -> Question:
-    return Question(job.model, in_force, forms, 2, Learned(job.profile, job.cluster))
-
-
-def schedules_of(candidates: list[Candidate], job: PlannedJob) -> list[Any]:
-    return [candidate.strategy.decide(Job.of(job.model)) for candidate in candidates]
-
-
-def names_of(candidates: list[Candidate]) -> list[str]:
-    return [candidate.name for candidate in candidates]
-
-
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
-def test_the_shortlist_holds_what_is_in_force_the_planned_and_fixed_caps(gather: GatherMode) -> None:
-    job = layered_job([200_000] * 12)
-    in_force = DecoupledStrategy(gather=gather).decide(Job.of(job.model))
-    question = question_of(job, in_force, (gather,))
-    assert question.learned is not None
-    found = shortlist(question, question.learned)
-    assert names_of(found) == ["in force", *["planned"] * (len(found) - 3), "fixed cap", "fixed cap"]
-    assert 1 <= names_of(found).count("planned") <= planned.MOST_PLANNED
-    schedules = [candidate.strategy.decide(Job.of(job.model)) for candidate in found]
-    assert schedules[0] == in_force
-    assert len(set(schedules)) == len(schedules)
-    assert {schedule.gather for schedule in schedules} == {gather}
-    predicted = [candidate.predicted_ms for candidate in found if candidate.predicted_ms is not None]
-    assert len(predicted) == len(found)
-    assert min(predicted) == min(c.predicted_ms or math.inf for c in found if c.name == "planned")
-
-
-def test_another_form_is_tried_only_where_it_promises_enough() -> None:
-    job = layered_job(
-        [400_000] * 8, communication=1.5, optimizer_ms=80.0
-    )  # a share of the update is much faster
-    in_force = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
-    question = question_of(job, in_force, ("gradients", "parameters"))
-    assert question.learned is not None
-    forms = {schedule.gather for schedule in schedules_of(shortlist(question, question.learned), job)}
-    assert forms == {"gradients", "parameters"}
-
-    job = layered_job([4_000] * 8, communication=0.01, optimizer_ms=0.0, overhead_us=1.0)  # nothing to gain
-    for home in ("parameters", "gradients"):
-        in_force = DecoupledStrategy(gather=home).decide(Job.of(job.model))
-        question = question_of(job, in_force, ("parameters", "gradients"))
-        assert question.learned is not None
-        assert {s.gather for s in schedules_of(shortlist(question, question.learned), job)} == {home}
-
-
-@pytest.mark.parametrize(
-    ("parameters_ms", "tried"), [((95.0, 89.9), [1]), ((99.9, 91.0), []), ((95.0, 80.0), [1, 2])]
-)
-def test_the_other_form_is_a_candidate_where_it_promises_more_with_as_many_channels(
-    parameters_ms: tuple[float, float], tried: list[int]
-) -> None:
-    job = layered_job([4_000] * 8)
-    one = DecoupledStrategy(gather="gradients").decide(Job.of(job.model))
-    forms: tuple[tuple[GatherMode, tuple[float, float]], ...] = (
-        ("gradients", (100.0, 90.0)), ("parameters", parameters_ms)
-    )  # fmt: skip
-    rows = [
-        planner.PlannedSchedule(replace(one, gather=form, channels=channels), ms * MS)
-        for form, own in forms
-        for channels, ms in enumerate(own, start=1)
-    ]
-    found = planner.Planned(tuple(sorted(rows, key=lambda each: each.step_ns)), len(rows))
-    assert sorted(each.channels for each in planned._of_other_form(found, "gradients")) == tried
-
-
-@pytest.mark.parametrize("stock_in_force", [False, True])
-@pytest.mark.parametrize("learns", [False, True])
-def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_force: bool) -> None:
-    job = layered_job([200_000] * 12)
-    in_force = DecoupledStrategy().decide(Job.of(job.model))
-    question = replace(
-        question_of(job, in_force, ("parameters",)),
-        stock=STOCK,
-        on_stock_ddp=STOCK if stock_in_force else None,
-    )
-    assert question.learned is not None
-    found = shortlist(question, question.learned) if learns else guesses(question)
-    assert names_of(found)[:2] == (["in force", "before"] if stock_in_force else ["in force", "stock DDP"])
-    assert [c.strategy.bucket_cap_mb for c in found if isinstance(c.strategy, DistributedDataParallelStrategy)] == [
-        None, *(job.model.size_bytes // share / 2**20 for share in (10, 32)),
-    ]  # fmt: skip
-    assert found[0 if stock_in_force else 1].is_stock
-    assert found[1 if stock_in_force else 0].strategy.decide(Job.of(job.model)) == in_force
-
-
-def serving_question(
-    rates_gbps: Sequence[float], begun: ParameterServerStrategy | None = None, *, may_serve: bool = True
-) -> Question:
-    """Of a job on hosts of such rates, where ``begun`` is in force."""
-    job = layered_job([200_000] * 12)
-    question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
-    assert question.learned is not None
-    hosts = tuple(
-        Host(name=f"host{n}", workers=1, up_gbps=each, down_gbps=each) for n, each in enumerate(rates_gbps)
-    )
-    learned = replace(question.learned, cluster=question.learned.cluster.model_copy(update={"hosts": hosts}))
-    return replace(question, learned=learned, stock=STOCK, on_stock_ddp=begun, may_serve=may_serve)
-
-
-def test_servers_are_tried_where_links_are_unequal() -> None:
-    question = serving_question([1, 1, 1, 0.4])
-    assert question.learned is not None
-    found = [each for each in shortlist(question, question.learned) if each.name == "servers"]
-    strategies = [each.strategy for each in found]
-    assert all(isinstance(each, ParameterServerStrategy) for each in strategies)
-    assert len(strategies) == 2
-    for each in strategies:
-        assert isinstance(each, ParameterServerStrategy)
-        assert each.shares == shares_on(question.learned.cluster)
-        assert each.shares[3] < min(each.shares[:3])
-        assert each.bucket_cap_mb / each.pieces >= LEAST_PIECE_MB
-    assert all(each.predicted_ms is None and not each.is_stock for each in found)
-    assert servers_for(serving_question([1, 1, 1, 1])) == []
-    assert servers_for(serving_question([1, 1, 1, 0.4], may_serve=False)) == []
-    assert servers_for(replace(question, learned=None)) == []
-
-
-def test_servers_in_force_are_tried_with_other_shares() -> None:
-    begun = ParameterServerStrategy(bucket_cap_mb=2, channels=1)
-    first, *others = servers_for(serving_question([1, 1, 1, 0.4], begun))
-    assert (first.bucket_cap_mb, first.channels) == (2, 1)
-    assert {each.shares for each in (first, *others)} == {first.shares}
-    assert servers_for(serving_question([1, 1, 1, 0.4], first)) == others  # not those in force again
-    assert servers_for(serving_question([1, 1, 1, 1], first)) == [begun]
-    assert servers_for(serving_question([1, 1, 1, 1], begun)) == []
-
-
-def test_servers_in_force_come_first_and_stock_ddp_is_among_the_others() -> None:
-    begun = ParameterServerStrategy(bucket_cap_mb=2)
-    question = serving_question([1, 1, 1, 1], begun)
-    assert question.learned is not None
-    found = shortlist(question, question.learned)
-    assert names_of(found)[:3] == ["in force", "before", "stock DDP"]
-    assert (found[0].strategy, found[2].strategy) == (begun, STOCK)
-
-
 def test_servers_stay_only_where_they_are_faster_than_what_needs_less_memory() -> None:
     servers = Candidate(name="servers", strategy=ParameterServerStrategy())
     assert planned.choose([Trial(servers, 100.0), trial(100.2, 90.0)]) == 1
     assert planned.choose([Trial(servers, 100.0), trial(102.0, 90.0)]) == 0
     assert planned.choose([stock(100.0), Trial(servers, 99.9)]) == 0
-
-
-def test_without_anything_learned_caps_are_tried() -> None:
-    job = layered_job([200_000] * 12)
-    in_force = DecoupledStrategy().decide(Job.of(job.model))
-    found = guesses(question_of(job, in_force, ("parameters",)))
-    assert found[0].strategy.decide(Job.of(job.model)) == in_force
-    assert len(found) >= len(planned.GUESSED_SHARES)
-    assert all(candidate.predicted_ms is None for candidate in found)
 
 
 # What is learned -------------------------------------------------------------------------------------
@@ -497,109 +328,3 @@ def test_the_option_is_part_of_a_plan_and_survives_spelling_out() -> None:
     plan = Plan.data_parallel(spelled, 2, model)
     assert Plan.model_validate(plan.model_dump(mode="json")).strategy == spelled
     assert forward_gather_order(model, spelled.decide(Job.of(model)).buckets) == spelled.gather_order
-
-
-@pytest.mark.parametrize("layers", [12, 40])
-def test_a_large_model_is_planned_in_a_process_while_training_goes_on(layers: int) -> None:
-    job = layered_job([20_000] * layers)
-    question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
-    proposer, alone = PlannedProposer(), Alone()
-    proposer.begin(Setting(question, alone))  # type: ignore[arg-type]
-    asked, deadline = 1, time.monotonic() + 100
-    while not proposer.is_ready():
-        asked += 1
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
-    assert (asked == 1) == (layers == 12)
-    assert question.learned is not None
-    expected = [each.strategy for each in shortlist(question, question.learned)]
-    assert [each.strategy for each in proposer._left] == expected
-
-
-def _answers(proposer: PlannedProposer, question: Question) -> list[Candidate]:
-    deadline = time.monotonic() + 60
-    while not proposer.is_ready():
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
-    assert proposer._left == guesses(question)
-    assert any(each.is_stock for each in proposer._left)
-    return proposer._left
-
-
-def _large_question() -> Question:
-    job = layered_job([20_000] * 40)
-    asked = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
-    return replace(asked, stock=STOCK)
-
-
-def test_where_planning_dies_stock_ddp_and_caps_are_tried(caplog: pytest.LogCaptureFixture) -> None:
-    question, proposer = _large_question(), PlannedProposer()
-    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
-    assert proposer._planning is not None
-    assert proposer._planning._process is not None
-    proposer._planning._process.kill()
-    _answers(proposer, question)
-    assert "its process ended early" in caplog.text
-
-
-def test_where_no_process_can_be_had_stock_ddp_and_caps_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(_: str) -> None:
-        raise BlockingIOError("no process")
-
-    monkeypatch.setattr(helper_process, "begin", none)
-    question, proposer = _large_question(), PlannedProposer()
-    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
-    _answers(proposer, question)
-
-
-@pytest.mark.parametrize("said", [b"", b"no shortlist", b"\xff", b"{}\n{"])
-def test_what_is_no_shortlist_is_a_failure(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def saying(_: str) -> subprocess.Popen[bytes]:
-        code = f"import sys; sys.stdin.buffer.read(); sys.stdout.buffer.write({said!r})"
-        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    monkeypatch.setattr(helper_process, "begin", saying)
-    question, proposer = _large_question(), PlannedProposer()
-    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
-    _answers(proposer, question)
-
-
-def test_neither_the_folder_nor_what_libraries_print_disturbs_planning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "random.py").write_text("raise SystemExit(3)")
-    (tmp_path / "printing").mkdir()
-    (tmp_path / "printing" / "sitecustomize.py").write_text("print('loaded')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "printing")
-    job = layered_job([20_000] * 40)
-    question = question_of(job, DecoupledStrategy().decide(Job.of(job.model)), ("parameters",))
-    proposer = PlannedProposer()
-    proposer.begin(Setting(question, Alone()))  # type: ignore[arg-type]
-    deadline = time.monotonic() + 100
-    while not proposer.is_ready():
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
-    assert any(each.predicted_ms is not None for each in proposer._left)
-
-
-def test_what_nothing_was_learned_for_and_cannot_be_guessed_ends_tuning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(_: Question) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(planning, "guesses", fails)
-    proposer = PlannedProposer()
-    proposer.begin(Setting(replace(_large_question(), learned=None), Alone()))  # type: ignore[arg-type]
-    with pytest.raises(TuningEndedError, match="ZeroDivisionError"):
-        proposer.is_ready()
-
-
-def test_the_scripts_own_buckets_stay_a_candidate_where_smaller_ones_are_in_force() -> None:
-    question = replace(_large_question(), stock=SMALLER, on_stock_ddp=SMALLER, script_stock=STOCK)
-    found = [each.strategy for each in guesses(question) if each.is_stock]
-    assert found[:2] == [SMALLER, STOCK]
-    plain = guesses(replace(question, script_stock=SMALLER))
-    assert next(each.strategy for each in plain if each.is_stock) == SMALLER
-    assert STOCK not in [each.strategy for each in plain]

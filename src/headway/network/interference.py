@@ -26,8 +26,10 @@ class Work:
     """Some of what a layer does: a product that lives in the caches, and a pass over memory that does not."""
 
     def __init__(self) -> None:
-        self._left, self._right = torch.ones(512, 256), torch.ones(256, 512)
-        self._source, self._target = torch.ones(1_000_000), torch.empty(1_000_000)
+        # Whatever a script has made torch's defaults.
+        own = partial(torch.ones, dtype=torch.float32, device="cpu")
+        self._left, self._right = own(512, 256), own(256, 512)
+        self._source, self._target = own(1_000_000), own(1_000_000)
 
     def seconds_each(self, go_on: Callable[[], bool]) -> float:
         """Work for as long as ``go_on`` says; return the mean seconds of one piece of it."""

@@ -23,6 +23,7 @@ from headway.collectives.algorithms import (
 from headway.collectives.hosts import Hosts
 from headway.collectives.selection import Selection
 from headway.network.collective_costs import seconds_alone
+from headway.network.interference import Work
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.decoupled.transport import BucketTransport
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
@@ -44,6 +45,9 @@ MEASURED_S = (
     0.1  # rings that follow each other without a pause: one would let shaped links save up for a burst
 )
 BUSY = 0.5  # from this share of CPU time on, rings are timed concurrently with computation, as they run in training
+BUCKETS = 16  # about as many as a planned schedule has
+INTERFERING_S = 0.15  # of rings that computation is concurrent with
+MOST_SLOWDOWN = 4.0
 STEADY = 0.05  # a difference that says nothing
 LEAST_SAVED_BYTES = 512
 HALVES = (REDUCE_SCATTER, ALL_GATHER)
@@ -85,6 +89,8 @@ def measure(
     count = max(1, min(8, round(MEASURED_S / (2 * byte_s * large))))
     byte_s = max(LEAST_BYTE_S, saturated(RINGS, large, count) / large)
     overhead_s = min(alpha_s, overhead_s)
+    bucket = min(large, max(small, size_bytes // BUCKETS))
+    slowdown = _slowdown(transport, agreement, bucket, bucket * byte_s) if busy >= BUSY else 0.0
     others = world_size - 1
     gbps, latency_us = others / world_size / byte_s * 8 / 1e9, (alpha_s - overhead_s) / others * 1e6
     cluster = Cluster(
@@ -96,6 +102,7 @@ def measure(
             RING: AlgorithmCost(overhead_us=overhead_s * 1e6),
             DEFERRED_UPDATE: AlgorithmCost(overhead_us=update_overhead_ns / 1e3),
         },
+        compute_slowdown=slowdown,
         source="measured while training",
     )
     cluster = cluster.model_copy(update={"burst_bytes": saved_bytes(cluster, small_s, small)})
@@ -202,7 +209,7 @@ def _collectives_s(
         run = partial(_run, transport, selections, size_bytes, count, took_s.append)
         job = transport.submit(Job("all_reduce", -1, size_bytes, run))
         if busy:
-            _compute_until(job)
+            Work().seconds_each(partial(_in_flight, job))
         transport.wait(job)
     return statistics.median(agreement.slowest(took_s)) / count
 
@@ -227,7 +234,7 @@ def _saturated_s(
         run = partial(_run, transport, selections, size_bytes, count, lambda _: None)
         jobs = [transport.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(transport.used)]
         if busy:
-            _compute_until(jobs[-1])
+            Work().seconds_each(partial(_in_flight, jobs[-1]))
         for job in jobs:
             transport.wait(job)
         took_s.append(time.perf_counter() - begun)
@@ -258,8 +265,22 @@ def _run(
     tell(time.perf_counter() - begun)
 
 
-def _compute_until(job: Job) -> None:
-    left, right = torch.ones(256, 256), torch.ones(256, 256)
-    with torch.no_grad():
-        while not job.done.is_set():
-            torch.mm(left, right)
+def _in_flight(job: Job) -> bool:
+    return not job.done.is_set()
+
+
+def _slowdown(transport: BucketTransport, agreement: Agreement, size_bytes: int, ring_s: float) -> float:
+    """How much longer computation takes while every channel has rings of ``size_bytes`` in flight: ranks' mean."""
+    work, count = Work(), max(1, round(INTERFERING_S / 2 / ring_s / transport.used))
+    found = []
+    for _ in range(REPEATS):
+        transport.meet()
+        until = time.perf_counter() + INTERFERING_S
+        alone_s = work.seconds_each(lambda until=until: time.perf_counter() < until)  # type: ignore[misc]
+        run = partial(_run, transport, RINGS, size_bytes, count, lambda _: None)
+        jobs = [transport.submit(Job("all_reduce", -1, size_bytes, run)) for _ in range(transport.used)]
+        found.append(work.seconds_each(partial(_in_flight, jobs[-1])) / alone_s - 1)
+        for job in jobs:
+            transport.wait(job)
+    mean = statistics.fmean(own[0] for own in agreement.from_each([statistics.median(found)]))
+    return min(MOST_SLOWDOWN, max(0.0, mean))

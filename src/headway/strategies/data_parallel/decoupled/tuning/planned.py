@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from headway.model import ModelSpec
 from headway.planning import planner
+from headway.planning.disturbed_step import predict_disturbed, undisturbed
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
@@ -121,6 +123,8 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     ``OTHER_FORM`` is worth one only where as many channels prove to be the best.
     """
     model = ordered(question.model, learned)
+    seen = Predictor(model, learned.profile, learned.cluster)
+    learned = replace(learned, profile=undisturbed(seen, question.in_force))
     predictor = Predictor(model, learned.profile, learned.cluster)
     channels = min(2, question.channels)
     found = planner.plan(
@@ -136,7 +140,7 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     candidates: dict[BucketSchedule, Candidate] = {}
     for name, schedule in schedules:
         if schedule not in candidates:
-            predicted_ms = predictor.predict(schedule) / 1e6
+            predicted_ms = predict_disturbed(predictor, schedule) / 1e6
             candidates[schedule] = Candidate.of(name, schedule, model, predicted_ms)
     at_once, later = (
         [each for each in candidates.values() if (each.name == OTHER_FORM) == waits]

@@ -1,0 +1,108 @@
+"""Predicting a step whose computation is slowed down by collectives in flight on the same cores, as replay does it.
+
+As the surrogate, it holds for ranks that are alike, and is held against replay by a test. A step is seen from the first
+gradient of a backward on. Until the next forward nothing waits, so what is in flight is known from when collectives
+begin and end. Forward waits for gathers only, all of them before the last one ends: what it has computed by then it
+computed with gathers in flight. What deferred updates compute is not slowed down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headway.graph.step_profile import StepProfile
+from headway.intervals import merged
+from headway.planning.surrogate import Played, Predictor
+from headway.scheduling.buckets import BucketSchedule
+
+ROUNDS = 4
+"""What is in flight depends on how long computation takes, and the other way round (as in ``graph.disturbance``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """Computation that takes ``1 + slowdown`` times as long within ``spans`` (ns from its beginning, in order)."""
+
+    spans: tuple[tuple[float, float], ...]
+    slowdown: float
+
+    def taken_ns(self, computed_ns: float) -> float:
+        """How long it takes to compute what takes ``computed_ns`` undisturbed."""
+        now_ns, left_ns, factor = 0.0, computed_ns, 1 + self.slowdown
+        for start_ns, end_ns in self.spans:
+            before_ns = start_ns - now_ns
+            if left_ns <= before_ns:
+                break
+            left_ns, now_ns = left_ns - before_ns, start_ns
+            within_ns = (end_ns - start_ns) / factor
+            if left_ns <= within_ns:
+                return now_ns + left_ns * factor
+            left_ns, now_ns = left_ns - within_ns, end_ns
+        return now_ns + left_ns
+
+    def computed_ns(self, taken_ns: float) -> float:
+        """How long that takes undisturbed which has taken ``taken_ns``."""
+        within_ns = sum(max(0.0, min(end_ns, taken_ns) - start_ns) for start_ns, end_ns in self.spans)
+        return taken_ns - within_ns * self.slowdown / (1 + self.slowdown)
+
+
+def predict_disturbed(predictor: Predictor, schedule: BucketSchedule) -> float:
+    """The step of ``schedule`` (ns) if the profile of ``predictor`` is undisturbed, by its cluster's slowdown."""
+    played = predictor.played_of(schedule)
+    slowdown, seen = predictor.cluster.compute_slowdown, predictor
+    for _ in range(ROUNDS if slowdown else 0):
+        behind, forward = _in_flight(played, seen.profile, slowdown)
+        profile = _moved(predictor.profile, behind.taken_ns, forward.taken_ns)
+        seen = Predictor(predictor.model, profile, predictor.cluster, predictor.algorithms, predictor.costs)
+        played = seen.played_of(schedule)
+    return played.step_ns
+
+
+def undisturbed(predictor: Predictor, schedule: BucketSchedule) -> StepProfile:
+    """The profile of ``predictor``, seen while ``schedule`` was in force, as if nothing had been in flight."""
+    slowdown = predictor.cluster.compute_slowdown
+    if not slowdown:
+        return predictor.profile
+    behind, forward = _in_flight(predictor.played_of(schedule), predictor.profile, slowdown)
+    return _moved(predictor.profile, behind.computed_ns, forward.computed_ns)
+
+
+def _in_flight(played: Played, profile: StepProfile, slowdown: float) -> tuple[Slowed, Slowed]:
+    """How computation is slowed down from the first gradient to the next forward, and from there on."""
+    jobs, ends_ns, channels = played.launched.jobs, played.ends_ns, played.channels
+    spans = []
+    for number, job in enumerate(jobs):
+        earlier = [each for each in (number - channels, job.after) if each >= 0]
+        spans.append((max([job.asked_ns, *(ends_ns[each] for each in earlier)]), ends_ns[number]))
+    first_ns = _first_ns(profile)
+    forward_at_ns = profile.backward_ns + profile.tail_ns - first_ns + profile.rest_ns
+    waited_ns = played.step_ns - forward_at_ns - profile.forward_ns - profile.between_ns - first_ns
+    computed_ns = max(0.0, max(ends_ns, default=0.0) - forward_at_ns - waited_ns)
+    return Slowed(tuple(merged(spans)), slowdown), Slowed(((0.0, computed_ns),), slowdown)
+
+
+def _moved(
+    profile: StepProfile, behind: Callable[[float], float], forward: Callable[[float], float]
+) -> StepProfile:
+    """``profile`` with its moments moved: from the first gradient to the next forward, and from there on."""
+    first_ns = _first_ns(profile)
+    end_ns = profile.backward_ns - first_ns
+    step_ns = end_ns + profile.tail_ns
+    return replace(
+        profile,
+        forward_ns=round(forward(profile.forward_ns)),
+        between_ns=round(forward(profile.forward_ns + profile.between_ns) - forward(profile.forward_ns)),
+        backward_ns=first_ns + round(behind(end_ns)),
+        tail_ns=round(behind(step_ns) - behind(end_ns)),
+        rest_ns=round(behind(step_ns + profile.rest_ns) - behind(step_ns)),
+        needs_ns={name: round(forward(moment_ns)) for name, moment_ns in profile.needs_ns.items()},
+        ready_ns={
+            name: first_ns + round(behind(moment_ns - first_ns))
+            for name, moment_ns in profile.ready_ns.items()
+        },
+    )
+
+
+def _first_ns(profile: StepProfile) -> int:
+    return min(profile.ready_ns.values(), default=0)
