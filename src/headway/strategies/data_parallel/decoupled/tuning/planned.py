@@ -75,17 +75,20 @@ def _best_stock(trials: Sequence[Trial], stock: Sequence[int]) -> int:
 def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
     """The two fastest of ours where they are close, and stock DDP between them; each at most once.
 
-    Stock DDP is measured again however slow it was: a disturbance is no reason to leave it.
+    Stock DDP is measured again however slow it was: a disturbance is no reason to leave it. Where it may be the best,
+    so are those of its other buckets that come next, if they are close.
     """
     stock, ours = _sides(trials)
     ranked = sorted((trials[i] for i in ours), key=lambda trial: trial.measured_ms)[:2]
     again = ranked if len(ranked) == 2 and _close(*ranked) else []
-    rivals = [trials[_best_stock(trials, stock)]] if stock else []
-    rivals = [
-        rival for rival in rivals if ranked and ranked[0].measured_ms <= rival.measured_ms * (1 + CLOSE)
-    ]
-    if rivals:
-        again = [ranked[0], *rivals, *again[1:]]
+    if stock:
+        rival = trials[_best_stock(trials, stock)]
+        if ranked and ranked[0].measured_ms <= rival.measured_ms * (1 + CLOSE):
+            again = [ranked[0], rival, *again[1:]]
+        others = sorted((trials[i] for i in stock), key=lambda trial: trial.measured_ms)
+        next_best = [each for each in others if each is not rival and _close(each, rival)][:1]
+        if next_best and (not ranked or rival.measured_ms <= ranked[0].measured_ms * (1 + CLOSE)):
+            again = [*(again if rival in again else [rival, *again]), *next_best]
     return [trial.candidate for trial in again]
 
 

@@ -28,6 +28,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 )
 
 MOST_REMATCHES = 2
+NOISE = 0.03  # of one measurement of three steps, where cores are busy
 PLANNED_IN_PLACE = 32
 """Up to so many parameters planning is over before a process would have begun."""
 ASKED_EVERY = 4
@@ -121,7 +122,9 @@ class PlannedProposer:
         return best.channels == strategy.channels
 
     def _is_slower_already(self, strategy: Alternative) -> bool:
-        """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``."""
+        """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``, not by
+        what a busy machine's measurements differ by.
+        """
         told = {
             each.strategy.largest_cap_bytes: times[0]
             for each, times in self._told.items()
@@ -131,7 +134,7 @@ class PlannedProposer:
             return False
         own, wanted = next(iter(told)), strategy.largest_cap_bytes
         way = [ms for cap, ms in told.items() if own < cap < wanted or wanted < cap < own]
-        return bool(way) and way[-1] > min(told[own], *way)
+        return bool(way) and way[-1] > min(told[own], *way) * (1 + NOISE)
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
         """Keep what was measured."""
