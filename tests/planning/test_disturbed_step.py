@@ -71,12 +71,16 @@ def capped(job: PlannedJob, share: int, gather: GatherMode) -> BucketSchedule:
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
-@pytest.mark.parametrize("communication", [0.3, 1.0])
-def test_a_slowdown_shows_where_communication_is_hidden(gather: GatherMode, communication: float) -> None:
-    still = layered_job([400_000] * 20, communication=communication, optimizer_ms=1.0)
+@pytest.mark.parametrize(("communication", "optimizer_ms"), [(0.3, 1.0), (1.0, 1.0), (0.8, 25.0)])
+def test_a_slowdown_shows_where_communication_is_hidden(
+    gather: GatherMode, communication: float, optimizer_ms: float
+) -> None:
+    still = layered_job(
+        [400_000] * 20, communication=communication, optimizer_ms=optimizer_ms, rest_ms=optimizer_ms
+    )
     job, schedule = slowed(still, 0.3), capped(still, 10, gather)
     predicted, replayed = predict_disturbed(predictor_of(job), schedule), replayed_ns(job, schedule)
-    assert predicted == pytest.approx(replayed, rel=0.02)
+    assert predicted == pytest.approx(replayed, rel=0.02 + 0.02 * (optimizer_ms > 1))
     assert replayed > 1.03 * replayed_ns(still, schedule)
     assert predict_disturbed(predictor_of(still), schedule) == predictor_of(still).predict(schedule)
 

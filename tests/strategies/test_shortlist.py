@@ -210,6 +210,8 @@ def test_where_cores_are_shared_a_step_is_predicted_that_is_slowed_down(gather: 
     found = shortlist(question, question.learned)
     for schedule, each in zip(schedules_of(found, job), found, strict=True):
         assert each.predicted_ms == pytest.approx(replayed_ns(job, schedule) / MS, rel=0.04)
+    predicted = {each.predicted_ms or math.inf: each.name for each in reversed(found)}
+    assert predicted[min(predicted)] == "planned"
     quiet = question_of(still, in_force, (gather,))
     assert quiet.learned is not None
     best, best_quiet = (

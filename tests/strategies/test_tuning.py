@@ -220,6 +220,13 @@ def test_what_was_measured_once_does_not_win_a_tie_against_what_was_measured_aga
     assert choose([again, once]) == 0
 
 
+def test_stock_ddp_that_was_measured_again_goes_before_what_was_measured_once() -> None:
+    own, smaller = (stock(103, 2.0, strategy=each) for each in (STOCK, SMALLER))
+    once = stock(102, strategy=SMALLEST)
+    assert choose([trial(120, 1), own, smaller, once]) == 1
+    assert choose([own, replace(smaller, measured_ms=101), once]) == 1
+
+
 def test_what_repeated_measurements_have_not_parted_is_measured_again() -> None:
     ours = replace(trial(100, 1), uncertainty_ms=2.0)
     assert undecided([ours, stock(101, 2.0)]) == [ours.candidate, stock(1).candidate]

@@ -11,7 +11,7 @@ from headway.graph.recorded_messages import pipeline_messages
 from headway.graph.rescaled_kernels import RescaledKernels
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.graph.update_cost import background_update_cost, is_background
-from headway.intervals import Intervals
+from headway.intervals import Intervals, merged
 from headway.model import ModelSpec
 from headway.trace.events import SHARDED, Event, Events, Kind
 from headway.trace.format import Trace
@@ -93,7 +93,7 @@ def _timeline(
 ) -> Timeline:
     rows = list(events)
     window = next(row for row in rows if row.kind == Kind.STEP)
-    waits = _merged([row for row in rows if row.kind == Kind.WAIT])
+    waits = list(merged((row.start_ns, row.end_ns) for row in rows if row.kind == Kind.WAIT))
     shared_reads = [
         (row.start_ns, row.end_ns) for row in rows if row.kind == Kind.READ and row.algorithm == SHARDED
     ]
@@ -207,16 +207,6 @@ def _part_at(time_ns: int, parts: Sequence[_Interval]) -> Item:
         if part.start_ns <= time_ns < part.end_ns:
             found = part.of
     return found
-
-
-def _merged(rows: Sequence[Event]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for row in sorted(rows, key=lambda row: row.start_ns):
-        if merged and row.start_ns <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], row.end_ns))
-        elif row.duration_ns > 0:
-            merged.append((row.start_ns, row.end_ns))
-    return merged
 
 
 def _inside(time_ns: int, intervals: Sequence[tuple[int, int]]) -> bool:

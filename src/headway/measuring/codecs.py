@@ -41,10 +41,7 @@ def _cost(codec: Codec, work: Work | None) -> CodecCost:
     small_us: list[float] = []
     large_us: list[float] = []
     slowdowns: list[float] = []
-    alone_s = 0.0
-    if work is not None:
-        until = time.perf_counter() + ALONE_S
-        alone_s = work.seconds_each(lambda: time.perf_counter() < until)
+    alone_s = 0.0 if work is None else work.seconds_alone(ALONE_S)
     for size_mib, found in zip(SIZES_MIB, (small_us, large_us), strict=True):
         watched = _Watched(codec, round(size_mib * MIB))
         watched.run()  # memory is there, and directions are known

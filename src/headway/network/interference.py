@@ -35,11 +35,17 @@ class Work:
         """Work for as long as ``go_on`` says; return the mean seconds of one piece of it."""
         begun = time.perf_counter()
         count = 0
-        while go_on():
-            torch.mm(self._left, self._right)
-            torch.mul(self._source, 0.5, out=self._target)
-            count += 1
+        with torch.autocast("cpu", enabled=False):  # whatever a script that calls it has in force
+            while go_on():
+                torch.mm(self._left, self._right)
+                torch.mul(self._source, 0.5, out=self._target)
+                count += 1
         return (time.perf_counter() - begun) / max(1, count)
+
+    def seconds_alone(self, seconds: float) -> float:
+        """The same for so many seconds."""
+        until = time.perf_counter() + seconds
+        return self.seconds_each(lambda: time.perf_counter() < until)
 
 
 class RaisingThread(threading.Thread):
@@ -115,8 +121,7 @@ def communication_interference(collective: Callable[[], None], rounds: int) -> t
     slowdowns, updates_s = [], []
     for _ in range(rounds):
         dist.barrier()
-        until = time.perf_counter() + CONCURRENT_S / 2
-        alone_s = work.seconds_each(lambda until=until: time.perf_counter() < until)  # type: ignore[misc]
+        alone_s = work.seconds_alone(CONCURRENT_S / 2)
         dist.barrier()
         rings = RaisingThread(partial(repeat, collective, count))
         rings.start()

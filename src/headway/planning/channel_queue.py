@@ -32,6 +32,21 @@ def serve(jobs: Sequence[Job], channels: int) -> list[float]:
     return _serve_one_by_one(jobs) if channels == 1 else _Together(jobs, channels).serve()
 
 
+def begins(jobs: Sequence[Job], ends: Sequence[float], channels: int) -> list[float]:
+    """When the collective of each job begins, behind the work before it; ``ends`` is when each ends."""
+    found: list[float] = []
+    worked_ns = 0.0
+    for number, job in enumerate(jobs):
+        channel_ns = ends[number - channels] if number >= channels else 0.0
+        ready_ns = max(job.asked_ns, ends[job.after] if job.after >= 0 else 0.0)
+        if job.apart:
+            worked_ns = max(worked_ns, ready_ns) + job.before_ns
+            found.append(max(worked_ns, channel_ns))
+        else:
+            found.append(max(ready_ns, channel_ns) + job.before_ns)
+    return found
+
+
 def critical_path(jobs: Sequence[Job], ends: Sequence[float], channels: int, last: int) -> list[int]:
     """The jobs that decide when job ``last`` ends, from it back to one that waited for nothing but being asked for.
 

@@ -2,8 +2,8 @@
 
 As the surrogate, it holds for ranks that are alike, and is held against replay by a test. A step is seen from the first
 gradient of a backward on. Until the next forward nothing waits, so what is in flight is known from when collectives
-begin and end. Forward waits for gathers only, all of them before the last one ends: what it has computed by then it
-computed with gathers in flight. What deferred updates compute is not slowed down here.
+begin and end. Forward waits for gathers only, and for none of them after the last one has ended: what it has computed
+by then it computed with gathers in flight. What deferred updates compute is not slowed down here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from headway.graph.disturbance import ROUNDS
 from headway.graph.step_profile import StepProfile
 from headway.intervals import merged
+from headway.planning.channel_queue import begins
 from headway.planning.surrogate import Played, Predictor
 from headway.scheduling.buckets import BucketSchedule
-
-ROUNDS = 4
-"""What is in flight depends on how long computation takes, and the other way round (as in ``graph.disturbance``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,11 @@ def undisturbed(predictor: Predictor, schedule: BucketSchedule) -> StepProfile:
 
 def _in_flight(played: Played, profile: StepProfile, slowdown: float) -> tuple[Slowed, Slowed]:
     """How computation is slowed down from the first gradient to the next forward, and from there on."""
-    jobs, ends_ns, channels = played.launched.jobs, played.ends_ns, played.channels
-    spans = []
-    for number, job in enumerate(jobs):
-        earlier = [each for each in (number - channels, job.after) if each >= 0]
-        spans.append((max([job.asked_ns, *(ends_ns[each] for each in earlier)]), ends_ns[number]))
-    first_ns = _first_ns(profile)
-    forward_at_ns = profile.backward_ns + profile.tail_ns - first_ns + profile.rest_ns
-    waited_ns = played.step_ns - forward_at_ns - profile.forward_ns - profile.between_ns - first_ns
-    computed_ns = max(0.0, max(ends_ns, default=0.0) - forward_at_ns - waited_ns)
-    return Slowed(tuple(merged(spans)), slowdown), Slowed(((0.0, computed_ns),), slowdown)
+    begins_ns = begins(played.launched.jobs, played.ends_ns, played.channels)
+    spans = merged(zip(begins_ns, played.ends_ns, strict=True))
+    forward_at_ns = profile.backward_ns + profile.tail_ns - _first_ns(profile) + profile.rest_ns
+    computed_ns = max(0.0, max(played.ends_ns, default=0.0) - forward_at_ns - played.held_ns)
+    return Slowed(tuple(spans), slowdown), Slowed(((0.0, computed_ns),), slowdown)
 
 
 def _moved(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 
 from headway.model import ModelSpec
 from headway.planning import planner
@@ -67,7 +67,11 @@ def choose(trials: Sequence[Trial]) -> int:
 
 
 def _best_stock(trials: Sequence[Trial], stock: Sequence[int]) -> int:
-    """The fastest of stock DDP's; the first one, whose buckets are the script's, where it is within ``TIE`` of it."""
+    """The fastest of stock DDP's; the first one, whose buckets are the script's, where it is within ``TIE`` of it.
+
+    If some were measured again, it is one of these.
+    """
+    stock = [i for i in stock if trials[i].uncertainty_ms < math.inf] or stock
     best_ms = min(trials[i].measured_ms for i in stock)
     return next(i for i in stock if trials[i].measured_ms <= best_ms * (1 + TIE))
 
@@ -76,7 +80,7 @@ def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
     """The two fastest of ours where they are close, and stock DDP between them; each at most once.
 
     Stock DDP is measured again however slow it was: a disturbance is no reason to leave it. Where it may be the best,
-    so are those of its other buckets that come next, if they are close.
+    so are the next best of its other buckets, if they are close.
     """
     stock, ours = _sides(trials)
     ranked = sorted((trials[i] for i in ours), key=lambda trial: trial.measured_ms)[:2]
@@ -126,13 +130,14 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     ``OTHER_FORM`` is worth one only where as many channels prove to be the best.
     """
     model = ordered(question.model, learned)
+    # Steps as they were seen, slowed down by what was in flight, are about what those that are planned are like.
     seen = Predictor(model, learned.profile, learned.cluster)
-    learned = replace(learned, profile=undisturbed(seen, question.in_force))
-    predictor = Predictor(model, learned.profile, learned.cluster)
     channels = min(2, question.channels)
+    profile = undisturbed(seen, question.in_force)
+    predict = partial(predict_disturbed, Predictor(model, profile, learned.cluster, costs=seen.costs))
     found = planner.plan(
         learned.job(model), forms=question.forms, channels=range(1, channels + 1), effort=EFFORT
-    )
+    ).predicted_anew(predict)
     home = question.in_force.gather
     schedules = [(IN_FORCE, question.in_force)]
     schedules += [("planned", schedule) for schedule in _worth_trying(found, home)]
@@ -143,7 +148,7 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     candidates: dict[BucketSchedule, Candidate] = {}
     for name, schedule in schedules:
         if schedule not in candidates:
-            predicted_ms = predict_disturbed(predictor, schedule) / 1e6
+            predicted_ms = predict(schedule) / 1e6
             candidates[schedule] = Candidate.of(name, schedule, model, predicted_ms)
     at_once, later = (
         [each for each in candidates.values() if (each.name == OTHER_FORM) == waits]

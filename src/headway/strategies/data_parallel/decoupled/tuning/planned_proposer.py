@@ -39,7 +39,8 @@ _log = logging.getLogger("headway")
 class PlannedProposer:
     """Tries what is in force, stock DDP, the best few of the planner's schedules and a few fixed caps.
 
-    Then once more, in turns, what cannot be told apart: the best two, and stock DDP, which stays unless one is faster.
+    Then once more, in turns, what cannot be told apart: the best two, and stock DDP, which stays unless one is faster,
+    with the two best of its buckets.
     """
 
     learns = True

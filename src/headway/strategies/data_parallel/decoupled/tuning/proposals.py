@@ -75,7 +75,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What the steps before taught: their profile, and a share of the cluster's costs."""
+    """What the steps before taught: their profile, and a share of the cluster's costs.
+
+    The profile is as it was seen: slowed down by the collectives in flight, where the cluster says that they do so.
+    """
 
     profile: StepProfile
     cluster: Cluster
