@@ -51,13 +51,21 @@ class Samples:
 
 
 def measure(trainers: Sequence[Measured], *, rounds: int, warm: int, steps: int) -> list[Samples]:
-    """Interleave all ``trainers``; the order turns from round to round. Every one takes equally many steps."""
+    """Interleave all ``trainers``. Every one takes equally many steps."""
     samples = [Samples() for _ in trainers]
     for round_number in range(rounds):
-        for offset in range(len(trainers)):
-            index = (offset + round_number) % len(trainers)
+        for index in order_of(round_number, len(trainers)):
             _sample(trainers[index], warm, steps, samples[index])
     return samples
+
+
+def order_of(round_number: int, count: int) -> list[int]:
+    """Whose turn it is in a round: the order turns from round to round, and every other one goes backwards.
+
+    So nobody always follows upon the same other one, which leaves links and caches in its own way.
+    """
+    order = [(offset + round_number) % count for offset in range(count)]
+    return order[::-1] if round_number % 2 else order
 
 
 def _sample(trainer: Measured, warm: int, steps: int, into: Samples) -> None:
