@@ -7,7 +7,7 @@ What a script reads between backward and step is left out.
 
 It is a surrogate: a second account of what the strategy's reactions launch, held against them by a test. Of 629 models,
 clusters and schedules drawn evenly it was within 0.2 % of a replay in 95 of 100 and 0.6 % in 99. Others were predicted
-too slow: by 4 % at worst with gathers in forward's order, by 28 % on two ranks with another.
+too slow: by 5.3 % at worst with gathers in forward's order, by 28 % on two ranks with another.
 """
 
 from __future__ import annotations
