@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from headway.graph.step_profile import LayerTimes, StepProfile
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
 from headway.scheduling.buckets import BucketSchedule
+from headway.simulation.engine import PlayedTimes
 from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
 MS = 1_000_000
@@ -120,14 +122,21 @@ def cluster_of(
 
 def replayed_ns(job: PlannedJob, schedule: BucketSchedule, steps: int = 4) -> float:
     """What the full engine says: the last of ``steps`` steps, over all ranks, at the cluster's slowdown."""
+    graph, played = replayed(job, schedule, steps)
+    ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
+    return float(ends[-1] - ends[-2])
+
+
+def replayed(
+    job: PlannedJob, schedule: BucketSchedule, steps: int = 4
+) -> tuple[GraphBuilder[Any], PlayedTimes]:
+    """So many steps of every rank, and when what they do ran."""
     graph = GraphBuilder(job.cluster, schedule)
     ranks = [
         [job.profile.timeline(rank, step) for step in range(steps)] for rank in range(job.cluster.world_size)
     ]
     lay_out_ranks(graph, Reactions(graph, Job.of(job.model)), ranks)
-    played = play_disturbed(graph, graph.close(), job.cluster.compute_slowdown)
-    ends = [played.end_ns[graph.boundaries[step]].mean() for step in range(steps)]
-    return float(ends[-1] - ends[-2])
+    return graph, play_disturbed(graph, graph.close(), job.cluster.compute_slowdown)
 
 
 class Alone:

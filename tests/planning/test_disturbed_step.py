@@ -7,20 +7,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planning.jobs import MS, PlannedJob, layered_job, replayed_ns
+from tests.planning.jobs import MS, PlannedJob, layered_job, replayed, replayed_ns
 from tests.planning.test_conformance import Case, cases
 
-from headway.graph.build import GraphBuilder
-from headway.graph.disturbance import play_disturbed
-from headway.graph.step_layout import lay_out_ranks
 from headway.graph.step_profile import profile_of
 from headway.graph.timeline import Part
-from headway.job import Job
 from headway.planning.disturbed_step import Slowed, predict_disturbed, undisturbed
 from headway.planning.surrogate import Predictor
 from headway.scheduling import fusion
 from headway.scheduling.buckets import BucketSchedule, GatherMode, forward_gather_order, make_buckets
-from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
 COMPUTED = (Part.FORWARD, Part.BACKWARD, Part.REST)
 
@@ -87,15 +82,10 @@ def test_a_slowdown_shows_where_communication_is_hidden(
 
 def seen_under(job: PlannedJob, schedule: BucketSchedule) -> PlannedJob:
     """``job`` with the profile that rank 0 shows in its third step of a replay."""
-    graph = GraphBuilder(job.cluster, schedule)
-    ranks = [
-        [job.profile.timeline(rank, step) for step in range(4)] for rank in range(job.cluster.world_size)
-    ]
-    lay_out_ranks(graph, Reactions(graph, Job.of(job.model)), ranks)
-    played = play_disturbed(graph, graph.close(), job.cluster.compute_slowdown)
+    graph, played = replayed(job, schedule)
     spans = [each for each in graph.spans if (each.rank, each.step) == (0, 2) and each.part in COMPUTED]
     took_ns = iter([int(played.end_ns[each.operation] - played.start_ns[each.operation]) for each in spans])
-    timeline = ranks[0][2]
+    timeline = job.profile.timeline(0, 2)
     items = [
         item._replace(duration_ns=next(took_ns)) if item.kind in COMPUTED else item for item in timeline.items
     ]

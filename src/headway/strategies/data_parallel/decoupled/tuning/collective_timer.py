@@ -37,9 +37,9 @@ class CollectiveTimer:
         """
         took_s: list[float] = []
         for _ in range(REPEATS):
-            tell: list[tuple[float, float]] = []
-            self._wait([self._submit(selections, size_bytes, count, tell)])
-            took_s += [end_s - begun_s for begun_s, end_s in tell]
+            told: list[tuple[float, float]] = []
+            self._wait([self._submit(selections, size_bytes, count, told)])
+            took_s += [end_s - begun_s for begun_s, end_s in told]
         return statistics.median(self._agreement.slowest(took_s)) / count
 
     def launched_s(self, selection: Selection, size_bytes: int, count: int) -> float:
@@ -50,10 +50,11 @@ class CollectiveTimer:
         """
         took_s: list[float] = []
         for _ in range(count):
-            tell: list[tuple[float, float]] = []
+            told: list[tuple[float, float]] = []
             launched_s = time.perf_counter()
-            self._wait([self._submit([selection], size_bytes, 0, tell)])
-            took_s += [end_s - launched_s for _, end_s in tell]
+            # None behind the one that ranks begin together behind: that is the launch.
+            self._wait([self._submit([selection], size_bytes, 0, told)])
+            took_s += [end_s - launched_s for _, end_s in told]
         launched_last_s: list[float] = [
             min(each) for each in zip(*self._agreement.from_each(took_s), strict=True)
         ]
@@ -68,10 +69,10 @@ class CollectiveTimer:
         took_s: list[float] = []
         channels = self._transport.used
         for _ in range(REPEATS):
-            tell: list[tuple[float, float]] = []
+            told: list[tuple[float, float]] = []
             begun_s = time.perf_counter()
-            self._wait([self._submit(selections, size_bytes, count, tell) for _ in range(channels)])
-            took_s.append(max(end_s for _, end_s in tell) - begun_s)
+            self._wait([self._submit(selections, size_bytes, count, told) for _ in range(channels)])
+            took_s.append(max(end_s for _, end_s in told) - begun_s)
         halves = channels * len(selections) * (count + 1)  # with the one that ranks begin together behind
         return statistics.median(self._agreement.slowest(took_s)) / halves
 
@@ -98,9 +99,9 @@ class CollectiveTimer:
         return statistics.fmean(each for (each,) in self._agreement.from_each([own]))
 
     def _submit(
-        self, selections: Sequence[Selection], size_bytes: int, count: int, tell: list[tuple[float, float]]
+        self, selections: Sequence[Selection], size_bytes: int, count: int, told: list[tuple[float, float]]
     ) -> Job:
-        run = partial(_run, self._transport, selections, size_bytes, count, tell.append)
+        run = partial(_run, self._transport, selections, size_bytes, count, told.append)
         return self._transport.submit(Job("all_reduce", -1, size_bytes, run))
 
     def _wait(self, jobs: Sequence[Job]) -> None:

@@ -63,7 +63,8 @@ def measure(
     measured, and the cluster says how much rings on the channels in force slow computation down.
     """
     world_size = transport.world_size
-    timer = CollectiveTimer(transport, agreement, busy=busy >= BUSY)
+    is_busy = busy >= BUSY
+    timer = CollectiveTimer(transport, agreement, busy=is_busy)
     hosts = _seen(transport.hosts)
     least = 4 * world_size
     reduce_s = timer.alone_s((Selection(RING, ALL_REDUCE),), least, TOKENS)
@@ -72,7 +73,7 @@ def measure(
     small = max(least, min(SMALL_BYTES, size_bytes // 8))
     small_s = timer.alone_s(RINGS, small, SMALLS) / 2
     alpha_s = reduce_s / 2  # of a ring whose bytes take no time
-    if busy >= BUSY:
+    if is_busy:
         alpha_s = max(alpha_s, timer.launched_s(RINGS[0], least, LAUNCHES))
     sized, sized_s = small, small_s
     # What links let through at once after a pause says nothing of their rate.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 from headway.model import ModelSpec
 from headway.planning import planner
@@ -80,18 +80,18 @@ def close_ones(trials: Sequence[Trial]) -> list[Candidate]:
     """The two fastest of ours where they are close, and stock DDP between them; each at most once.
 
     Stock DDP is measured again however slow it was: a disturbance is no reason to leave it. Where it may be the best,
-    so are the next best of its other buckets, if they are close.
+    so is the next best of its other buckets, if it is close.
     """
     stock, ours = _sides(trials)
     ranked = sorted((trials[i] for i in ours), key=lambda trial: trial.measured_ms)[:2]
     again = ranked if len(ranked) == 2 and _close(*ranked) else []
     if stock:
         rival = trials[_best_stock(trials, stock)]
-        if ranked and ranked[0].measured_ms <= rival.measured_ms * (1 + CLOSE):
+        if ranked and _may_be_as_fast(ranked[0], rival):
             again = [ranked[0], rival, *again[1:]]
         others = sorted((trials[i] for i in stock), key=lambda trial: trial.measured_ms)
         next_best = [each for each in others if each is not rival and _close(each, rival)][:1]
-        if next_best and (not ranked or rival.measured_ms <= ranked[0].measured_ms * (1 + CLOSE)):
+        if next_best and (not ranked or _may_be_as_fast(rival, ranked[0])):
             again = [*(again if rival in again else [rival, *again]), *next_best]
     return [trial.candidate for trial in again]
 
@@ -120,8 +120,11 @@ def _may_be_alike(one: Trial, other: Trial) -> bool:
 
 
 def _close(one: Trial, other: Trial) -> bool:
-    low, high = sorted((one.measured_ms, other.measured_ms))
-    return high <= low * (1 + CLOSE)
+    return _may_be_as_fast(one, other) and _may_be_as_fast(other, one)
+
+
+def _may_be_as_fast(one: Trial, other: Trial) -> bool:
+    return one.measured_ms <= other.measured_ms * (1 + CLOSE)
 
 
 def shortlist(question: Question, learned: Learned) -> list[Candidate]:
@@ -134,7 +137,7 @@ def shortlist(question: Question, learned: Learned) -> list[Candidate]:
     seen = Predictor(model, learned.profile, learned.cluster)
     channels = min(2, question.channels)
     profile = undisturbed(seen, question.in_force)
-    predict = partial(predict_disturbed, Predictor(model, profile, learned.cluster, costs=seen.costs))
+    predict = cache(partial(predict_disturbed, Predictor(model, profile, learned.cluster, costs=seen.costs)))
     found = planner.plan(
         learned.job(model), forms=question.forms, channels=range(1, channels + 1), effort=EFFORT
     ).predicted_anew(predict)
