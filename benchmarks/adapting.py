@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import commit, interval_ms, keep_case, parse_arguments, report
+from common import commit, interval_ms, keep_case, order_of, parse_arguments, report
 from in_lab import run_in_lab
 from lab_clock import since_lab_s
 from paced_training.cases import PacedCase, PacedPlan
@@ -148,7 +148,7 @@ def work(name: str, rounds: int, out: Path) -> None:
     methods = METHODS if changes else QUIET_METHODS
     blocks: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for number in range(rounds):
-        for method in (*methods[number % len(methods) :], *methods[: number % len(methods)]):
+        for method in (methods[each] for each in order_of(number, len(methods))):
             trainer = _trainer(method, job, home, there)
             blocks[method].append(_through_phases(trainer) if changes else _quiet(trainer))
             _say(f"{method}: {blocks[method][-1]}")

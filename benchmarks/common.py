@@ -66,6 +66,15 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
+def order_of(round_number: int, count: int) -> list[int]:
+    """Whose turn it is in a round: the order turns from round to round, and every other one goes backwards.
+
+    So nobody always follows upon the same other one, which leaves links and caches in its own way.
+    """
+    order = [(offset + round_number) % count for offset in range(count)]
+    return order[::-1] if round_number % 2 else order
+
+
 def environment() -> dict[str, Any]:
     return {
         "headway": __version__,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import order_of
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -95,8 +96,7 @@ def work(folder: Path, effort: Effort) -> None:
     times_s: dict[str, list[float]] = {name: [] for name in METHODS}
     names = list(METHODS)
     for number in range(effort.rounds):
-        for offset in range(len(names)):
-            name = names[(offset + number) % len(names)]
+        for name in (names[each] for each in order_of(number, len(names))):
             dist.barrier()
             trainings[name].steps(effort.warm)
             slowest = torch.tensor([trainings[name].steps(effort.steps)], dtype=torch.float64)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from common import order_of
 
 from paced_training.jobs import StepTime
 
@@ -57,15 +58,6 @@ def measure(trainers: Sequence[Measured], *, rounds: int, warm: int, steps: int)
         for index in order_of(round_number, len(trainers)):
             _sample(trainers[index], warm, steps, samples[index])
     return samples
-
-
-def order_of(round_number: int, count: int) -> list[int]:
-    """Whose turn it is in a round: the order turns from round to round, and every other one goes backwards.
-
-    So nobody always follows upon the same other one, which leaves links and caches in its own way.
-    """
-    order = [(offset + round_number) % count for offset in range(count)]
-    return order[::-1] if round_number % 2 else order
 
 
 def _sample(trainer: Measured, warm: int, steps: int, into: Samples) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import order_of
 from lab_clock import since_lab_s
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -88,8 +89,7 @@ def work(case_name: str, out: Path, *, quick: bool) -> None:
     begun, used = time.monotonic(), cpu_s()
     names = list(methods)
     for number in range(QUICK_ROUNDS if quick else ROUNDS):
-        shift = number % len(names)
-        for name in (*names[shift:], *names[:shift]):
+        for name in (names[each] for each in order_of(number, len(names))):
             methods[name].blocks.append(_block(case, methods[name]))
     found["cpu"] = (
         (cpu_s() - used) * dist.get_world_size() / (time.monotonic() - begun) / (os.cpu_count() or 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import order_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -130,8 +131,7 @@ def work(case_name: str, folder: Path, *, quick: bool) -> None:
     taken_ms: dict[str, list[float]] = {name: [] for name in methods}
     begun, used, names = time.monotonic(), cpu_s(), list(methods)
     for number in range(QUICK_ROUNDS if quick else ROUNDS):
-        shift = number % len(names)
-        for name in (*names[shift:], *names[:shift]):
+        for name in (names[each] for each in order_of(number, len(names))):
             taken_ms[name].append(_block_ms(methods[name]))
     cpu = (cpu_s() - used) * dist.get_world_size() / (time.monotonic() - begun) / (os.cpu_count() or 1)
     if dist.get_rank() == 0:

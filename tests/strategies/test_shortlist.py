@@ -122,7 +122,7 @@ def test_stock_ddp_is_among_the_first_that_are_tried(learns: bool, stock_in_forc
     found = shortlist(question, question.learned) if learns else guesses(question)
     assert names_of(found)[:2] == (["in force", "before"] if stock_in_force else ["in force", "stock DDP"])
     assert [c.strategy.bucket_cap_mb for c in found if isinstance(c.strategy, DistributedDataParallelStrategy)] == [
-        None, *(job.model.size_bytes // share / 2**20 for share in (10, 32)),
+        None, *(job.model.size_bytes // share / 2**20 for share in (6, 12, 32)),
     ]  # fmt: skip
     assert found[0 if stock_in_force else 1].is_stock
     assert found[1 if stock_in_force else 0].strategy.decide(Job.of(job.model)) == in_force

@@ -155,7 +155,9 @@ def test_larger_buckets_are_a_way_of_their_own(larger_ms: float, tried: int) -> 
     assert list(dict.fromkeys(found)) == list(every[:tried])
 
 
-@pytest.mark.parametrize(("share", "others"), [(2, (10, 32)), (20, (32, 10)), (50, (32, 10)), (32, (10,))])
+@pytest.mark.parametrize(
+    ("share", "others"), [(2, (6, 12, 32)), (20, (32, 12, 6)), (50, (32, 12, 6)), (32, (12, 6))]
+)
 def test_stock_ddp_is_tried_with_smaller_and_larger_buckets(share: int, others: tuple[int, ...]) -> None:
     question = large_question()
     size_bytes = question.model.size_bytes

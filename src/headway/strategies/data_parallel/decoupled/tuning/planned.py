@@ -27,7 +27,7 @@ GUESSED_SHARES = (1, 2, 4, 8, 16)  # the same where nothing can be predicted
 FIXED_CAPS = ((4, 2), (16, 1))
 """As parts of the model, and in how many channels: in case that predictions are far off. Busy cores bear many
 buckets in several channels least."""
-STOCK_SHARES = (10, 32)  # the same for stock DDP
+STOCK_SHARES = (6, 12, 32)  # the same for stock DDP
 FORM_GAIN = 0.005  # another form moves the optimizer's state and may need more memory: not for nothing
 TIE = 0.005
 CLOSE = 0.05  # the best two, and stock DDP, are measured again where they are no further apart

@@ -1,8 +1,8 @@
-"""The order in which the measuring loop gives methods their turns."""
+"""What all benchmarks share: the order in which methods get their turns."""
 
 from __future__ import annotations
 
-from paced_training.measuring import order_of
+from common import order_of
 
 
 def test_every_method_has_its_turn_and_begins_a_round() -> None:
