@@ -130,7 +130,7 @@ def _keep(name: str, document: dict[str, Any], page: str) -> None:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (f"{value:.4g}" if isinstance(value, float) else str(value)).replace("|", "\\|")
 
 
 def _cpu() -> str:

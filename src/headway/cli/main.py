@@ -25,7 +25,7 @@ COMMANDS = {
     "optimize": "search for the best plan and write it to a file",
     "run": "run an unmodified training command under a plan",
     "settings": "print a plan as settings of DDP, FSDP2, DeepSpeed, Megatron, NCCL or RCCL",
-    "decisions": "say what a run that follows its network decided, and why",
+    "decisions": "say what was decided while a job trained, and why",
     "coordinate": "coordinate a job whose workers average in groups",
     "probe": "measure latency and rate of a job's links",
     "lab": "run a command on an emulated cluster on this machine",

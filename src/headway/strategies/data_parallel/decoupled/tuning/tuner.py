@@ -324,7 +324,7 @@ def tune(
     """Tune ``wrapped`` during its next steps, on every rank; ``wrapped.tuning`` is there when that is done.
 
     Without a ``proposer`` schedules are planned from the steps themselves (``PlannedProposer``). Each that is tried is
-    measured over ``measured_steps``: with three of them all is done within 75 steps, or 95 where servers are tried.
+    measured over ``measured_steps``: with three of them all is done within 80 steps, or 100 where servers are tried.
     ``afterwards`` is called then.
     """
     wrapped.tuner = Tuner(wrapped, proposer or PlannedProposer(), measured_steps, afterwards)
