@@ -67,11 +67,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def order_of(round_number: int, count: int) -> list[int]:
-    """Whose turn it is in a round: the order turns from round to round, and every other one goes backwards.
+    """Whose turn it is in a round: the order turns by one every two rounds, and every other round goes backwards.
 
-    So nobody always follows upon the same other one, which leaves links and caches in its own way.
+    So nobody always follows upon the same other one, which leaves links and caches in its own way, and within twice as
+    many rounds as there are methods everyone begins one.
     """
-    order = [(offset + round_number) % count for offset in range(count)]
+    order = [(offset + round_number // 2) % count for offset in range(count)]
     return order[::-1] if round_number % 2 else order
 
 

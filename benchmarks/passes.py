@@ -28,7 +28,7 @@ WORDS = (
     "the recording alone); `time_ms` the median over rounds of runs with the pass, `stock_ms` of runs without it, in "
     "turn with them. `predicted_ratio` and `ratio` are of a step with the pass to one without; `ratio_interval` is of "
     "rounds (bootstrap, 95 %). `expected` was said before anything was measured. `sign` says whether the ratios lie on "
-    "the same side of 1; where the interval of the measured one holds 1, that nothing can be told."
+    "the same side of 1; where the interval of the measured one holds 1, nothing is told."
 )
 
 
@@ -91,8 +91,11 @@ def _row(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def sign_of(predicted_ratio: float, low: float, high: float) -> str:
-    """Whether a predicted ratio lies on the side of 1 on which a measured one lies, as its interval has it."""
-    if low <= 1 <= high:
+    """Whether a predicted ratio lies on the side of 1 on which a measured one lies, as its interval has it.
+
+    Of one that is 1 nothing is told.
+    """
+    if low <= 1 <= high or predicted_ratio == 1:
         return "not told"
     return "right" if (predicted_ratio < 1) == (high < 1) else "wrong"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from common import order_of
 
 
-def test_every_method_has_its_turn_and_begins_a_round() -> None:
-    orders = [order_of(number, 5) for number in range(10)]
-    assert all(sorted(order) == list(range(5)) for order in orders)
-    assert {order[0] for order in orders} == set(range(5))
+@pytest.mark.parametrize("count", range(2, 7))
+def test_every_method_has_its_turn_and_begins_a_round(count: int) -> None:
+    orders = [order_of(number, count) for number in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert {order[0] for order in orders} == set(range(count))
 
 
-def test_nobody_always_follows_upon_the_same_other_one() -> None:
-    orders = [order_of(number, 5) for number in range(3)]
-    for method in range(5):
+@pytest.mark.parametrize("count", range(2, 7))
+def test_nobody_always_follows_upon_the_same_other_one(count: int) -> None:
+    orders = [order_of(number, count) for number in range(4)]
+    for method in range(count):
         before = {([-1, *order][order.index(method)]) for order in orders}
         assert len(before) > 1
