@@ -140,6 +140,31 @@ def test_no_smaller_buckets_are_tried_once_they_are_slower(
     assert list(dict.fromkeys(found)) == tried
 
 
+@pytest.mark.parametrize(("smaller_ms", "tried"), [(98.0, 2), (94.0, 3), (76.0, 3)])
+def test_where_others_are_far_ahead_other_buckets_have_to_gain_something(
+    smaller_ms: float, tried: int
+) -> None:
+    every, ours = (STOCK, SMALLER, SMALLEST), trial(99, 1).candidate
+    proposer = PlannedProposer()
+    proposer._left = [ours, *(stock(0, strategy=each).candidate for each in every)]
+    found = []
+    while (candidate := proposer.propose()) is not None:
+        found.append(candidate.strategy)
+        own = isinstance(candidate.strategy, DistributedDataParallelStrategy)
+        proposer.tell(candidate, (100.0, smaller_ms, 90.0)[every.index(candidate.strategy)] if own else 80.0)
+    assert len(set(found) & set(every)) == tried
+
+
+def test_the_scripts_own_buckets_may_be_as_large_as_those_in_force() -> None:
+    named, own = (DistributedDataParallelStrategy(bucket_cap_mb=each) for each in (25, None))
+    proposer = PlannedProposer()
+    proposer._left = [stock(0, strategy=each).candidate for each in (named, own)]
+    for each in (named, own):
+        candidate = proposer.propose()
+        assert candidate is not None and candidate.strategy == each  # noqa: PT018 - for the type checker
+        proposer.tell(candidate, 100.0)
+
+
 LARGER, LARGEST = (DistributedDataParallelStrategy(bucket_cap_mb=cap_mb) for cap_mb in (40, 128))
 
 

@@ -29,6 +29,7 @@ from headway.strategies.data_parallel.decoupled.tuning.proposals import (
 
 MOST_REMATCHES = 2
 NOISE = 0.03  # of one measurement of three steps, where cores are busy
+FAR = 0.1  # as much as other buckets seldom gain
 PLANNED_IN_PLACE = 32
 """Up to so many parameters planning is over before a process would have begun."""
 ASKED_EVERY = 4
@@ -124,7 +125,7 @@ class PlannedProposer:
 
     def _is_slower_already(self, strategy: Alternative) -> bool:
         """Whether stock DDP lost time already on the way from the script's buckets to those of ``strategy``, not by
-        what a busy machine's measurements differ by.
+        what a busy machine's measurements differ by. Where others are far ahead, it has to have gained that much.
         """
         told = {
             each.strategy.largest_cap_bytes: times[0]
@@ -134,8 +135,13 @@ class PlannedProposer:
         if not isinstance(strategy, DistributedDataParallelStrategy) or not told:
             return False
         own, wanted = next(iter(told)), strategy.largest_cap_bytes
-        way = [ms for cap, ms in told.items() if own < cap < wanted or wanted < cap < own]
-        return bool(way) and way[-1] > min(told[own], *way) * (1 + NOISE)
+        way = [ms for cap, ms in told.items() if own <= cap < wanted or wanted < cap <= own]
+        if len(way) < 2:
+            return False
+        *before, last = way
+        others = [times[0] for each, times in self._told.items() if not each.is_stock]
+        is_far_behind = bool(others) and min(way) > min(others) * (1 + FAR)
+        return last > min(before) * (1 - NOISE if is_far_behind else 1 + NOISE)
 
     def tell(self, candidate: Candidate, measured_ms: float) -> None:
         """Keep what was measured."""
