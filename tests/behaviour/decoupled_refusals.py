@@ -103,6 +103,11 @@ def compiled_later() -> None:
     loss(ours)
 
 
+@refused("sparse gradients")
+def sparse_embedding() -> None:
+    wrapped(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+
+
 @refused("TorchScript")
 def scripted() -> None:
     wrapped(nn.Sequential(torch.jit.script(nn.Linear(4, 2))))
@@ -188,10 +193,20 @@ def interrupted_backward() -> None:
     optimizer.step()
 
 
+class LooksUp(nn.Module):
+    """Sparse gradients that no layer tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(rows, self.weight, sparse=True)
+
+
 @refused("sparse")
 def sparse_gradient() -> None:
-    ours = wrapped(nn.Embedding(5, 3, sparse=True))
-    ours(torch.tensor([1, 2])).sum().backward()
+    wrapped(LooksUp())(torch.tensor([1, 2])).sum().backward()
 
 
 @refused("create_graph")

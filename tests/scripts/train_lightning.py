@@ -1,7 +1,7 @@
 """A small job of Lightning: the trainer runs forward and backward in a closure that it hands to the optimizer.
 
-``train_lightning.py RESULT [STEPS]`` trains, validates, tests and saves; rank 0 writes the parameters' and the
-checkpoint's sums to RESULT.
+``train_lightning.py RESULT [STEPS] [by-hand]`` trains, validates, tests and saves; rank 0 writes the parameters' and
+the checkpoint's sums to RESULT. ``by-hand`` steps as Lightning's manual optimization has it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -37,6 +38,21 @@ class Small(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class ByHand(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, index)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return loss
+
+
 def data() -> DataLoader[tuple[torch.Tensor, ...]]:
     torch.manual_seed(1)
     return DataLoader(TensorDataset(torch.randn(96, 64), torch.randn(96, 8)), batch_size=4)
@@ -51,24 +67,25 @@ def main() -> None:
     torch.set_num_threads(1)
     pl.seed_everything(0)
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 10
+    by_hand = "by-hand" in sys.argv
     with tempfile.TemporaryDirectory() as folder:
         keep = pl.callbacks.ModelCheckpoint(
             dirpath=folder, filename="last", every_n_train_steps=max(1, steps - 2)
         )
         trainer = pl.Trainer(
             accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, logger=False, callbacks=[keep],
-            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
+            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=None if by_hand else 1.0,
         )  # fmt: skip
-        model = Small()
+        model = ByHand() if by_hand else Small()
         trainer.fit(model, data(), data())
         tested = trainer.test(model, data(), verbose=False)[0]["loss"]
         validated = trainer.validate(model, data(), verbose=False)[0]["loss"]
-        by_hand = Path(trainer.strategy.broadcast(folder)) / "by hand.ckpt"
-        trainer.save_checkpoint(by_hand)
+        last = Path(trainer.strategy.broadcast(folder)) / "at the end.ckpt"
+        trainer.save_checkpoint(last)
         if trainer.is_global_zero:
             result = {
                 "parameters": [parameter.double().sum().item() for parameter in model.parameters()],
-                "state": state_of(Path(keep.best_model_path)), "by hand": state_of(by_hand),
+                "state": state_of(Path(keep.best_model_path)), "at the end": state_of(last),
                 "losses": [tested, validated],
             }  # fmt: skip
             Path(sys.argv[1]).write_text(json.dumps(result))

@@ -25,6 +25,7 @@ from headway.torch_private.compiled import (
 )
 from headway.torch_private.ddp import (
     buckets_rebuilt,
+    check_reduced,
     ddp_bucket_assignment,
     ddp_bucket_cap_mb,
     ddp_bucket_caps_mb,
@@ -113,6 +114,7 @@ __all__ = [
     "backends_of",
     "before_group_shutdown",
     "buckets_rebuilt",
+    "check_reduced",
     "compilation_marks",
     "compile_in_parts_of",
     "compiled_from",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +34,22 @@ def ddp_buckets(ddp: DistributedDataParallel) -> list[list[int]]:
 
 
 def stock_ddp(
-    earlier: DistributedDataParallel | None, module: torch.nn.Module, options: Mapping[str, Any]
+    earlier: DistributedDataParallel | None,
+    module: torch.nn.Module,
+    options: Mapping[str, Any],
+    accumulated: Collection[int] = (),
 ) -> DistributedDataParallel:
     """DistributedDataParallel over ``module`` as torch constructs it, whatever takes its place for scripts.
 
-    It is made of ``earlier`` where there is one, which has let go of its reducer.
+    It is made of ``earlier`` where there is one, which has let go of its reducer. ``accumulated`` are the identities of
+    parameters that a backward has used which was not reduced: what it left is averaged with the next one's.
     """
     ddp: DistributedDataParallel = object.__new__(DistributedDataParallel) if earlier is None else earlier
     # Who replaces or watches the constructor says what it wraps.
     inspect.unwrap(DistributedDataParallel.__init__)(ddp, module, **options)
     if ddp.find_unused_parameters:
-        # A gradient that there is counts as a use, as those of backwards that were not reduced do: it is averaged.
         for index, parameter in enumerate(ddp._build_params_for_reducer()[0]):
-            if parameter.grad is not None:
+            if id(parameter) in accumulated:
                 ddp.reducer._autograd_hook(index)  # type: ignore[attr-defined]
     return ddp
 
@@ -67,13 +70,19 @@ def buckets_rebuilt(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._has_rebuilt_buckets)
 
 
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError, with torch's explanation, where a backward lasts or has left parameters unreduced."""
+    held: Any = ddp
+    held.reducer._check_reducer_finalized()
+
+
 def let_go_of_reducer(ddp: DistributedDataParallel) -> None:
     """Remove the hooks of ``ddp`` and free its buckets, between two backwards; ``stock_ddp`` brings them back.
 
     Raises RuntimeError, with torch's explanation, where the last backward has not been reduced.
     """
+    check_reduced(ddp)
     held: Any = ddp
-    held.reducer._check_reducer_finalized()
     held.reducer._remove_autograd_hooks()
     held.reducer = held.logger = None
     held._comm_hooks.clear()  # with what their states keep

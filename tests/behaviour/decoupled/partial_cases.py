@@ -75,6 +75,26 @@ for _name, _choice in CHOICES.items():
 
 
 @case()
+def branches_cleared_between_forward_and_backward(job: Job) -> None:
+    """What there was during forward is no sign of use: what no rank uses stays as it is, weight decay or not."""
+    model = job.wrap(Branches(), find_unused_parameters=True)
+    optimizer = sgd(model, weight_decay=0.1)
+    for step in range(5):
+        if job.alone:
+            optimizer.zero_grad()
+
+        def loss_of(share: Share, step: int = step) -> torch.Tensor:
+            result = model(share.x, CHOICES["by step"](step, share.rank))
+            if not job.alone:
+                optimizer.zero_grad()
+            return nn.functional.mse_loss(result, share.y)
+
+        job.backward_by_rank(model, loss_of, job.shares(step))
+        job.see("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+
+
+@case()
 def branches_accumulated_over_two_backwards(job: Job) -> None:
     model = job.wrap(Branches(), find_unused_parameters=True)
     optimizer = sgd(model)

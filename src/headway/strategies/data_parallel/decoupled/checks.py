@@ -33,6 +33,12 @@ def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
                 "modules that are compiled in place are not supported", got=where,
                 fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
             )  # fmt: skip
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise UnsupportedError(
+                "sparse gradients are not supported",
+                got=where,
+                fix="Leave out sparse=True, or use stock DDP.",
+            )
         if isinstance(child, torch.jit.ScriptModule):
             raise UnsupportedError("TorchScript modules are not supported", got=where, fix="Use stock DDP.")
     if torch_private.ddp_ignores_some_of(module):

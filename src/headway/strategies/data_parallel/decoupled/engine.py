@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -49,6 +49,7 @@ class Engine:
         self.synchronise = True  # whether the last forward was outside of no_sync()
         self.own_handles: list[RemovableHandle] = []  # of hooks that others have registered for it
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have one
+        self._earlier: frozenset[int] = frozenset()  # accumulated before these buckets were made
         self._wiring = wiring
         self._condition = Condition()
         self.transport = BucketTransport(wiring, groups, hosts, peers.culprit, self._condition)
@@ -81,8 +82,10 @@ class Engine:
 
     def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         """Put another schedule in force, on every rank at the same point of the script, with nothing in flight."""
+        accumulated = self.accumulated
         self._take_down()
         self._install(parameters, schedule)
+        self.note_accumulated(accumulated)
 
     def stand_aside(self) -> None:
         """Leave whole optimizers, parameters and modules behind as if there had been no engine, and give up buckets.
@@ -90,12 +93,14 @@ class Engine:
         On every rank at the same point of the script, between two backwards. Connections stay, and ``reschedule``
         comes back.
         """
+        accumulated = self.accumulated
         self._take_down()
         for handle in self.own_handles:
             handle.remove()
         self.own_handles.clear()
         self.watched.clear()
         self._install({}, NOTHING)
+        self.note_accumulated(accumulated)
 
     def _take_down(self) -> None:
         self._condition.check_usable()
@@ -107,6 +112,17 @@ class Engine:
         self.settlement.release()
         for bucket in self.layout.buckets:
             bucket.fence.join()  # its memory is about to be used for something else
+
+    @property
+    def accumulated(self) -> frozenset[int]:
+        """The identities of parameters whose gradients a backward has added to that was not reduced."""
+        here = frozenset(id(state.parameter) for state in self.layout.states if state.accumulated_here)
+        reduces = any(bucket.reductions for bucket in self.layout.buckets)
+        return here if reduces else here | self._earlier
+
+    def note_accumulated(self, parameters: Collection[int]) -> None:
+        """The same of ``parameters`` until a backward is reduced, whatever buckets they were in meanwhile."""
+        self._earlier = frozenset(parameters)
 
     @property
     def schedule(self) -> BucketSchedule:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from headway.errors import UnsupportedError, one_line
+from headway.errors import CommunicationError, UnsupportedError, one_line
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled import lifecycle, replicas
@@ -40,6 +42,7 @@ class HandsOver(RefusingDataParallel):
     _compiled: frozenset[int]
     _trained: TrainedSet
     _frozen = False  # no parameter is trained at the moment
+    _half_way = False  # a change of what is in force has begun and not ended
 
     @property
     @abstractmethod
@@ -96,23 +99,56 @@ class HandsOver(RefusingDataParallel):
             if engine.running:
                 refuse("use_stock_ddp() in the middle of a backward", fix="Call it between two steps.")
             replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
-            engine.stand_aside()
-            lifecycle.set_aside(engine, aside=True)
-            unbind_unused()
-            self._begin_stock(engine, wanted)
+            accumulated = engine.accumulated
+            with self._changing():
+                engine.stand_aside()
+                lifecycle.set_aside(engine, aside=True)
+                unbind_unused()
+                refusal = self._begin_stock(engine, wanted, accumulated)
+            if refusal is not None:
+                raise refusal
         elif wanted != stock.strategy:
             replicas.check_agreement(model_spec(self.module), wanted, self.process_group, self.join_device)
-            stock.begin_again(self, wanted)
+            with self._changing():
+                stock.begin_again(self, wanted)
         self.handovers += 1
         if engine is not None and not keep_connections:
             lifecycle.release_everywhere(engine)
             self._abandoning.detach()
             self.__dict__["_engine"] = None
 
-    def _begin_stock(self, engine: Engine, strategy: OnStockDdp) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is in force is being changed: nothing is trained any more where that breaks off half-way.
+
+        Gradients might stay on their ranks then. Raises RuntimeError or UnsupportedError, and changes nothing, where a
+        backward has not ended as it should.
+        """
+        self._check_whole()
+        if self._stock.in_force:
+            self._stock.check_reduced()
+        elif self.engine is not None:
+            self.engine.check_usable()
+        self._half_way = True
+        yield
+        self._half_way = False
+
+    def _check_whole(self) -> None:
+        """Raise CommunicationError where a change of what is in force broke off."""
+        if self._half_way:
+            raise CommunicationError(
+                f"rank {dist.get_rank()}: a change of the communication plan broke off half-way, so gradients would no "
+                "longer be averaged. The error that ended it was raised before this one: see what it says (as of "
+                "memory), and restart the job from its last checkpoint, with a plan instead of tuning if it is memory."
+            )
+
+    def _begin_stock(
+        self, engine: Engine, strategy: OnStockDdp, accumulated: Collection[int]
+    ) -> UnsupportedError | None:
+        """Put stock DDP in force; returns why that cannot be: then ``engine`` is in force again."""
         cause: Exception | None = None
         try:
-            self._stock.begin(self, strategy)
+            self._stock.begin(self, strategy, accumulated)
         except Exception as error:
             cause = error
         # One rank alone may have no memory for its buckets: none goes on without the others.
@@ -121,11 +157,14 @@ class HandsOver(RefusingDataParallel):
                 self._stock.end(self)
             self._take_up(engine)
             engine.reschedule(trainable_parameters(self.module), self.schedule)
-            raise UnsupportedError(
+            refusal = UnsupportedError(
                 "stock DDP cannot have this model", got=one_line(str(cause or "another rank has failed")),
                 fix="Keep it decoupled.",
-            ) from cause  # fmt: skip
+            )  # fmt: skip
+            refusal.__cause__ = cause
+            return refusal
         self._stock.serve()
+        return None
 
     def _take_up(self, engine: Engine) -> None:
         """Get ``engine``, which stood aside, ready to go on."""
@@ -167,7 +206,8 @@ class HandsOver(RefusingDataParallel):
         stock, engine = self._stock, self.engine
         if stock.in_force:
             if stock.ddp.module is not self.module:
-                stock.begin_again(self, stock.strategy)
+                with self._changing():
+                    stock.begin_again(self, stock.strategy)
         elif engine is not None:
             self._watch_modules(engine)
 

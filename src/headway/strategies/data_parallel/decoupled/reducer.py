@@ -86,6 +86,10 @@ class GradientReducer:
         self._condition.check_usable()
         self.expect(outputs)
 
+    def _rebuild_buckets(self) -> bool:
+        """As of DDP's reducer, for Lightning's manual optimization: buckets follow no order of their own here."""
+        return False
+
     @staticmethod
     def _before_gradient(
         itself: Callable[[], GradientReducer | None],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +75,7 @@ class Stock:
         self.frozen = False
         self.joining = False
         self.reductions = 0
+        self._accumulates = False  # what the last backward left is reduced with a later one's
         self._awaits_backward = False  # that is counted
         self._counting: list[Any] = []  # hooks
         self._no_join = torch_private.join_config_disabled()
@@ -100,10 +101,11 @@ class Stock:
         """Whether servers carry its buckets."""
         return self._served is not None
 
-    def begin(self, wrapped: HandingOver, strategy: OnStockDdp) -> None:
+    def begin(self, wrapped: HandingOver, strategy: OnStockDdp, accumulated: Collection[int] = ()) -> None:
         """Do the steps of ``wrapped`` from now on: on every rank at the same point, with no engine on its parameters.
 
-        The buckets are those of ``strategy``. Where servers carry them, ``serve`` comes next.
+        The buckets are those of ``strategy``. Where servers carry them, ``serve`` comes next. ``accumulated`` are the
+        identities of parameters whose gradients a backward has added to that was not reduced.
 
         Ranks have the same parameters and buffers by then.
         """
@@ -112,13 +114,23 @@ class Stock:
         else:
             decided = server_runtime.options(strategy)
         options = {**self._options, **decided}
-        self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options)
+        self._ddp = torch_private.stock_ddp(self._ddp, wrapped.module, options, accumulated)
         self._strategy = strategy
         self._ddp.require_forward_param_sync = wrapped.require_forward_param_sync
         self.in_force = True
         self.frozen = self.joining = False
         self._in_final_buckets = self._ddp.find_unused_parameters
-        self.reductions, self._awaits_backward = 0, False
+        self.reductions, self._awaits_backward, self._accumulates = 0, False, bool(accumulated)
+
+    @property
+    def accumulated(self) -> frozenset[int]:
+        """The identities of parameters whose gradients a backward may have added to that was not reduced."""
+        parameters = self.ddp.module.parameters() if self._accumulates else ()
+        return frozenset(id(each) for each in parameters if each.grad is not None)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError, with torch's explanation, where a backward has left parameters unreduced."""
+        torch_private.check_reduced(self.ddp)
 
     def serve(self) -> None:
         """Where its strategy is one of servers, have them carry buckets. Collective: every rank has begun."""
@@ -148,8 +160,9 @@ class Stock:
         kept = self._served if strategy == self._strategy else None
         if kept is not None:
             self._served = None
+        accumulated = self.accumulated
         self.end(wrapped)
-        self.begin(wrapped, strategy)
+        self.begin(wrapped, strategy, accumulated)
         if kept is None:
             self.serve()
         else:
@@ -169,8 +182,10 @@ class Stock:
             ddp.require_forward_param_sync = synchronises and torch.is_grad_enabled()
         elif synchronises and torch.is_grad_enabled():
             self._count(wrapped.module, counted=counted)
-            if not self._in_final_buckets:
+            if self._accumulates or not self._in_final_buckets:
                 self._await(output)
+        elif torch.is_grad_enabled():
+            self._accumulates = True
         return output
 
     def _await(self, output: Any) -> None:
@@ -205,6 +220,7 @@ class Stock:
 
     def backward_begins(self) -> None:
         """A backward has come to what a synchronised forward returned."""
+        self._accumulates = False
         if not (self._in_final_buckets or self.joining):  # a rank that has joined does so in its own time
             # Behind what stock DDP does as a backward ends, which it has yet to ask for.
             torch_private.queue_backward_callback(

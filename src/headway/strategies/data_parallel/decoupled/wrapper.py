@@ -259,6 +259,8 @@ class DecoupledDataParallel(Joins):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, after rank 0's buffers have been broadcast as stock DDP does it."""
         learning = torch.is_grad_enabled()
+        if learning:
+            self._check_whole()
         told = self._stock.in_force
         if told:
             self._before_stock(learning=learning)
@@ -316,11 +318,12 @@ class DecoupledDataParallel(Joins):
         trainable = trainable_parameters(self.module)
         spec = model_spec(self.module)
         replicas.check_agreement(spec, self.schedule, self.process_group, self.join_device)
-        if self._stock.in_force:
-            self._stock.begin_again(self, self._stock.strategy)
-        else:
-            assert engine is not None
-            engine.reschedule(trainable, self.schedule)
+        with self._changing():
+            if self._stock.in_force:
+                self._stock.begin_again(self, self._stock.strategy)
+            else:
+                assert engine is not None
+                engine.reschedule(trainable, self.schedule)
         self.trainable = frozenset(id(parameter) for parameter in trainable.values())
 
     def reschedule(self, schedule: BucketSchedule) -> None:
@@ -339,19 +342,27 @@ class DecoupledDataParallel(Joins):
         replicas.check_agreement(model_spec(self.module), schedule, self.process_group, self.join_device)
         if not self._wiring.native:
             schedule.algorithms.check(self._hosts)
-        if self._stock.in_force:
-            self._come_back()
-        if self.engine is None:
-            self.schedule = schedule
-            self._start_engine()
-        else:
-            self.engine.reschedule(trainable_parameters(self.module), schedule)
-            self.schedule = schedule
+        if self.engine is not None and self.engine.running:
+            self.engine.check_usable()
+            refuse("reschedule() in the middle of a backward", fix="Call it between two steps.")
+        with self._changing():
+            accumulated = self._come_back() if self._stock.in_force else None
+            if self.engine is None:
+                self.schedule = schedule
+                self._start_engine()
+            else:
+                self.engine.reschedule(trainable_parameters(self.module), schedule)
+                self.schedule = schedule
+            if accumulated is not None and self.engine is not None:
+                self.engine.note_accumulated(accumulated)
 
-    def _come_back(self) -> None:
+    def _come_back(self) -> frozenset[int]:
+        """End stock DDP; returns what its backwards have accumulated."""
+        accumulated = self._stock.accumulated
         self._stock.end(self)
         if self.engine is not None:
             self._take_up(self.engine)
+        return accumulated
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused: what is inside would not run compiled.

@@ -72,6 +72,8 @@ class Tunable(Protocol):
     def reductions(self) -> int:
         """How many backwards have been reduced under what is in force."""
 
+    find_unused_parameters: bool
+    """As of DistributedDataParallel."""
     handovers: int
     """How often its steps were handed over to stock DDP, or stock DDP got other buckets."""
 
@@ -103,7 +105,8 @@ class StepCount(ABC):
         self._note_what_is_in_force(wrapped)
         self._trainable = wrapped.trainable
         self._reductions: int | None = None
-        self._most_reductions = 0  # of one step
+        self._forwards = 0  # that learn, since the last reduction
+        self._most_forwards = self._most_reductions = 0  # of one step
         self._begun_ns = 0
         self._disturbed = True
         self._study = self._made_study()
@@ -139,12 +142,17 @@ class StepCount(ABC):
         now_ns = self._clock.now_ns()
         if self._reductions is None:
             self._reductions, self._begun_ns, self._disturbed = reductions, now_ns, True
+            self._forwards = 1
         elif reductions != self._reductions:  # of several forwards before a backward the first one counts
             self._steps += 1
+            self._most_forwards = max(self._most_forwards, self._forwards)
+            self._forwards = 1
             self._most_reductions = max(self._most_reductions, reductions - self._reductions)
             self._resume(Interval((now_ns - self._begun_ns) / 1e6, self._disturbed))
             self._reductions, self._disturbed = wrapped.reductions, False
             self._begun_ns = self._clock.now_ns()
+        else:
+            self._forwards += 1
 
     def _resume(self, interval: Interval) -> None:
         try:

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp
 from headway.strategies.data_parallel.decoupled.replicas import is_so_anywhere
 from headway.strategies.data_parallel.decoupled.tuning import links
+from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.counting import (
     Interval,
     StepCount,
@@ -52,6 +54,10 @@ MOST_RESTARTS, MOST_CHANGES = 2, 20
 SEVERAL_BACKWARDS = (
     "stock DDP was not tried: it reduces one backward behind a forward, and this script has several"
 )
+SEVERAL_FORWARDS = (
+    "stock DDP was not tried: with find_unused_parameters it looks at one forward before a backward, and this script "
+    "has several"
+)
 
 _log = logging.getLogger("headway")
 
@@ -83,6 +89,7 @@ class Tuner(StepCount):
         self._turn = Turn(wrapped)
         self._waited_steps = 0
         self._watch: StepWatch | None = None
+        self._unwatched: weakref.finalize[..., Any] | None = None
         self._begin(wrapped)
 
     def _begin(self, wrapped: Tunable) -> None:
@@ -161,7 +168,8 @@ class Tuner(StepCount):
     def _watch_steps(self) -> StepWatch:
         wrapped, engine = self._parts()
         watch = StepWatch(wrapped.module, engine, model_spec(wrapped.module))
-        weakref.finalize(wrapped, watch.detach).atexit = False
+        self._unwatched = weakref.finalize(wrapped, watch.detach)
+        self._unwatched.atexit = False
         return watch
 
     def _learn(self, watch: StepWatch) -> Learned:
@@ -193,8 +201,7 @@ class Tuner(StepCount):
         if engine.settlement.needs_gradients:
             in_force, forms = replace(in_force, gather="gradients"), ("gradients",)
         agreement = agreement_of(wrapped)
-        (most_reductions,) = agreement.slowest([self._most_reductions])
-        self._note = "" if most_reductions <= 1 else SEVERAL_BACKWARDS
+        self._note = self._why_no_stock(agreement)
         on_stock_ddp = self._began_on_stock_ddp
         # What is cast for its way would not be under stock DDP.
         may_be_stock = not self._note and in_force.halves is None
@@ -210,6 +217,14 @@ class Tuner(StepCount):
             may_serve=may_be_stock and wrapped.device.type == "cpu",
         )
         return Setting(question, agreement)
+
+    def _why_no_stock(self, agreement: Agreement) -> str:
+        """What of the steps so far stock DDP, if it has not done them, would reduce wrongly or refuse; "" for none."""
+        most_reductions, most_forwards = agreement.slowest([self._most_reductions, self._most_forwards])
+        if most_reductions > 1:
+            return SEVERAL_BACKWARDS
+        looks_at_one = self._model().find_unused_parameters and self._began_on_stock_ddp is None
+        return SEVERAL_FORWARDS if most_forwards > 1 and looks_at_one else ""
 
     @property
     def _began_on_stock_ddp(self) -> OnStockDdp | None:
@@ -292,7 +307,7 @@ class Tuner(StepCount):
     def _is_stock_alone(self, wrapped: Tunable) -> bool:
         """Whether this worker has no other, and stock DDP, which costs less than ours, does its steps."""
         alone = dist.get_world_size(wrapped.process_group) == 1
-        if not alone or self._most_reductions > 1 or self._initial.halves:
+        if not alone or self._why_no_stock(agreement_of(wrapped)) or self._initial.halves:
             return False
         try:
             self._try(self._stock_of(wrapped), for_good=True)
@@ -303,6 +318,8 @@ class Tuner(StepCount):
     def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.detach()
+            if self._unwatched is not None:
+                self._unwatched.detach()  # else what was watched is kept for as long as the model lives
             self._watch = None
 
 
