@@ -26,7 +26,7 @@ from headway.trace.folder import load_trace
 from measured_passes.catalogue import Case
 
 RATE = "10gbit"
-FIRST, STOP, STEPS = 8, 40, 42  # recorded steps, and how many a run has: torch compiles in the first ones
+FIRST = 8  # step that is recorded: torch compiles in those before
 TIMEOUT_S = 300.0
 OURS = (sys.executable, "-m", "headway")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -35,9 +35,9 @@ PLANNED, AS_IT_IS = "planned", "as it is"
 
 def case_of(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     """What replay predicts of ``case`` with its pass, and the steps of its runs in ms, by whether they were planned."""
-    script = (sys.executable, str(Path(__file__).parent / "train.py"), case.kind, str(STEPS))
+    script = (sys.executable, str(Path(__file__).parent / "train.py"), case.kind, str(FIRST + case.steps + 2))
     base, plan = folder / "base", folder / "plan.yaml"
-    _record(base, script, measuring=True)
+    _record(base, script, case.steps, measuring=True)
     trace = load_trace(base)
     passes = {"passes": (case.changed,), "changes_training": case.changed.changes_training}
     strategy = DistributedDataParallelStrategy()
@@ -52,7 +52,7 @@ def case_of(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for name in (names[each] for each in order_of(number, len(names))):
             out = folder / f"{name.replace(' ', '-')}-{number}"
-            _record(out, methods[name], measuring=False)
+            _record(out, methods[name], case.steps, measuring=False)
             taken_ms[name].append(step_ms(load_trace(out)))
     return {"answer": answer, "taken_ms": taken_ms}
 
@@ -67,9 +67,11 @@ def _measure(case: Case, base: Path, script: Sequence[str]) -> None:
         subprocess.run(command, check=True, env={**os.environ, **ONE_THREAD}, stdout=sys.stderr)
 
 
-def _record(out: Path, command: Sequence[str], *, measuring: bool) -> None:
+def _record(out: Path, command: Sequence[str], steps: int, *, measuring: bool) -> None:
     also = () if measuring else ("--no-measuring",)
-    status = _run((*OURS, "record", *also, "-o", str(out), "--steps", f"{FIRST}:{STOP}", "--", *command))
+    status = _run(
+        (*OURS, "record", *also, "-o", str(out), "--steps", f"{FIRST}:{FIRST + steps}", "--", *command)
+    )
     if status:
         raise LaunchError("a run failed", got=f"status {status}", expected="0")
 

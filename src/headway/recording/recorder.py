@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from headway.recording.description import (
     strategy_in_force,
 )
 from headway.recording.groups import GroupWatch
+from headway.recording.inputs import InputWatch
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch, message_rows
@@ -115,6 +117,7 @@ class Recorder:
         self._messages = MessageWatch(self._now, self._groups, self._pipelines)
         self._connections = ConnectionWatch()
         self._pauses = PauseWatch(self._paused)
+        self._input = InputWatch(partial(self._put, Kind.INPUT, "data loader"), lambda: self._now.recording)
         self._rounds = RoundWatch(self._now)
         self._profiled: ProfiledSteps | None = None
         self._handles: list[Any] = []
@@ -133,7 +136,6 @@ class Recorder:
         self._step_clock = StepClock()
         self._updates = UpdateWatch(self._updated, self._update_begins)
         self._boundary_ns = 0
-        self._original_next: Any = None
 
     @property
     def step(self) -> int:
@@ -168,7 +170,7 @@ class Recorder:
         self._messages.attach()
         self._pipelines.attach()
         self._reads.attach()
-        self._watch_input()
+        self._input.attach()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
             self._watch.attach(self._model, self._root)
 
@@ -249,21 +251,6 @@ class Recorder:
         if self._now.recording:
             span.step = self._now.step
             self._spans.append(span)
-
-    def _watch_input(self) -> None:
-        iterator = torch_private.data_loader_iterator()
-        original = self._original_next = iterator.__next__  # type: ignore[attr-defined]
-        recorder = self
-
-        def timed_next(loader: Any) -> Any:
-            if not recorder._now.recording:
-                return original(loader)
-            start_ns = time.monotonic_ns()
-            batch = original(loader)
-            recorder._put(Kind.INPUT, "data loader", start_ns, time.monotonic_ns())
-            return batch
-
-        iterator.__next__ = timed_next  # type: ignore[attr-defined]
 
     # Steps
 
@@ -374,9 +361,7 @@ class Recorder:
         self._rounds.detach()
         self._reads.detach()
         self._tap.detach()
-        if self._original_next is not None:
-            torch_private.data_loader_iterator().__next__ = self._original_next  # type: ignore[attr-defined]
-            self._original_next = None
+        self._input.detach()
 
     def finish(self, patience_s: float | None = None) -> None:
         """Stop, compare clocks once more and write this rank's file, or its status where no step was whole.
