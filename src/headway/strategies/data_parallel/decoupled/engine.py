@@ -82,10 +82,8 @@ class Engine:
 
     def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         """Put another schedule in force, on every rank at the same point of the script, with nothing in flight."""
-        accumulated = self.accumulated
         self._take_down()
         self._install(parameters, schedule)
-        self.note_accumulated(accumulated)
 
     def stand_aside(self) -> None:
         """Leave whole optimizers, parameters and modules behind as if there had been no engine, and give up buckets.
@@ -93,17 +91,16 @@ class Engine:
         On every rank at the same point of the script, between two backwards. Connections stay, and ``reschedule``
         comes back.
         """
-        accumulated = self.accumulated
         self._take_down()
         for handle in self.own_handles:
             handle.remove()
         self.own_handles.clear()
         self.watched.clear()
         self._install({}, NOTHING)
-        self.note_accumulated(accumulated)
 
     def _take_down(self) -> None:
         self._condition.check_usable()
+        self.note_accumulated(self.accumulated)  # other buckets know nothing of it
         self.settlement.settle_all()
         self.settlement.form.leave()
         self.transport.meet()  # ranks that are slower may still have questions in terms of the old buckets

@@ -316,11 +316,9 @@ class Tuner(StepCount):
         return True
 
     def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.detach()
-            if self._unwatched is not None:
-                self._unwatched.detach()  # else what was watched is kept for as long as the model lives
-            self._watch = None
+        if self._unwatched is not None:
+            self._unwatched()  # which lets go of what was watched, too
+            self._watch = self._unwatched = None
 
 
 def settling_steps(candidate: Candidate) -> int:
