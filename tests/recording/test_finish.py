@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from headway.clocks.comparing import UNKNOWN_NS
 from headway.errors import UserError
 from headway.model import ModelSpec
 from headway.recording import finish
-from headway.recording.finish import finish_recording
+from headway.recording.finish import finish_recording, told_command
 from headway.recording.place import ATTEMPT, DESCRIPTION, Recording
 from headway.trace.events import Events
 from headway.trace.folder import load_trace, write_rank
@@ -167,10 +168,29 @@ def test_attempts_of_a_job_are_told_apart(
     staging.mkdir()
     for number, count in enumerate(ranks):
         attempt(staging, f"t{number}", float(number), count)
-    finish_recording(staging, tmp_path / "trace", None, wait_s=0, incomplete=True)
+    command = ("torchrun", "--nproc-per-node", "4", "train.py")
+    finish_recording(staging, tmp_path / "trace", None, wait_s=0, incomplete=True, command=command)
     trace = load_trace(tmp_path / "trace")
     assert (trace.manifest.run, trace.manifest.attempt) == ("job 7", chosen)
+    assert trace.manifest.command == command
+    assert trace.manifest.recorded_at == (datetime.fromtimestamp(chosen, UTC) if chosen else None)
     assert sorted(trace.events) == list(range(present))
     assert trace.manifest.notes == (("1 of 4 ranks wrote no file: rank 3",) if present == 3 else ())
     assert {path.suffix for path in trace.path.iterdir()} == {".json", ".parquet"}
     assert not (trace.path / DESCRIPTION).exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("torchrun train.py --tokenizer gpt2 --max-tokens 9", "torchrun train.py --tokenizer gpt2 --max-tokens 9"),
+        ("env HF_TOKEN=abc torchrun --api-key abc -v", "env HF_TOKEN=*** torchrun --api-key *** -v"),
+        ("python t.py --password=abc --token --verbose", "python t.py --password=*** --token --verbose"),
+        (f"python t.py {'x' * 5000}", ""),
+        ("python \udcff.py", ""),
+    ],
+)  # fmt: skip
+def test_a_trace_keeps_its_command_without_secrets_and_without_what_no_file_can_hold(
+    command: str, told: str
+) -> None:
+    assert told_command(command.split()) == tuple(told.split())

@@ -110,7 +110,7 @@ def record(
         ended = run_command(
             command, injected_environment(os.environ, record=options), staging / REPORTS, silence.look
         )
-        written = _finish(staging, output, ended)
+        written = _finish(staging, output, ended, command)
     if written:
         _announce(output, as_json)
     if ended.interrupted_by or not written:
@@ -163,7 +163,7 @@ class _Silence:
             print(f"headway: nothing is being recorded: {why}", file=sys.stderr, flush=True)
 
 
-def _finish(staging: Path, output: Path, ended: CommandOutcome) -> bool:
+def _finish(staging: Path, output: Path, ended: CommandOutcome, command: tuple[str, ...]) -> bool:
     """Assemble the trace where this launcher has rank 0, or say where it is; returns whether it is written here.
 
     Raises LaunchError where nothing was recorded, unless Headway was told to end: then one line says so.
@@ -177,7 +177,7 @@ def _finish(staging: Path, output: Path, ended: CommandOutcome) -> bool:
         print(f"headway: {_outcome(*found)}", file=sys.stderr)
         return False
     try:
-        finish_recording(staging, output, None, wait_s=_patience_s(ended), incomplete=True)
+        finish_recording(staging, output, None, wait_s=_patience_s(ended), incomplete=True, command=command)
     except LaunchError as nothing:
         if ended.interrupted_by:
             print("headway: interrupted before anything was recorded", file=sys.stderr)

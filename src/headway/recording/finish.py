@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from headway import files
@@ -16,10 +18,15 @@ from headway.recording.averaging import realigned
 from headway.recording.place import ATTEMPT, Recording, described
 from headway.trace.events import Events
 from headway.trace.folder import CLUSTER, assemble, load_trace, write_manifest, write_trace
-from headway.trace.format import ClockFit
+from headway.trace.format import MAX_COMMAND_WORD, MAX_COMMAND_WORDS, ClockFit
 from headway.trace.rounds import RankRounds
 
 WAIT_FOR_RANKS_S = 60.0
+HIDDEN = "***"
+_SECRET = re.compile(
+    r"(-*(?:\w+[-_])*(?:token|secret|password|passwd|(?:api|access)[-_]?key))(=.*)?",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,12 @@ def finish_recording(
     *,
     wait_s: float = WAIT_FOR_RANKS_S,
     incomplete: bool = False,
+    command: Sequence[str] = (),
 ) -> None:
     """Assemble ``staging`` into a trace at ``out``: of several attempts that it holds the newest whole one.
 
     ``world_size`` of None takes it from the files. Waits up to ``wait_s`` for ranks that run elsewhere; where some
-    never wrote, ``incomplete`` has the others kept and the trace say so.
+    never wrote, ``incomplete`` has the others kept and the trace say so. ``command`` started the ranks.
     Raises LaunchError where the job gave nothing to record; ``staging`` is removed in every case.
     """
     try:
@@ -67,9 +75,10 @@ def finish_recording(
         manifest = assemble(chosen.folder, missing_ok=incomplete)
         if not manifest.steps:
             raise _why_nothing(({"steps": "no"},))
-        if chosen.description is not None:
-            named = {"run": chosen.description.run, "attempt": chosen.description.attempt}
-            write_manifest(chosen.folder, manifest.model_copy(update=named))
+        write_manifest(
+            chosen.folder,
+            manifest.model_copy(update={**_told_by(chosen.description), "command": told_command(command)}),
+        )
         if any(info.clock.uncertainty_ns >= UNKNOWN_NS for info in manifest.ranks):
             _compare_clocks(chosen.folder)
         chosen.folder.replace(out)
@@ -77,6 +86,41 @@ def finish_recording(
         raise TraceError(f"{out} cannot be written", got=failure.strerror) from None
     finally:
         files.remove_folder(staging)
+
+
+def told_command(command: Sequence[str]) -> tuple[str, ...]:
+    """``command`` as a trace keeps it: whole, but for what looks like a secret, or not at all."""
+    if len(command) > MAX_COMMAND_WORDS or any(len(word) > MAX_COMMAND_WORD for word in command):
+        return ()
+    if not all(map(_is_text, command)):
+        return ()
+    told: list[str] = []
+    hides_next = False
+    for word in command:
+        secret = _SECRET.fullmatch(word)
+        if hides_next and not word.startswith("-"):
+            told.append(HIDDEN)
+        elif secret is not None and secret[2]:
+            told.append(f"{secret[1]}={HIDDEN}")
+        else:
+            told.append(word)
+        hides_next = secret is not None and not secret[2] and word.startswith("-")
+    return tuple(told)
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # bytes that are no text, which no JSON file can hold
+        return False
+    return True
+
+
+def _told_by(description: Recording | None) -> dict[str, object]:
+    if description is None:
+        return {}
+    begun = datetime.fromtimestamp(round(description.started_s), UTC) if description.started_s else None
+    return {"run": description.run, "attempt": description.attempt, "recorded_at": begun}
 
 
 def _awaited(staging: Path, world_size: int | None, wait_s: float) -> list[_Attempt]:

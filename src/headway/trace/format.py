@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from headway.cluster import Cluster
 from headway.model import ModelSpec
@@ -20,6 +20,7 @@ from headway.version import __version__
 
 FORMAT: Literal[2] = 2
 MAX_WORLD_SIZE = 100_000
+MAX_COMMAND_WORDS, MAX_COMMAND_WORD = 1024, 4096
 
 
 class ClockFit(BaseModel):
@@ -82,7 +83,8 @@ class Manifest(BaseModel):
     ``steps`` are the recorded steps' numbers in the job. A trace may lack ranks. ``servers`` are the processes of
     parameter servers, counted from 0. ``groups`` has the ranks of process groups, if they are known. ``notes``
     say what the importer could not know, or which ranks wrote no file. ``run`` is torchrun's name of the job or one
-    that Headway chose, ``attempt`` how often torchrun had restarted the ranks.
+    that Headway chose, ``attempt`` how often torchrun had restarted the ranks. ``command`` has the words of the
+    recorded command; empty where it is not known. ``recorded_at`` is when its ranks began.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,6 +100,10 @@ class Manifest(BaseModel):
     notes: tuple[str, ...] = ()
     run: str = ""
     attempt: int = Field(default=0, ge=0)
+    command: tuple[Annotated[str, Field(max_length=MAX_COMMAND_WORD)], ...] = Field(
+        default=(), max_length=MAX_COMMAND_WORDS
+    )
+    recorded_at: AwareDatetime | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
