@@ -45,7 +45,7 @@ def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str
     assert strategy.describe()
     assert plugin_of(strategy) is plugin
     cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(4)))
-    assert plugin.reactions(GraphBuilder(cluster, schedule), job)
+    assert plugin.reactions(GraphBuilder(cluster, schedule), job, strategy)
     assert plugin.footprint(job, schedule, 0).buffers_bytes >= job.model.size_bytes
 
 
@@ -75,7 +75,7 @@ def test_what_trains_otherwise_is_simulated_over_a_time(name: str) -> None:
     assert outcome.total_per_s > 0
     assert "trains otherwise" in outcome.describe()
     with pytest.raises(UnsupportedError):
-        plugin.reactions(GraphBuilder(cluster, schedule), job)
+        plugin.reactions(GraphBuilder(cluster, schedule), job, strategy)
 
 
 def test_ddp_closes_a_bucket_once_it_is_full() -> None:

@@ -30,7 +30,7 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     timelines = job.steps.timelines[first]
     plugin = plugin_of(strategy)
     graph = GraphBuilder(job.on, strategy.decide(job))
-    lay_out_ranks(graph, plugin.reactions(graph, job), [timelines])
+    lay_out_ranks(graph, plugin.reactions(graph, job, strategy), [timelines])
     launched = np.zeros((len(timelines), 2))
     for collective in graph.collectives:
         if collective.bucket >= 0:

@@ -167,7 +167,7 @@ class Simulator:
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
-        lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job), ranks)
+        lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job, strategy), ranks)
         return graph, graph.close()
 
     def _resources_of(self, cluster: Cluster, folded: int) -> ClusterResources:

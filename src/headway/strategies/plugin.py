@@ -87,8 +87,8 @@ class StrategyPlugin(ABC, Generic[S]):
     # In replay.
 
     @abstractmethod
-    def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
-        """What lays out the steps of the ranks of ``job`` in ``graph``, whose schedule this strategy decided."""
+    def reactions(self, graph: GraphBuilder[Any], job: Job, strategy: S) -> StepLayout:
+        """What lays out the steps of the ranks of ``job`` in ``graph``, whose schedule ``strategy`` decided."""
 
     @abstractmethod
     def footprint(self, job: Job, schedule: Any, stage: int) -> Footprint:

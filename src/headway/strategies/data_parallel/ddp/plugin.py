@@ -41,7 +41,10 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
     usual = ("",)
     measured_after_recordings = True
 
-    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
+    def reactions(
+        self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DistributedDataParallelStrategy
+    ) -> StepLayout:
+        del strategy
         from headway.strategies.data_parallel.ddp.reactions import Reactions
 
         return Reactions(graph, job)
