@@ -12,13 +12,13 @@ from headway.compression.cast import Cast
 from headway.compression.codec import Codec, Gradients
 from headway.compression.int8 import LARGEST, Int8
 from headway.compression.power_sgd import PowerSGD, matrix_shape, orthonormal
-from headway.compression.registry import PROPOSED, codecs
+from headway.compression.registry import codecs, proposed
 from headway.compression.top_k import TopK
 
 SHAPES = ((40, 30), (7,), (16, 3, 3, 3), (), (5, 0))
 NUMEL = sum(math.prod(shape) for shape in SHAPES)
 CODECS = (
-    *PROPOSED, Cast(dtype="float16", error_feedback=True), Cast(dtype="float64"), Int8(block=16),
+    *proposed(), Cast(dtype="float16", error_feedback=True), Cast(dtype="float64"), Int8(block=16),
     Int8(error_feedback=False), TopK(share=1.0), TopK(share=1e-9), TopK(error_feedback=False), PowerSGD(rank=1),
     PowerSGD(rank=200),
 )  # fmt: skip
@@ -212,4 +212,4 @@ def test_codecs_are_found_by_name_and_say_what_they_do() -> None:
         assert codecs()[each.name].model_validate(each.model_dump(mode="json")) == each
         assert each.describe()
         assert each.loses
-    assert len({each.cost_name for each in PROPOSED}) == len(PROPOSED)
+    assert len({each.cost_name for each in proposed()}) == len(proposed())

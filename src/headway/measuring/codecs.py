@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Iterable
 from functools import partial
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from headway.cluster import CodecCost
 from headway.collectives.algorithms import ALL_GATHER
 from headway.compression.codec import Codec, Sent
-from headway.compression.registry import PROPOSED
+from headway.compression.registry import proposed
 from headway.network.interference import RaisingThread, Work, repeat
 from headway.strategies.data_parallel.ddp.sending import Outgoing, send
 
@@ -28,13 +29,34 @@ MOST_SLOWDOWN = 10.0
 MIB = 2**20
 
 
-def codec_costs(codecs: Iterable[Codec] = PROPOSED, *, busy_cores: bool = True) -> dict[str, CodecCost]:
+def codec_costs(codecs: Iterable[Codec] | None = None, *, busy_cores: bool = True) -> dict[str, CodecCost]:
     """The cost of each codec by the name of its cost, the mean over ranks. Every rank calls it at the same point.
 
-    ``busy_cores`` says that training computes on the same cores.
+    ``codecs`` are by default all that are proposed. ``busy_cores`` says that training computes on the same cores. A
+    codec that fails on some rank has no cost, and a RuntimeWarning says why: its own default counts.
     """
     work = Work() if busy_cores else None
-    return {codec.cost_name: _mean(_cost(codec, work)) for codec in codecs}
+    able = [codec for codec in (proposed() if codecs is None else codecs) if _can_be_measured(codec)]
+    return {codec.cost_name: _mean(_cost(codec, work)) for codec in able}
+
+
+def _can_be_measured(codec: Codec) -> bool:
+    """Whether ``codec`` sends small and large buckets in as many exchanges, on all ranks: others would wait for one."""
+    counts, why = set(), ""
+    try:
+        for size_mib in SIZES_MIB:
+            watched = _Watched(codec, round(size_mib * MIB))
+            watched.run()
+            counts.add(len(watched.stretches_us[0]))
+    except Exception as error:  # a foreign codec's fault must not end a job that is being recorded
+        why = f"{type(error).__name__}: {error}"
+    if len(counts) > 1:
+        why = f"buckets of {SIZES_MIB[0]} and {SIZES_MIB[1]} MiB have different numbers of exchanges"
+    if why:
+        warnings.warn(f"the codec {codec.name} was not measured: {why}", RuntimeWarning, stacklevel=2)
+    failed = torch.tensor([bool(why)], dtype=torch.int32)
+    dist.all_reduce(failed)
+    return not bool(failed.item())
 
 
 def _cost(codec: Codec, work: Work | None) -> CodecCost:

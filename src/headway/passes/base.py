@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
-from headway.permission import PRECISION
+from headway.permission import PRECISION, Permission
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +19,9 @@ class Pass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
+    declared_permissions: ClassVar[tuple[Permission, ...]] = ()
+    """New permissions that it may need: users give them by these names, and are told what they change."""
+
     saves_memory_alone: ClassVar[bool] = False
     """Whether it makes no step faster, and is proposed only where a plan needs more memory than there is."""
 
