@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.model import DTYPE_BYTES, ModelSpec
 from headway.permission import PRECISION, Permission
+from headway.plugins import API_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,9 @@ class Codec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
+    api_version: ClassVar[int] = API_VERSION
+    """The version of ``headway.ext`` that it was written for; a package that says so is refused by another one."""
+
     declared_permissions: ClassVar[tuple[Permission, ...]] = ()
     """New permissions that it may need: users give them by these names, and are told what they change."""
 

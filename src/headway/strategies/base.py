@@ -62,6 +62,11 @@ class Strategy(BaseModel):
         return False
 
     @property
+    def repeats_after(self) -> int:
+        """After how many steps it communicates the same again; replays are means over whole such periods."""
+        return 1
+
+    @property
     def decides_while_training(self) -> bool:
         """Whether something is decided while the job trains, which ``headway run --decisions`` writes down."""
         return False
