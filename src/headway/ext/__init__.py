@@ -47,6 +47,7 @@ from headway.permission import ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS,
 from headway.planning.bound import StepBound, bound_of
 from headway.plugins import API_VERSION
 from headway.scheduling.buckets import Bucket, BucketSchedule, make_buckets, whole
+from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.footprint import Footprint
@@ -70,6 +71,7 @@ __all__ = [
     "RANDOMNESS",
     "REDUCE_SCATTER",
     "Bucket",
+    "BucketReadiness",
     "BucketSchedule",
     "Cluster",
     "Codec",

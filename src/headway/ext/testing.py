@@ -219,8 +219,8 @@ def check_training(
 
     Both give the parameters of one process that trains on all batches, within ``tolerance``; or those that
     ``reference`` gives for a number of ranks, where the strategy changes what is trained. All ranks end with the same
-    bits, unless ``ranks_equal`` is False. Ranks are processes of this machine, over Gloo; ``run`` starts them in another way: it is
-    given the number of ranks, what ``train`` is given, and returns what that returns on each rank.
+    bits, unless ``ranks_equal`` is False. Ranks are processes of this machine, over Gloo; ``run`` starts them in
+    another way: it gets the number of ranks and what ``train`` gets, and returns what that returns on each rank.
     """
     options = strategy.model_dump(mode="json")
     expected = None
