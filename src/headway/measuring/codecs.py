@@ -7,8 +7,8 @@ the other ranks are taken to send what this one does.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-import warnings
 from collections.abc import Iterable
 from functools import partial
 
@@ -19,6 +19,7 @@ from headway.cluster import CodecCost
 from headway.collectives.algorithms import ALL_GATHER
 from headway.compression.codec import Codec, Sent
 from headway.compression.registry import proposed
+from headway.errors import one_line
 from headway.network.interference import RaisingThread, Work, repeat
 from headway.strategies.data_parallel.ddp.sending import Outgoing, send
 
@@ -33,7 +34,7 @@ def codec_costs(codecs: Iterable[Codec] | None = None, *, busy_cores: bool = Tru
     """The cost of each codec by the name of its cost, the mean over ranks. Every rank calls it at the same point.
 
     ``codecs`` are by default all that are proposed. ``busy_cores`` says that training computes on the same cores. A
-    codec that fails on some rank has no cost, and a RuntimeWarning says why: its own default counts.
+    codec that fails on some rank has no cost, and rank 0 says why: its own defaults count.
     """
     work = Work() if busy_cores else None
     able = [codec for codec in (proposed() if codecs is None else codecs) if _can_be_measured(codec)]
@@ -49,11 +50,13 @@ def _can_be_measured(codec: Codec) -> bool:
             watched.run()
             counts.add(len(watched.stretches_us[0]))
     except Exception as error:  # a foreign codec's fault must not end a job that is being recorded
-        why = f"{type(error).__name__}: {error}"
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {cause}"
     if len(counts) > 1:
         why = f"buckets of {SIZES_MIB[0]} and {SIZES_MIB[1]} MiB have different numbers of exchanges"
-    if why:
-        warnings.warn(f"the codec {codec.name} was not measured: {why}", RuntimeWarning, stacklevel=2)
+    if why and dist.get_rank() == 0:  # no warnings.warn: a script may have made it an error
+        text = f"headway: warning: the codec {codec.name} was not measured, its defaults count: {why}"
+        print(one_line(text, 500), file=sys.stderr)
     failed = torch.tensor([bool(why)], dtype=torch.int32)
     dist.all_reduce(failed)
     return not bool(failed.item())
