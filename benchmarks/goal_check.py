@@ -124,7 +124,8 @@ def _laid_out(model: str, plan: str, links: Links, workers: int) -> tuple[GraphB
         [workload.timeline(rank, step).scaled(1 + UNEVEN * rank) for step in range(STEPS)]
         for rank in range(workers)
     ]
-    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(workload.spec)), ranks)
+    layout = plugin_of(strategy).reactions(graph, Job.of(workload.spec), strategy)
+    lay_out_ranks(graph, layout, ranks)
     return graph, graph.close()
 
 

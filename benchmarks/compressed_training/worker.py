@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import headway
 from headway import files
-from headway.compression.registry import PROPOSED
+from headway.compression.registry import proposed
 from headway.measuring.probe import probe_cluster
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.registry import plugin_of
@@ -31,7 +31,7 @@ SWITCH_INTERVAL_S = 1e-4
 PLAIN = "ddp"
 METHODS = {PLAIN: DistributedDataParallelStrategy(bucket_cap_mb=CAP_MB)} | {
     codec.describe(): DistributedDataParallelStrategy(bucket_cap_mb=CAP_MB, wire=(codec,))
-    for codec in PROPOSED
+    for codec in proposed()
 }
 
 

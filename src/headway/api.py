@@ -138,8 +138,8 @@ def optimize(
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
     The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change
-    what is trained are proposed only where ``allow`` has what they need, "asynchronous", "local-steps", "precision" or
-    "randomness"; ``plan.changes_training`` says what.
+    what is trained are proposed only where ``allow`` has what they need, "asynchronous", "local-steps", "precision",
+    "randomness" or a permission that an installed package declares; ``plan.changes_training`` says what.
     ``others`` are recordings of the same pipeline with other numbers of micro-batches: these, and those between
     them, are tried too. With ``strategy``, the best plan of the strategy of this name is returned; with "stages"
     the best of stages that the script does not have, for ``headway.parallelize``. With ``memory_limit_bytes``,

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
-from headway.errors import UserError
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """What users permit with ``--allow name``: that training changes as ``changes`` says, in a short clause.
+
+    Strategies, passes and codecs of other packages declare new ones (``declared_permissions``).
+    """
+
+    name: str
+    changes: str
+
 
 ASYNCHRONOUS = "asynchronous"
-"""Permits strategies that change what is trained: averages of groups instead of all-reduces, averages that are late."""
-
 LOCAL_STEPS = "local-steps"
-"""Permits that each rank takes some optimizer steps on gradients of its own before models are averaged."""
-
 PRECISION = "precision"
-"""Permits plans that send less than every bit of a gradient (rounded, its largest elements, or of a low rank), or
-compute with fewer digits."""
-
 RANDOMNESS = "randomness"
-"""Permits plans under which samples are made elsewhere: random augmentations differ, and data sets keep no state."""
 
-WITHOUT_WAITING = frozenset((ASYNCHRONOUS, LOCAL_STEPS))
-"""Under these ranks do not finish their steps together."""
-
-PERMISSIONS = (ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS)
-
-
-def check_allowed(allowed: Collection[str]) -> None:
-    """Raise UserError for a permission that there is not."""
-    for each in allowed:
-        if each not in PERMISSIONS:
-            raise UserError("there is no such permission", got=repr(each), expected=" or ".join(PERMISSIONS))
+SHIPPED = (
+    Permission(ASYNCHRONOUS, "ranks train on averages that are late, or are of some ranks alone"),
+    Permission(LOCAL_STEPS, "ranks take some optimizer steps by themselves before models are averaged"),
+    Permission(PRECISION, "gradients are compressed, or computation has fewer digits"),
+    Permission(RANDOMNESS, "random numbers are drawn elsewhere, such as by loaders with workers"),
+)
 
 
-def permitted(permission: str, allowed: Collection[str]) -> bool:
-    """Whether a strategy may be chosen that needs ``permission`` ("" for one that changes nothing of the training)."""
-    return not permission or permission in allowed
+def permitted(needed: Collection[str], allowed: Collection[str]) -> bool:
+    """Whether a user who has ``allowed`` some permissions may be given what needs all of ``needed``."""
+    return set(needed) <= set(allowed)

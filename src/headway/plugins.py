@@ -10,6 +10,9 @@ from headway.errors import PluginError
 
 T = TypeVar("T")
 
+API_VERSION = 1
+"""The version of what plug-ins build on, ``headway.ext``: another number where something that worked no longer does."""
+
 
 def brought(
     group: str, known: Container[str], fits: Callable[[str, object], T | None], expected: str
@@ -35,6 +38,12 @@ def brought(
         except Exception as error:  # whatever a foreign package raises is its own fault
             got = f"{type(error).__name__}: {error}"
             raise PluginError(f"{what} cannot be loaded", got=got, expected=expected, fix=fix) from error
+        declared = getattr(found, "api_version", API_VERSION)
+        if declared != API_VERSION:
+            raise PluginError(
+                f"{what} is for another version of headway.ext", got=f"api_version {declared!r}",
+                expected=f"{API_VERSION}", fix="Install a version of the package that fits this Headway.",
+            )  # fmt: skip
         fitting = fits(entry.name, found)
         if fitting is None:
             got = f"{type(found).__name__} at {entry.value}"

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.compression.simulation import reduced
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.compression.codec import Codec, Gradients
 from headway.errors import UserError
+from headway.ext.testing import reduced
 from headway.integrations.parallelize import parallelize
 from headway.integrations.plan_injection import install, uninstall
 from headway.measuring.codecs import codec_costs

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from tests.commands import headway, torchrun
 
-from headway.compression.registry import PROPOSED
+from headway.compression.registry import proposed
 
 # Of links that take no time and codecs that take much, for no bucket or codec to gain by them.
 CLUSTER = {
@@ -16,7 +16,7 @@ CLUSTER = {
     "hosts": [{"name": "a", "workers": 2, "up_gbps": 10, "down_gbps": 10}],
     "local_gbps": 1000,
     "local_latency_us": 1,
-    "codecs": {each.cost_name: {"bucket_us": [1e5] * 4, "mib_us": [1e5] * 4} for each in PROPOSED},
+    "codecs": {each.cost_name: {"bucket_us": [1e5] * 4, "mib_us": [1e5] * 4} for each in proposed()},
 }
 
 

@@ -16,7 +16,7 @@ import headway
 from headway.cluster import CodecCost
 from headway.compression.cast import Cast
 from headway.compression.int8 import Int8
-from headway.compression.registry import PROPOSED, codecs
+from headway.compression.registry import codecs, proposed
 from headway.errors import UnsupportedError, UserError
 from headway.replayer.replayer import Replayer
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
@@ -165,8 +165,8 @@ def test_an_unmodified_script_compresses_and_its_recording_replays(
 def test_costs_of_codecs_are_measured(busy_cores: bool) -> None:
     first, second = workers.run(2, f"{CASES}:costs", busy_cores)
     assert first == second
-    assert set(first) == {codec.cost_name for codec in PROPOSED}
-    for codec in PROPOSED:
+    assert set(first) == {codec.cost_name for codec in proposed()}
+    for codec in proposed():
         cost = CodecCost.model_validate(first[codec.cost_name])
         assert len(cost.bucket_us) == len(codec.default_us(1, 2))
         assert all(us + mib_us > 0 for us, mib_us in zip(cost.bucket_us, cost.mib_us, strict=True))

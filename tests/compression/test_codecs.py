@@ -6,19 +6,27 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tests.compression.simulation import Simulation, reduced
 
 from headway.compression.cast import Cast
 from headway.compression.codec import Codec, Gradients
 from headway.compression.int8 import LARGEST, Int8
 from headway.compression.power_sgd import PowerSGD, matrix_shape, orthonormal
-from headway.compression.registry import PROPOSED, codecs
+from headway.compression.registry import codecs, proposed
 from headway.compression.top_k import TopK
+from headway.ext.testing import (
+    SHAPES,
+    Simulation,
+    check_codec,
+    check_exchanges,
+    check_feedback,
+    check_not_finite,
+    example_gradients,
+    reduced,
+)
 
-SHAPES = ((40, 30), (7,), (16, 3, 3, 3), (), (5, 0))
 NUMEL = sum(math.prod(shape) for shape in SHAPES)
 CODECS = (
-    *PROPOSED, Cast(dtype="float16", error_feedback=True), Cast(dtype="float64"), Int8(block=16),
+    *proposed(), Cast(dtype="float16", error_feedback=True), Cast(dtype="float64"), Int8(block=16),
     Int8(error_feedback=False), TopK(share=1.0), TopK(share=1e-9), TopK(error_feedback=False), PowerSGD(rank=1),
     PowerSGD(rank=200),
 )  # fmt: skip
@@ -27,54 +35,20 @@ FED_BACK = [
 ]  # which sends all as it is
 
 
-def gradients(world_size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Gradients]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Gradients(
-            torch.randn(NUMEL, generator=generator, dtype=dtype), SHAPES, range(len(SHAPES)), rank, world_size
-        )
-        for rank in range(world_size)
-    ]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.describe())
 def test_what_is_sent_is_what_was_decided_and_all_ranks_get_the_same(
     codec: Codec, world_size: int, dtype: str
 ) -> None:
-    ranks = gradients(world_size, dtype=getattr(torch, dtype))
-    before = [each.flat.clone() for each in ranks]
-    done, exchanges = reduced(codec, ranks)
-    assert tuple(exchanges) == codec.exchanges(SHAPES, dtype, world_size)
-    assert all(torch.equal(each.mean, done[0].mean) for each in done)
-    assert all(torch.equal(each.flat, flat) for each, flat in zip(ranks, before, strict=True))
-    assert done[0].mean.dtype == ranks[0].flat.dtype
-    costs = codec.default_us(2**20, world_size)
-    assert len(costs) > len(exchanges)
-    assert min(costs) > 0
+    check_exchanges(codec, world_size, dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("codec", FED_BACK, ids=lambda codec: codec.describe())
 def test_what_was_sent_and_what_is_kept_add_up_to_the_gradients(codec: Codec, world_size: int) -> None:
-    simulation = Simulation(codec, SHAPES, world_size, torch.float64)
-    sent = given = torch.zeros(NUMEL, dtype=torch.float64)
-    for step in range(20):
-        flats = [each.flat for each in gradients(world_size, step, torch.float64)]
-        given = given + torch.stack(flats).mean(0)
-        sent = sent + simulation.step(flats)
-        kept = torch.stack(simulation.kept).mean(0)
-        # What sums of a cast lose by rounding is not fed back: that is as much as half a unit in the last place a sum.
-        off = 1e-10 if not isinstance(codec, Cast) else (step + 1) * world_size * 2**-10
-        assert torch.allclose(sent + kept, given, rtol=0, atol=off)
-    assert float((sent - given).abs().max()) > 0 or isinstance(codec, TopK)
-
-
-def test_without_error_feedback_nothing_is_kept() -> None:
-    for codec in CODECS:
-        done, _ = reduced(codec, gradients(3))
-        assert (done[0].kept.numel() > 0) == codec.feeds_back
+    # What sums of a cast lose by rounding is not fed back: that is as much as half a unit in the last place a sum.
+    check_feedback(codec, world_size, rounding=2**-10 if isinstance(codec, Cast) else 0.0)
 
 
 def int8_by_numpy(x: np.ndarray, block: int) -> np.ndarray:
@@ -89,7 +63,7 @@ def int8_by_numpy(x: np.ndarray, block: int) -> np.ndarray:
 
 def test_int8_rounds_blocks_as_numpy_does() -> None:
     codec = Int8(block=64)
-    ranks = gradients(2)
+    ranks = example_gradients(2)
     ranks[0].flat[:64] = 0  # a block of zeros
     flats = [each.flat.numpy().copy() for each in ranks]
     done, _ = reduced(codec, ranks)
@@ -99,7 +73,7 @@ def test_int8_rounds_blocks_as_numpy_does() -> None:
 
 
 def test_int8_in_shares_rounds_the_mean_once_more() -> None:
-    codec, ranks = Int8(block=64), gradients(4)
+    codec, ranks = Int8(block=64), example_gradients(4)
     share = codec.share_numel(NUMEL, 4)
     flats = [np.pad(each.flat.numpy(), (0, 4 * share - NUMEL)) for each in ranks]
     done, _ = reduced(codec, ranks)
@@ -120,7 +94,7 @@ def test_int8_takes_the_collective_with_fewer_bytes() -> None:
 
 
 def test_top_k_sends_the_largest_as_numpy_finds_them() -> None:
-    codec, ranks = TopK(share=0.05), gradients(3)
+    codec, ranks = TopK(share=0.05), example_gradients(3)
     flats = [each.flat.numpy().copy() for each in ranks]
     done, _ = reduced(codec, ranks)
     total = np.zeros(NUMEL, dtype=np.float32)
@@ -141,7 +115,7 @@ def power_sgd_by_numpy(matrices: Sequence[np.ndarray], q: np.ndarray) -> tuple[n
 
 
 def test_power_sgd_iterates_as_the_paper_says() -> None:
-    codec, ranks = PowerSGD(rank=2), gradients(3, dtype=torch.float64)
+    codec, ranks = PowerSGD(rank=2), example_gradients(3, dtype="float64")
     matrices = [each.flat[:1200].view(40, 30).numpy().copy() for each in ranks]
     q = codec._directions(ranks[0], 0, ranks[0].flat[:1200].view(40, 30), 2).numpy()
     for _ in range(4):
@@ -164,7 +138,7 @@ def test_power_sgd_finds_what_has_its_rank() -> None:
 
 @pytest.mark.parametrize("before", [1, 4])
 def test_power_sgd_goes_on_under_another_rank(before: int) -> None:
-    ranks = gradients(2, dtype=torch.float64)
+    ranks = example_gradients(2, dtype="float64")
     reduced(PowerSGD(rank=before), ranks)
     kept = ranks[0].memory[0][:, : min(2, before)].clone()
     directions = PowerSGD(rank=2)._directions(ranks[0], 0, ranks[0].flat[:1200].view(40, 30), 2)
@@ -190,14 +164,13 @@ def test_power_sgd_sends_what_would_not_get_smaller_as_it_is() -> None:
     assert torch.allclose(orthonormal(torch.zeros(5, 2)).T @ orthonormal(torch.zeros(5, 2)), torch.eye(2))
 
 
-@pytest.mark.parametrize("harm", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.describe())
-def test_what_is_not_finite_is_seen_by_all(codec: Codec, harm: float) -> None:
-    """A GradScaler skips a step by what it sees of the mean."""
-    ranks = gradients(3)
-    ranks[1].flat[5] = harm
-    done, _ = reduced(codec, ranks)
-    assert all(not bool(each.mean.isfinite().all()) for each in done)
+def test_what_is_not_finite_is_seen_by_all(codec: Codec) -> None:
+    check_not_finite(codec)
+
+
+def test_a_codec_is_checked_in_one_call() -> None:
+    check_codec(Int8(), (2,))
 
 
 def test_halves_are_divided_before_they_are_cast() -> None:
@@ -212,4 +185,4 @@ def test_codecs_are_found_by_name_and_say_what_they_do() -> None:
         assert codecs()[each.name].model_validate(each.model_dump(mode="json")) == each
         assert each.describe()
         assert each.loses
-    assert len({each.cost_name for each in PROPOSED}) == len(PROPOSED)
+    assert len({each.cost_name for each in proposed()}) == len(proposed())

@@ -73,7 +73,7 @@ def played(
         [Timeline(rank, number, (*([first] if first else []), *step(read))) for number in range(3)]
         for rank in range(2)
     ]
-    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(model)), timelines)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(model), strategy), timelines)
     return Played(graph, play(graph.close()))
 
 

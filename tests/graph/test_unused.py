@@ -40,7 +40,7 @@ def backward(*unused: str) -> tuple[Item, ...]:
 def played(strategy: Strategy, *ranks: tuple[Item, ...]) -> tuple[GraphBuilder[Any], PlayedTimes]:
     graph = GraphBuilder(CLUSTER, strategy.decide(Job.of(MODEL)))
     timelines = [[Timeline(rank, step, items) for step in range(2)] for rank, items in enumerate(ranks)]
-    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(MODEL)), timelines)
+    lay_out_ranks(graph, plugin_of(strategy).reactions(graph, Job.of(MODEL), strategy), timelines)
     return graph, play(graph.close())
 
 

@@ -14,7 +14,7 @@ from headway.compression.cast import Cast
 from headway.compression.codec import Codec
 from headway.compression.costs import slowdown_of, stretches_ns
 from headway.compression.int8 import Int8
-from headway.compression.registry import PROPOSED
+from headway.compression.registry import proposed
 from headway.compression.top_k import TopK
 from headway.job import Job
 from headway.model import ModelSpec, ParameterSpec
@@ -54,7 +54,7 @@ def played(job: Job, *wire: Codec | None) -> Simulation:
     return simulate(job, strategy(*wire))
 
 
-@pytest.mark.parametrize("codec", PROPOSED, ids=lambda codec: codec.describe())
+@pytest.mark.parametrize("codec", proposed(), ids=lambda codec: codec.describe())
 def test_every_codec_helps_on_slow_links_and_hurts_on_fast_ones(codec: Codec) -> None:
     slow, fast = job_on(0.1), job_on(100.0, compute_slowdown=0.1)
     assert played(slow, codec).step_ms < 0.8 * played(slow).step_ms
@@ -126,7 +126,7 @@ def test_they_are_proposed_only_to_who_permits_precision() -> None:
     job = job_on(0.1)
     proposed = plugin_of(strategy()).propose(job).strategies
     for allowed, expected in (((), False), ((ASYNCHRONOUS,), False), ((PRECISION,), True)):
-        left = [each for each in proposed if permitted(each.permission, allowed)]
+        left = [each for each in proposed if permitted(each.permissions, allowed)]
         assert any(isinstance(e, DistributedDataParallelStrategy) and e.wire for e in left) == expected
         assert all(bool(each.changes_training) == bool(each.permission) for each in left)
     on_device = job_on(0.1, library="nccl")

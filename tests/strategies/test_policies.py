@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import workers
 from tests.models import layered_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ from headway import torch_private
 from headway.cluster import Cluster, Host
 from headway.compression.cast import Cast
 from headway.errors import PlanError, UnsupportedError
+from headway.ext.testing import Trained, check_strategy, check_training
 from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
@@ -34,19 +36,19 @@ def test_an_unmodified_script_can_follow_every_data_parallel_strategy(name: str)
     assert plugin_named(name).injection is not None
 
 
-@pytest.mark.parametrize("name", REDUCES_GRADIENTS)
-def test_every_strategy_decides_on_the_whole_model_and_has_its_drivers(name: str) -> None:
-    plugin = plugin_named(name)
-    strategy = plugin.policy()
-    job = Job.of(layered_model(5), 4)
-    schedule = strategy.decide(job)
-    assert sorted(n for b in schedule.buckets for n in b.parameters) == sorted(job.model.by_name)
-    assert schedule == strategy.decide(job)
-    assert strategy.describe()
-    assert plugin_of(strategy) is plugin
-    cluster = Cluster(hosts=tuple(Host(name=f"h{i}", workers=1, up_gbps=1, down_gbps=1) for i in range(4)))
-    assert plugin.reactions(GraphBuilder(cluster, schedule), job)
-    assert plugin.footprint(job, schedule, 0).buffers_bytes >= job.model.size_bytes
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_every_strategy_is_what_the_test_kit_asks_for(name: str) -> None:
+    check_strategy(plugin_named(name).policy())
+
+
+@pytest.mark.processes
+def test_ranks_end_with_the_numbers_of_one_process() -> None:
+    """All strategies on the same ranks."""
+    asked = [(name, injected) for name in REDUCES_GRADIENTS for injected in (False, True)]
+    ended = workers.run(2, "tests.strategies.trained_cases:trained", asked, timeout_s=120)
+    for place, name in enumerate(name for name, injected in asked if not injected):
+        both = iter(([Trained(*rank[2 * place + i]) for rank in ended]) for i in (0, 1))
+        check_training(plugin_named(name).policy(), run=lambda *_, both=both: next(both))
 
 
 def test_strategies_say_whether_they_change_what_is_trained() -> None:
@@ -75,7 +77,7 @@ def test_what_trains_otherwise_is_simulated_over_a_time(name: str) -> None:
     assert outcome.total_per_s > 0
     assert "trains otherwise" in outcome.describe()
     with pytest.raises(UnsupportedError):
-        plugin.reactions(GraphBuilder(cluster, schedule), job)
+        plugin.reactions(GraphBuilder(cluster, schedule), job, strategy)
 
 
 def test_ddp_closes_a_bucket_once_it_is_full() -> None:

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import click
+from click.shell_completion import CompletionItem
 
-from headway.permission import PERMISSIONS
+from headway.permission import SHIPPED
+
+
+def _checked(_context: click.Context, _option: click.Parameter, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Each is one of Headway's permissions, or one that an installed package declares."""
+    from headway.plan.permissions import check_allowed
+
+    if allowed:
+        check_allowed(allowed)
+    return allowed
+
+
+def _completed(_context: click.Context, _option: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Those there are, with what they change."""
+    from headway.plan.permissions import permissions
+
+    there_are = permissions().values()
+    return [CompletionItem(one.name, help=one.changes) for one in there_are if one.name.startswith(begun)]
+
+
+_SHIPPED = "; ".join(f"{one.name}: {one.changes}" for one in SHIPPED)
 
 allow_option = click.option(
-    "--allow", "allow", multiple=True, type=click.Choice(PERMISSIONS),
-    help="Permit plans that change what is trained: asynchronous ones, such as models averaged in groups of ranks; "
-    "local-steps, which ranks take by themselves before models are averaged; precision: gradients are compressed, or "
-    "fewer digits computed with; randomness: random numbers are drawn elsewhere, such as by loaders with workers. The "
-    "answer says what they change. They are never chosen "
-    "otherwise.",
+    "--allow", "allow", multiple=True, callback=_checked, shell_complete=_completed,
+    metavar=f"[{'|'.join(one.name for one in SHIPPED)}|…]",
+    help=f"Permit plans that change what is trained; they are never chosen otherwise. {_SHIPPED}. Installed packages "
+    "may declare others.",
 )  # fmt: skip

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from headway.permission import WITHOUT_WAITING
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ def bound_document(bound: StepBound) -> dict[str, Any]:
 
 def plans_table(found: SearchResult) -> Table:
     """The ranked candidates, with the bound that no plan can beat."""
+    from headway.strategies.registry import plugin_of
+
     table = Table("plan", "predicted ms", "± ms", "speedup", "ratio to bound", "memory", "changes")
     for candidate in found.candidates:
         has_bound = candidate.recut is None and not candidate.changes_training
@@ -114,8 +115,12 @@ def plans_table(found: SearchResult) -> Table:
         table.caption += "; ~ roughly, as memory was not watched"
     permitted = {permission for candidate in found.candidates for permission in candidate.permissions}
     if permitted:
-        table.caption += "; ‡ changes what is trained, as was allowed, without a bound"
-    if not WITHOUT_WAITING.isdisjoint(permitted):
+        from headway.plan.permissions import changes_in_words
+
+        table.caption += (
+            f"; ‡ changes what is trained, as was allowed ({changes_in_words(permitted)}), without a bound"
+        )
+    if any(plugin_of(candidate.strategy).has_horizon for candidate in found.candidates):
         table.caption += "; of ranks that do not wait for each other, the mean iteration"
     return table
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.allowing import allow_option
 from headway.errors import UserError, one_line
-from headway.permission import WITHOUT_WAITING
 from headway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -155,12 +154,12 @@ def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple
         faster = [each for each in largest if not each.recommended(allow) and each.step_ms < best.step_ms]
         return said + [
             f"{each.strategy} would take {each.step_ms:.1f} ms, but changes what is trained: {each.changes_training}. "
-            f"It is recommended only with --allow {each.permission}."
+            f"It is recommended only with --allow {' --allow '.join(each.permissions)}."
             for each in faster
         ]
     return [
         f"This is no recommendation, as it changes what is trained: {best.changes_training}. Compare it with a "
-        f"strategy that does not, or give --allow {best.permission}."
+        f"strategy that does not, or give --allow {' --allow '.join(best.permissions)}."
     ]
 
 
@@ -176,11 +175,13 @@ def _table(predictions: list[Prediction], workload: Workload) -> Table:
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip
     table.caption = f"{workload.computation_ns / 1e6:.1f} ms of computation, the update included"
-    permissions = {each.permission for each in predictions} - {""}
+    permissions = {name for each in predictions for name in each.permissions}
     if permissions:
-        table.caption += "; ‡ changes what is trained"
-    if not WITHOUT_WAITING.isdisjoint(permissions):
-        table.caption += ", of ranks that do not wait for each other ms a step is the mean iteration"
+        from headway.plan.permissions import changes_in_words
+
+        table.caption += f"; ‡ changes what is trained ({changes_in_words(permissions)})"
+    if any(each.is_mean_iteration for each in predictions):
+        table.caption += "; of ranks that do not wait for each other ms a step is the mean iteration"
     return table
 
 

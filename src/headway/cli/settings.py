@@ -13,8 +13,8 @@ from headway.errors import PlanError, UserError, one_line
 
 if TYPE_CHECKING:
     from headway.interop.settings.asked import Asked, CollectiveOptions
-    from headway.interop.settings.settings import Settings
     from headway.plan import Plan
+    from headway.tool_settings import Settings
 
 NAMES = ("ddp", "fsdp2", "deepspeed", "megatron", "nccl", "rccl")
 
@@ -55,14 +55,14 @@ def settings(
     as_json: bool,
 ) -> None:
     """Print PLAN as settings of another tool, and say what of it the tool cannot do."""
-    from headway.interop.settings.tools import TOOLS
+    from headway.interop.settings.tools import settings_for
     from headway.plan import Plan
 
     if output is not None:
         files.check_absent(output)
     plan = Plan.load(plan_path)
     options = _of_collectives(tool, as_replayed, channels, append)
-    found = TOOLS[tool](_asked(plan, trace_path, options))
+    found = settings_for(tool, _asked(plan, trace_path, options))
     if output is not None:
         _write(found, output)
     if as_json:

@@ -34,6 +34,11 @@ class Cast(Codec):
     error_feedback: bool = False
     """Whether what rounding loses is added to the next step's gradients. What sums lose by rounding is not."""
 
+    @classmethod
+    def proposed(cls) -> tuple[Cast, ...]:
+        """Both types of two bytes."""
+        return cls(dtype="bfloat16"), cls(dtype="float16")
+
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
         """One all-reduce of as many elements."""
         del dtype, world_size

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from headway.model import DTYPE_BYTES, ModelSpec
+from headway.permission import PRECISION, Permission
+from headway.plugins import API_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,21 @@ class Codec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
+    api_version: ClassVar[int] = API_VERSION
+    """The version of ``headway.ext`` that it was written for; a package that says so is refused by another one."""
+
+    declared_permissions: ClassVar[tuple[Permission, ...]] = ()
+    """New permissions that it may need: users give them by these names, and are told what they change."""
+
+    @classmethod
+    def proposed(cls) -> tuple[Self, ...]:
+        """The codecs of this class that a search tries, and whose costs a probe measures; none by default."""
+        return ()
+
+    @property
+    def permission(self) -> str:
+        """The permission without which it is never chosen (``headway.permission``); "" for none."""
+        return PRECISION if self.loses else ""
 
     @property
     def feeds_back(self) -> bool:
@@ -108,7 +125,7 @@ class Codec(BaseModel):
 
     @property
     def loses(self) -> str:
-        """What becomes of gradients, in words that follow "gradients are"."""
+        """What becomes of gradients, in words that follow "gradients are"; "" where all of every gradient is sent."""
         raise NotImplementedError
 
     @property

@@ -48,6 +48,11 @@ class Int8(FedBack):
     error_feedback: bool = True
     """Whether what rounding loses is added to the next step's gradients."""
 
+    @classmethod
+    def proposed(cls) -> tuple[Int8, ...]:
+        """Its defaults."""
+        return (cls(),)
+
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
         """An all-gather for up to two ranks, an all-to-all and an all-gather for more."""
         del dtype

@@ -55,6 +55,11 @@ class PowerSGD(Codec):
         rank = min(self.rank, rows, columns)
         return rank if (rows + columns) * rank * LEAST_GAIN < rows * columns else 0
 
+    @classmethod
+    def proposed(cls) -> tuple[PowerSGD, ...]:
+        """Its defaults."""
+        return (cls(),)
+
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
         """All-reduces of what is sent as it is with all Ps, and of all Qs."""
         del world_size

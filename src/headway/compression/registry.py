@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -13,13 +14,11 @@ from headway.compression.codec import Codec
 from headway.compression.int8 import Int8
 from headway.compression.power_sgd import PowerSGD
 from headway.compression.top_k import TopK
+from headway.errors import PluginError
 from headway.plugins import brought
 
 GROUP = "headway.codecs"
 SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
-
-PROPOSED: tuple[Codec, ...] = (Cast(dtype="bfloat16"), Cast(dtype="float16"), Int8(), TopK(), PowerSGD())
-"""What a search tries and a probe measures."""
 
 
 @cache
@@ -28,6 +27,26 @@ def codecs() -> dict[str, type[Codec]]:
     shipped = {each.name: each for each in SHIPPED}
     others = brought(GROUP, shipped, _fitting, "a subclass of Codec of that name")
     return {**shipped, **{each.name: each for each in others}}
+
+
+@cache
+def proposed() -> tuple[Codec, ...]:
+    """What a search tries, and a probe measures: the codecs that each class proposes, Headway's own first.
+
+    Raises PluginError for a class of another package that fails to.
+    """
+    return tuple(chain.from_iterable(map(_proposed_by, codecs().values())))
+
+
+def _proposed_by(kind: type[Codec]) -> tuple[Codec, ...]:
+    try:
+        return kind.proposed()
+    except Exception as error:  # whatever a foreign package raises is its own fault
+        raise PluginError(
+            f"the codec {kind.name} cannot say what it proposes", got=f"{type(error).__name__}: {error}",
+            expected=f"codecs from {kind.__module__}.{kind.__qualname__}.proposed",
+            fix="Mend or uninstall the package that brings it.",
+        ) from error  # fmt: skip
 
 
 def _fitting(name: str, found: object) -> type[Codec] | None:

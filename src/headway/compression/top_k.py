@@ -42,6 +42,11 @@ class TopK(FedBack):
         """How many of ``numel`` elements are sent."""
         return min(numel, max(1, math.ceil(self.share * numel)))
 
+    @classmethod
+    def proposed(cls) -> tuple[TopK, ...]:
+        """Its defaults."""
+        return (cls(),)
+
     def exchanges(self, shapes: Sequence[Shape], dtype: str, world_size: int) -> tuple[Exchange, ...]:
         """One all-gather of values and places."""
         count = self.count(sum(map(math.prod, shapes)))

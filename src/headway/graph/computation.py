@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 
 from headway.errors import UserError
 from headway.graph.timeline import Timeline
@@ -52,6 +53,18 @@ class Computation:
             return again({**factors, **more})
 
         return replace(self, timelines=again(factors), with_factors=with_both)
+
+    def in_periods_of(self, steps: int) -> Computation:
+        """The same where ranks do something else in each of so many steps: steps repeat until there are whole periods.
+
+        Whole periods are played before those that count, too.
+        """
+        if steps == 1:
+            return self
+        longest = max(map(len, self.timelines.values()))
+        count = -(-longest // steps) * steps
+        ranks = {rank: tuple(islice(cycle(own), count)) for rank, own in self.timelines.items()}
+        return replace(self, timelines=ranks, warm_up_steps=-(-self.warm_up_steps // steps) * steps)
 
     def factor_of(self, rank: int) -> float:
         """How many times as long computation takes on ``rank`` as its timelines say."""

@@ -30,36 +30,41 @@ class InRecordedOrder(ABC):
     def __init__(self, graph: GraphBuilder[BucketSchedule]) -> None:
         self._graph = graph
 
-    @abstractmethod
-    def use(self, cursor: RankCursor, module: str) -> None:
-        """Forward is about to need the parameters of ``module``."""
+    def use(self, cursor: RankCursor, module: str) -> None:  # noqa: B027 - most have parameters whole at any time
+        """Forward is about to need the parameters of ``module``; by default they are there."""
 
-    def use_all(self, cursor: RankCursor) -> None:  # noqa: B027 - most strategies have parameters whole at any time
-        """Forward begins, and nothing says which parameters it needs when."""
+    def use_all(self, cursor: RankCursor) -> None:  # noqa: B027 - as above
+        """Forward begins, and nothing says which parameters it needs when; by default all are there."""
 
     @abstractmethod
     def ready(self, cursor: RankCursor, parameter: str) -> None:
         """The gradient of ``parameter`` is complete on this rank."""
 
-    @abstractmethod
     def unused(self, cursor: RankCursor, parameter: str) -> None:
-        """This backward, whose first gradient is about to be complete, leaves ``parameter`` without one."""
+        """This backward, whose first gradient is about to be complete, leaves ``parameter`` without one.
+
+        By default that is a gradient of zeros, which is ready.
+        """
+        self.ready(cursor, parameter)
 
     @abstractmethod
     def backward_end(self, cursor: RankCursor) -> None:
         """The computation of a synchronising backward is done."""
 
-    @abstractmethod
-    def read(self, cursor: RankCursor, read: Item) -> None:
-        """The script reads gradients, which takes one rank ``read.duration_ns`` for all of those that it reads."""
-
-    @abstractmethod
-    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
-        """The optimizer steps, which takes ``duration_ns`` for all parameters."""
-
-    @abstractmethod
     def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
-        """What the recorded strategy did after its gradients had arrived."""
+        """What the recorded strategy did after its gradients had arrived; by default this one does the same."""
+        self._graph.compute(cursor, Part.FINALIZE, duration_ns)
+
+    def read(self, cursor: RankCursor, read: Item) -> None:
+        """The script reads gradients, which takes one rank ``read.duration_ns`` for all of those that it reads.
+
+        By default they are there when backward returns.
+        """
+        self._graph.compute(cursor, Part.READ, read.duration_ns)
+
+    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
+        """The optimizer steps, which takes ``duration_ns`` for all parameters; by default at once, on all of them."""
+        self._graph.compute(cursor, Part.OPTIMIZER, duration_ns)
 
     def lay_out_step(self, cursor: RankCursor, timeline: Timeline) -> None:
         """Add the recorded computation in its order, and ask the strategy at every point."""

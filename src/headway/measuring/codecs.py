@@ -7,6 +7,7 @@ the other ranks are taken to send what this one does.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from headway.cluster import CodecCost
 from headway.collectives.algorithms import ALL_GATHER
 from headway.compression.codec import Codec, Sent
-from headway.compression.registry import PROPOSED
+from headway.compression.registry import proposed
+from headway.errors import one_line
 from headway.network.interference import RaisingThread, Work, repeat
 from headway.strategies.data_parallel.ddp.sending import Outgoing, send
 
@@ -28,13 +30,36 @@ MOST_SLOWDOWN = 10.0
 MIB = 2**20
 
 
-def codec_costs(codecs: Iterable[Codec] = PROPOSED, *, busy_cores: bool = True) -> dict[str, CodecCost]:
+def codec_costs(codecs: Iterable[Codec] | None = None, *, busy_cores: bool = True) -> dict[str, CodecCost]:
     """The cost of each codec by the name of its cost, the mean over ranks. Every rank calls it at the same point.
 
-    ``busy_cores`` says that training computes on the same cores.
+    ``codecs`` are by default all that are proposed. ``busy_cores`` says that training computes on the same cores. A
+    codec that fails on some rank has no cost, and rank 0 says why: its own defaults count.
     """
     work = Work() if busy_cores else None
-    return {codec.cost_name: _mean(_cost(codec, work)) for codec in codecs}
+    able = [codec for codec in (proposed() if codecs is None else codecs) if _can_be_measured(codec)]
+    return {codec.cost_name: _mean(_cost(codec, work)) for codec in able}
+
+
+def _can_be_measured(codec: Codec) -> bool:
+    """Whether ``codec`` sends small and large buckets in as many exchanges, on all ranks: others would wait for one."""
+    counts, why = set(), ""
+    try:
+        for size_mib in SIZES_MIB:
+            watched = _Watched(codec, round(size_mib * MIB))
+            watched.run()
+            counts.add(len(watched.stretches_us[0]))
+    except Exception as error:  # a foreign codec's fault must not end a job that is being recorded
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {cause}"
+    if len(counts) > 1:
+        why = f"buckets of {SIZES_MIB[0]} and {SIZES_MIB[1]} MiB have different numbers of exchanges"
+    if why and dist.get_rank() == 0:  # no warnings.warn: a script may have made it an error
+        text = f"headway: warning: the codec {codec.name} was not measured, its defaults count: {why}"
+        print(one_line(text, 500), file=sys.stderr)
+    failed = torch.tensor([bool(why)], dtype=torch.int32)
+    dist.all_reduce(failed)
+    return not bool(failed.item())
 
 
 def _cost(codec: Codec, work: Work | None) -> CodecCost:

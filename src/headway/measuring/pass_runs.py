@@ -3,10 +3,14 @@
 Each run is recorded. What counts is the ratio of medians, over ranks and steps, of what forward and backward take
 without waits; the memory of a pass is that of the last run. The command is the one that was recorded, and ends soon
 behind the steps that were.
+
+``python -m headway.measuring.pass_runs TRACE PASS [OPTION=VALUE ...] -- COMMAND`` measures any ``MeasuredPass``, of
+whatever package. A tool that names its pass in another way calls ``measure``.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +26,7 @@ from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Part
 from headway.job import MeasuredEffect
 from headway.passes.measured import MeasuredPass
+from headway.passes.registry import passes
 from headway.plan import Plan
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.trace.folder import load_trace
@@ -63,7 +68,7 @@ def effects_between(
     factors = {part: _factor(stock, other, part) for part in changed.parts}
     memory = other[-1].model.pass_memory
     return {
-        changed.effect_name(part): MeasuredEffect(factor, memory=memory if part == Part.FORWARD else None)
+        changed.effect_name(part): MeasuredEffect(factor, memory=memory if part == changed.parts[0] else None)
         for part, factor in factors.items()
     }
 
@@ -92,6 +97,25 @@ def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]
     for name, each in effects.items():
         print(f"{name}: {each.factor:.3g} times the time")
     return 0
+
+
+def pass_of(_trace: Trace, words: Sequence[str]) -> MeasuredPass:
+    """The pass that the first of ``words`` names, with options as in ``block=64``. Raises UserError for others."""
+    measured = {name: kind for name, kind in passes().items() if issubclass(kind, MeasuredPass)}
+    if not words or words[0] not in measured:
+        raise UserError(
+            "that is no pass that can be measured", got=" ".join(words) or "nothing", expected=" or ".join(measured)
+        )  # fmt: skip
+    options: dict[str, object] = {}
+    for word in words[1:]:
+        name, is_option, text = word.partition("=")
+        if not is_option:
+            raise UserError("options of a pass have a value each", got=word, expected="OPTION=VALUE")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:  # a word needs no quotes
+            options[name] = text
+    return measured[words[0]].model_validate(options)
 
 
 def _made(
@@ -152,3 +176,7 @@ def _run(command: Sequence[str]) -> int:
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(measure(sys.argv[1:], pass_of))

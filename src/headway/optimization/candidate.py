@@ -53,7 +53,7 @@ class Candidate:
     @property
     def permissions(self) -> frozenset[str]:
         """Those without which it would not have been considered."""
-        return frozenset((self.strategy.permission, *(each.permission for each in self.passes))) - {""}
+        return self.strategy.permissions | {each.permission for each in self.passes} - {""}
 
     @property
     def uncertainty_ms(self) -> float:

@@ -17,7 +17,8 @@ from headway.optimization.replaying import Progress, replay_all
 from headway.optimization.result import SearchResult
 from headway.optimization.sizes import for_script, script_micro_batches, sizes
 from headway.optimization.with_passes import WithPasses, with_passes
-from headway.permission import check_allowed, permitted
+from headway.permission import permitted
+from headway.plan.permissions import check_allowed
 from headway.planning.bound import StepBound, bound_of, form_of, least_sent_share
 from headway.planning.time_limit import TimeLimit, limited
 from headway.replayer.replayer import Replayer
@@ -138,8 +139,8 @@ def search(
 
 def _permitted(made: Proposal, allow: Collection[str]) -> Proposal:
     """What is left of a proposal with what the user has permitted."""
-    kept = tuple(each for each in made.strategies if permitted(each.permission, allow))
-    return replace(made, strategies=kept, note=made.note * permitted(made.about_permitted, allow))
+    kept = tuple(each for each in made.strategies if permitted(each.permissions, allow))
+    return replace(made, strategies=kept, note=made.note * permitted({made.about_permitted} - {""}, allow))
 
 
 def _proposed(

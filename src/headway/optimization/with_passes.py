@@ -66,7 +66,7 @@ def _bases(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _proposed(kind: type[Pass], job: Job, allow: Collection[str]) -> tuple[Pass, ...]:
-    return tuple(each for each in kind.proposed(job) if permitted(each.permission, allow))
+    return tuple(each for each in kind.proposed(job) if permitted({each.permission} - {""}, allow))
 
 
 def _bound(job: Job, applied: Sequence[Pass]) -> StepBound:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
-from headway.permission import PRECISION
+from headway.permission import PRECISION, Permission
+from headway.plugins import API_VERSION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +20,12 @@ class Pass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
+    api_version: ClassVar[int] = API_VERSION
+    """The version of ``headway.ext`` that it was written for; a package that says so is refused by another one."""
+
+    declared_permissions: ClassVar[tuple[Permission, ...]] = ()
+    """New permissions that it may need: users give them by these names, and are told what they change."""
+
     saves_memory_alone: ClassVar[bool] = False
     """Whether it makes no step faster, and is proposed only where a plan needs more memory than there is."""
 

@@ -23,7 +23,7 @@ class Compile(MeasuredModules):
 
     name: ClassVar[str] = "compile"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "compiling TRACE [MODULE ...]"
+    measured_by: ClassVar[str] = "python -m headway.measuring.compiling TRACE [MODULE ...]"
 
     modules: tuple[str, ...] = Field(min_length=1, max_length=4096)
     """Paths of modules within the wrapped model, as ``named_modules`` has them. None lies within another.

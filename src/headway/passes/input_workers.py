@@ -24,7 +24,7 @@ class InputWorkers(MeasuredPass):
 
     name: ClassVar[str] = "input"
     changes_module: ClassVar[bool] = False
-    measured_by: ClassVar[str] = "loading TRACE [WORKERS]"
+    measured_by: ClassVar[str] = "python -m headway.measuring.loading TRACE [WORKERS]"
     parts: ClassVar[tuple[str, ...]] = (Part.INPUT, Part.FORWARD, Part.BACKWARD)
 
     workers: int = Field(ge=1, le=256)

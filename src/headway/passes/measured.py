@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -20,17 +21,17 @@ from headway.passes.regions import check_apart, check_trained
 class MeasuredPass(Pass):
     """Parts of a step take so many times as long, and hold as much, as was measured of this very pass."""
 
-    measured_by: ClassVar[str]
-    """The module of ``headway.measuring`` that measures it, and what that is given besides, in words."""
+    measured_by: ClassVar[str] = ""
+    """The command that measures it, up to ``-- COMMAND``; by default the one that measures any pass (``pass_runs``)."""
 
     parts: ClassVar[tuple[str, ...]] = (Part.FORWARD, Part.BACKWARD)
-    """The parts of a step whose time it changes."""
+    """The parts of a step whose time it changes; memory is said with the first."""
 
     @classmethod
     def proposed(cls, job: Job) -> tuple[Self, ...]:
         """Whatever was measured: a replay tells whether it gains."""
         found = []
-        prefix, suffix = f"{cls.name} ", f" {Part.FORWARD}"
+        prefix, suffix = f"{cls.name} ", f" {cls.parts[0]}"
         for effect in job.measured:
             if effect.startswith(prefix) and effect.endswith(suffix):
                 try:
@@ -54,7 +55,7 @@ class MeasuredPass(Pass):
         effects = self._effects(job)
         if not self.stands_first:
             return with_timelines(job, self._changed(effects))
-        known, watched = model.pass_memory, effects[Part.FORWARD].memory
+        known, watched = model.pass_memory, effects[self.parts[0]].memory
         if known is not None and watched is not None:  # the update stays as it is
             watched = watched.model_copy(update={"update_bytes": known.update_bytes})
         changed = model.model_copy(update={"pass_memory": watched})
@@ -71,9 +72,14 @@ class MeasuredPass(Pass):
         found = {part: job.measured.get(self.effect_name(part)) for part in self.parts}
         known = {part: effect for part, effect in found.items() if effect is not None}
         if len(known) < len(self.parts):
+            options = self.model_dump(mode="json", exclude_defaults=True).items()
+            words = "".join(f" '{name}={json.dumps(value)}'" for name, value in options)
+            measured_by = (
+                self.measured_by or f"python -m headway.measuring.pass_runs TRACE {self.name}{words}"
+            )
             raise UnsupportedError(
                 f"it was not measured what {self.describe()} does to this job",
-                fix=f"Run python -m headway.measuring.{self.measured_by} -- COMMAND.",
+                fix=f"Run {measured_by} -- COMMAND.",
             )
         return known
 

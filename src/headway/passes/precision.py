@@ -28,7 +28,7 @@ class Precision(MeasuredModules):
 
     name: ClassVar[str] = "precision"
     stands_first: ClassVar[bool] = True
-    measured_by: ClassVar[str] = "precision TRACE [dtype=float16] [MODULE ...]"
+    measured_by: ClassVar[str] = "python -m headway.measuring.precision TRACE [dtype=float16] [MODULE ...]"
 
     dtype: Literal["bfloat16", "float16"]
     """What is computed with. In float16 gradients are scaled, and steps are left out whose gradients overflow."""

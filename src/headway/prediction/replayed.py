@@ -34,7 +34,8 @@ class Prediction:
     ``uncertainty_ms`` is by how much the step may be off because of errors in the times of layers and the costs of
     collectives. ``efficiency`` is the share of the throughput that as many workers would have without communication.
     ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how a model was cut into stages,
-    and what the prediction leaves out. ``changes_training`` says what the strategy changes of what is trained.
+    and what the prediction leaves out. ``changes_training`` says what the strategy changes of what is trained, and
+    ``permissions`` are those that it needs. ``is_mean_iteration`` says that ranks do not finish their steps together.
     """
 
     workers: int
@@ -49,15 +50,16 @@ class Prediction:
     operations: int
     notes: tuple[str, ...] = ()
     changes_training: str = ""
-    permission: str = ""
+    permissions: tuple[str, ...] = ()
+    is_mean_iteration: bool = False
 
     def recommended(self, allow: Collection[str]) -> bool:
         """Whether its strategy may be chosen with what the user has permitted."""
-        return permitted(self.permission, allow)
+        return permitted(self.permissions, allow)
 
     def to_document(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
-        return asdict(self)
+        return {**asdict(self), "permission": ", ".join(self.permissions)}
 
 
 def predict(
@@ -119,7 +121,7 @@ def predict(
         operations=played.operations,
         notes=notes,
         changes_training=strategy.changes_training,
-        permission=strategy.permission,
+        permissions=tuple(sorted(strategy.permissions)),
     )
 
 
@@ -163,5 +165,6 @@ def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, out
         operations=outcome.operations,
         notes=(outcome.describe(),),
         changes_training=strategy.changes_training,
-        permission=strategy.permission,
+        permissions=tuple(sorted(strategy.permissions)),
+        is_mean_iteration=True,
     )

@@ -19,7 +19,8 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     """Compare the first rank's recorded collectives of gradients with what ``strategy`` launches over its timelines.
 
     Counts and bytes must agree in the median step. A strategy that gathers under the next forward finishes some of a
-    step's collectives in the next step, so there the entire recording must agree, to within one step. Raises
+    step's collectives in the next step, and one that repeats after several steps was recorded from any of them on, so
+    there the entire recording must agree, to within one step or such a period. Raises
     TraceError if they differ, or if ranks wait for the script's own messages. A single rank does not communicate and is
     not checked.
     """
@@ -30,14 +31,16 @@ def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     timelines = job.steps.timelines[first]
     plugin = plugin_of(strategy)
     graph = GraphBuilder(job.on, strategy.decide(job))
-    lay_out_ranks(graph, plugin.reactions(graph, job), [timelines])
+    lay_out_ranks(graph, plugin.reactions(graph, job, strategy), [timelines])
     launched = np.zeros((len(timelines), 2))
     for collective in graph.collectives:
         if collective.bucket >= 0:
             launched[collective.step] += (1, collective.size_bytes)
     recorded = np.array([_recorded(trace.events[first], timeline.step) for timeline in timelines])
-    if plugin.carries_over:
-        off = np.abs((recorded - launched).sum(axis=0)) > launched.max(axis=0)
+    if plugin.carries_over or strategy.repeats_after > 1:
+        sums = np.cumsum(np.vstack([np.zeros((strategy.repeats_after, 2)), launched]), axis=0)
+        most = (sums[strategy.repeats_after :] - sums[: -strategy.repeats_after]).max(axis=0)
+        off = np.abs((recorded - launched).sum(axis=0)) > most
     else:
         off = np.median(recorded - launched, axis=0) != 0
     if off.any():

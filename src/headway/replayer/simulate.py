@@ -6,7 +6,7 @@ Recordings, workloads that were never run and schedules of a live tuner are all 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -131,6 +131,7 @@ class Simulator:
         times are out of range.
         """
         begun = time.perf_counter()
+        job = in_whole_periods(job, strategy)
         with times_in_range():
             graph, dataflow = self._laid_out(job, strategy, fold=fold)
             played = play_disturbed(graph, dataflow, job.on.compute_slowdown)
@@ -141,7 +142,7 @@ class Simulator:
     ) -> tuple[GraphBuilder[Any], OperationGraph]:
         """The graph that ``simulate`` would play. Raises as it does."""
         with times_in_range():
-            return self._laid_out(job, strategy, fold=fold)
+            return self._laid_out(in_whole_periods(job, strategy), strategy, fold=fold)
 
     def _laid_out(
         self, job: Job, strategy: Strategy, *, fold: bool
@@ -167,7 +168,7 @@ class Simulator:
         check_size(ranks, job, strategy, schedule)
         folded = period if period < cluster.world_size else 0
         graph = GraphBuilder(cluster, schedule, folded, self._resources_of(cluster, folded))
-        lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job), ranks)
+        lay_out_ranks(graph, plugin_of(strategy).reactions(graph, job, strategy), ranks)
         return graph, graph.close()
 
     def _resources_of(self, cluster: Cluster, folded: int) -> ClusterResources:
@@ -175,6 +176,13 @@ class Simulator:
         if before is None or before.folded != folded or before.cluster != cluster:
             self._resources = before = ClusterResources(cluster, folded)
         return before
+
+
+def in_whole_periods(job: Job, strategy: Strategy) -> Job:
+    """``job`` with as many steps as make up whole periods of ``strategy``, which most repeat in every step."""
+    if strategy.repeats_after == 1:
+        return job
+    return replace(job, computation=job.steps.in_periods_of(strategy.repeats_after))
 
 
 def check_dimension(job: Job, strategy: Strategy) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from headway.job import Job
-from headway.permission import ASYNCHRONOUS
+from headway.permission import ASYNCHRONOUS, Permission
 from headway.scheduling.schedule import Schedule
 
 DATA, PIPELINE = "data", "pipeline"
@@ -26,6 +26,9 @@ class Strategy(BaseModel):
 
     name: ClassVar[str]
     dimension: ClassVar[str] = DATA
+
+    declared_permissions: ClassVar[tuple[Permission, ...]] = ()
+    """New permissions that it may need: users give them by these names, and are told what they change."""
 
     def decide(self, job: Job) -> Schedule:
         """Decide what ``job`` communicates. Raises PlanError if the options do not fit its model."""
@@ -59,6 +62,11 @@ class Strategy(BaseModel):
         return False
 
     @property
+    def repeats_after(self) -> int:
+        """After how many steps it communicates the same again; replays are means over whole such periods."""
+        return 1
+
+    @property
     def decides_while_training(self) -> bool:
         """Whether something is decided while the job trains, which ``headway run --decisions`` writes down."""
         return False
@@ -67,6 +75,11 @@ class Strategy(BaseModel):
     def permission(self) -> str:
         """The permission without which it is never chosen (``headway.permission``); "" for none."""
         return ASYNCHRONOUS if self.changes_training else ""
+
+    @property
+    def permissions(self) -> frozenset[str]:
+        """All permissions that it needs: ``permission``, unless its parts need several."""
+        return frozenset((self.permission,)) - {""}
 
     def describe(self) -> str:
         """Say the strategy and its options in a few words, for tables."""

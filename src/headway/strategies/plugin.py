@@ -18,10 +18,12 @@ from headway.collectives.algorithms import ALL_REDUCE
 from headway.collectives.selection import native
 from headway.job import Job
 from headway.planning.bound import StepBound
+from headway.plugins import API_VERSION
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.base import Strategy
 from headway.strategies.footprint import Footprint
 from headway.strategies.horizon import Outcome
+from headway.tool_settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,9 +40,11 @@ S = TypeVar("S", bound=Strategy)
 class Proposal:
     """The plans of a strategy that are worth a replay for one job.
 
-    No plan of the strategy can have a step shorter than ``bound_ms``; ``bound`` says why, where that is known. ``note``
-    says why some plans are left out; where it is about plans that need a permission, ``about_permitted``, it is told
-    only to users who give that.
+    No plan of the strategy can have a step shorter than ``bound_ms``; infinity says nothing about that. ``bound`` says
+    why, where that is known: then plans are not replayed whose own bounds say that they are slower than others, which
+    holds only for plans that exchange exact gradients of every bucket in every step. ``note`` says why some plans are
+    left out; where it is about plans that need a permission, ``about_permitted``, it is told only to users who give
+    that.
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -66,13 +70,15 @@ class InForce:
 class StrategyPlugin(ABC, Generic[S]):
     """One strategy. Methods import what is heavy, torch above all, when they are called.
 
-    ``policy`` is the class of its decisions, whose ``name`` is the strategy's. ``carries_over`` says that it finishes
-    some of a step's collectives in the next step. ``usual`` are the options with which ``headway predict`` shows it if
-    no strategies are named, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that ranks may
-    measure links and cores after a recording under it. ``simulates_incidents`` says that ``over_a_horizon`` has ranks
-    slow by chance, dying and joining as the job says.
+    ``policy`` is the class of its decisions, whose ``name`` is the strategy's. ``api_version`` is the version of
+    ``headway.ext`` that it was written for: Headway refuses it if it has another one. ``carries_over`` says that it
+    finishes some of a step's collectives in the next step. ``usual`` are the options with which ``headway predict``
+    shows it if no strategies are named, each as in ``--strategy NAME:OPTIONS``. ``measured_after_recordings`` says that
+    ranks may measure links and cores after a recording under it. ``simulates_incidents`` says that ``over_a_horizon``
+    has ranks slow by chance, dying and joining as the job says.
     """
 
+    api_version: ClassVar[int] = API_VERSION
     policy: type[S]
     carries_over: ClassVar[bool] = False
     usual: ClassVar[tuple[str, ...]] = ()
@@ -87,8 +93,8 @@ class StrategyPlugin(ABC, Generic[S]):
     # In replay.
 
     @abstractmethod
-    def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
-        """What lays out the steps of the ranks of ``job`` in ``graph``, whose schedule this strategy decided."""
+    def reactions(self, graph: GraphBuilder[Any], job: Job, strategy: S) -> StepLayout:
+        """What lays out the steps of the ranks of ``job`` in ``graph``, whose schedule ``strategy`` decided."""
 
     @abstractmethod
     def footprint(self, job: Job, schedule: Any, stage: int) -> Footprint:
@@ -168,6 +174,15 @@ class StrategyPlugin(ABC, Generic[S]):
         """Why nothing of this strategy is considered for ``job``, whose model is not cut as it would need it."""
         del job
         return ""
+
+    def settings_for(self, tool: str, strategy: S, job: Job | None) -> Settings | None:
+        """``strategy`` as settings of ``tool``, a name of ``headway settings --for``; None, as by default, for none.
+
+        Passes of the plan are added to what the tool lacks. ``job`` has the model, where the trace is there. Raises
+        PlanError where the tool has something, but not for these options.
+        """
+        del tool, strategy, job
+        return None
 
     def explain(self, before: Strategy, after: S) -> Sequence[str]:
         """What ``after`` changes of the recorded ``before``, other than the strategy and the number of buckets."""

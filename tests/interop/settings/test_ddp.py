@@ -9,11 +9,11 @@ from tests.models import layered_model
 from headway.errors import PlanError
 from headway.interop.settings import ddp
 from headway.interop.settings.asked import Asked
-from headway.interop.settings.settings import Settings
 from headway.model import ModelSpec
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
+from headway.tool_settings import Settings
 
 MIB = 2**20
 WEIGHT, BIAS = 4000, 40  # bytes of a layer

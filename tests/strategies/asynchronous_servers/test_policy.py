@@ -74,9 +74,9 @@ def test_staleness_counts_others_updates_in_between() -> None:
 
 
 def test_no_steps_are_laid_out_and_a_share_is_held() -> None:
-    of = job(4)
-    schedule = AsynchronousServersStrategy().decide(of)
+    of, strategy = job(4), AsynchronousServersStrategy()
+    schedule = strategy.decide(of)
     with pytest.raises(UnsupportedError, match="DDP"):
-        PLUGIN.reactions(GraphBuilder(of.on, schedule), of)
+        PLUGIN.reactions(GraphBuilder(of.on, schedule), of, strategy)
     assert PLUGIN.propose(of).strategies == ()
     assert PLUGIN.footprint(of, schedule, 0).updated_share == 0.25

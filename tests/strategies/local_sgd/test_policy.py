@@ -111,9 +111,9 @@ def test_what_a_rank_holds() -> None:
 
 
 def test_no_steps_are_laid_out() -> None:
-    of = job(2)
+    of, strategy = job(2), LocalSGDStrategy()
     with pytest.raises(UnsupportedError, match="DDP"):
-        PLUGIN.reactions(GraphBuilder(of.on, LocalSGDStrategy().decide(of)), of)
+        PLUGIN.reactions(GraphBuilder(of.on, strategy.decide(of)), of, strategy)
 
 
 def test_periods_are_proposed_to_who_permits_steps_of_each_rank_s_own() -> None:

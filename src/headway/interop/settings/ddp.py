@@ -8,12 +8,12 @@ from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.python_file import literal, python_file
 from headway.interop.settings.python_passes import in_torch
-from headway.interop.settings.settings import Settings
 from headway.scheduling.fusion import MIB, bucket_caps_mb
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.local_sgd.policy import LocalSGDStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.tool_settings import Settings
 
 DDP = "DDP"
 FILE = "ddp_settings.py"

@@ -10,13 +10,13 @@ from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, 
 from headway.interop.settings.elements import one_size
 from headway.interop.settings.python_file import python_file
 from headway.interop.settings.python_passes import InTorch, in_torch
-from headway.interop.settings.settings import Settings
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.precision import Precision
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.tool_settings import Settings
 
 DEEPSPEED = "DeepSpeed"
 FILE = "deepspeed.json"

@@ -13,10 +13,10 @@ from headway.errors import PlanError
 from headway.interop.settings.asked import Asked, unexpressed
 from headway.interop.settings.python_file import literal, python_file
 from headway.interop.settings.python_passes import in_torch
-from headway.interop.settings.settings import Settings
 from headway.model import ModelSpec
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
+from headway.tool_settings import Settings
 
 FSDP2 = "FSDP2"
 FILE = "fsdp2_settings.py"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from headway.interop.settings.asked import Asked, Bucketed, bucketed, one_wire, unexpressed
 from headway.interop.settings.elements import one_size
-from headway.interop.settings.settings import Settings
 from headway.passes.accumulate import Accumulate
 from headway.passes.base import Pass
 from headway.passes.input_workers import InputWorkers
@@ -16,6 +15,7 @@ from headway.passes.recompute import Recompute
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.tool_settings import Settings
 
 MEGATRON = "Megatron"
 PREFETCH = 2  # as torch's loaders have it by default

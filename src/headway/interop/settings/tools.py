@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from headway.interop.settings import ddp, deepspeed, fsdp2, megatron, nccl
-from headway.interop.settings.asked import Asked
-from headway.interop.settings.settings import Settings
+from headway.interop.settings.asked import Asked, unexpressed
+from headway.job import Job
+from headway.strategies.registry import plugin_of
+from headway.tool_settings import Settings
 
 TOOLS: dict[str, Callable[[Asked], Settings]] = {
     "ddp": ddp.settings,
@@ -17,6 +20,21 @@ TOOLS: dict[str, Callable[[Asked], Settings]] = {
     "rccl": nccl.rccl,
 }
 """Each raises PlanError for a plan that its tool has nothing for."""
+
+
+def settings_for(tool: str, asked: Asked) -> Settings:
+    """What was asked as settings of ``tool``: as the strategy along data has it, or as the tool's file does.
+
+    Raises PlanError where there are none.
+    """
+    strategy = asked.data
+    if strategy is not None and asked.pipeline is None:
+        job = Job(asked.stages, asked.replicas) if asked.stages else None
+        found = plugin_of(strategy).settings_for(tool, strategy, job)
+        if found is not None:
+            return replace(found, lacks=(*found.lacks, *unexpressed(asked)))
+    return TOOLS[tool](asked)
+
 
 OF_COLLECTIVES = ("nccl", "rccl")
 """Those that know the options of collectives."""

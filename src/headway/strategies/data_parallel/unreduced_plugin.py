@@ -36,7 +36,7 @@ class UnreducedPlugin(StrategyPlugin[S]):
     def runtime(self) -> type[UnreducedDataParallel]:
         """The class that wraps models; it takes ``strategy=`` besides DistributedDataParallel's arguments."""
 
-    def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
+    def reactions(self, graph: GraphBuilder[Any], job: Job, strategy: S) -> StepLayout:
         """Ranks do not take their steps together, so none are laid out: ``over_a_horizon`` simulates them."""
         raise UnsupportedError(
             self.not_replayed,

@@ -31,7 +31,7 @@ class _Plugin(StrategyPlugin[PartialAllReduceStrategy]):
     policy = PartialAllReduceStrategy
     simulates_incidents = True
 
-    def reactions(self, graph: GraphBuilder[Any], job: Job) -> StepLayout:
+    def reactions(self, graph: GraphBuilder[Any], job: Job, strategy: PartialAllReduceStrategy) -> StepLayout:
         """Ranks do not take their steps together, so none are laid out: ``over_a_horizon`` simulates them."""
         raise UnsupportedError(
             "partial all-reduce has no steps that all ranks finish",

@@ -92,6 +92,11 @@ class MeshStrategy(Strategy):
         """What that needs."""
         return self.data.permission
 
+    @property
+    def permissions(self) -> frozenset[str]:
+        """All that it needs."""
+        return self.data.permissions
+
     def describe(self) -> str:
         """Say both."""
         return f"{self.pipeline.describe()} x {self.data.describe()}"

@@ -32,14 +32,16 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
     policy = MeshStrategy
     measured_after_recordings = True
 
-    def reactions(self, graph: GraphBuilder[ReplicatedSchedule], job: Job) -> StepLayout:
+    def reactions(
+        self, graph: GraphBuilder[ReplicatedSchedule], job: Job, strategy: MeshStrategy
+    ) -> StepLayout:
         from headway.strategies.pipeline.layout import PipelineLayout
         from headway.strategies.pipeline.recorded_layout import RecordedLayout
         from headway.strategies.pipeline.stage_times import check_as_many
 
         schedule = graph.schedule
         replicas = {
-            stage: _reactions(graph, job, stage)
+            stage: _reactions(graph, job, stage, strategy.data)
             for stage in range(schedule.stages)
             if len(schedule.pipelines) > 1
         }
@@ -92,14 +94,15 @@ class _Plugin(StrategyPlugin[MeshStrategy]):
         )
 
 
-def _reactions(graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int) -> InRecordedOrder:
+def _reactions(
+    graph: GraphBuilder[ReplicatedSchedule], job: Job, stage: int, data: Strategy
+) -> InRecordedOrder:
     from headway.graph.group import GroupGraph
     from headway.graph.step_layout import InRecordedOrder
 
     members = graph.schedule.replicas_of(stage)
     of_stage = GroupGraph(graph, graph.schedule.buckets[stage], members)
-    data = plugins()[graph.schedule.reduced_by]
-    reactions = data.reactions(of_stage, Job.of(job.stages[stage], len(members)))
+    reactions = plugin_of(data).reactions(of_stage, Job.of(job.stages[stage], len(members)), data)
     assert isinstance(reactions, InRecordedOrder)
     graph.slowdowns = of_stage.slowdowns
     return reactions

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 class _Plugin(StrategyPlugin[PipelineStrategy]):
     policy = PipelineStrategy
 
-    def reactions(self, graph: GraphBuilder[PipelineSchedule], job: Job) -> StepLayout:
+    def reactions(
+        self, graph: GraphBuilder[PipelineSchedule], job: Job, strategy: PipelineStrategy
+    ) -> StepLayout:
+        del strategy
         from headway.strategies.pipeline.layout import PipelineLayout
         from headway.strategies.pipeline.recorded_layout import RecordedLayout
         from headway.strategies.pipeline.stage_times import check_as_many

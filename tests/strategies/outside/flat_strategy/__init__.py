@@ -80,7 +80,7 @@ class _Plugin(StrategyPlugin[FlatStrategy]):
     policy = FlatStrategy
     usual = ("",)
 
-    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> _Reactions:
+    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: FlatStrategy) -> _Reactions:
         return _Reactions(graph, job)
 
     def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:

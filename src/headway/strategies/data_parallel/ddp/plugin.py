@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headway.collectives.algorithms import NCCL
 from headway.compression.cast import Cast
 from headway.compression.codec import takes_all
-from headway.compression.registry import PROPOSED
+from headway.compression.registry import proposed as proposed_codecs
 from headway.graph.step_profile import profile_of
 from headway.job import Job
 from headway.planning.bound import bound_of
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from headway.graph.step_layout import StepLayout
 
 COMPRESSED_CAPS_MB = (None, 1.0, 4.0, 8.0)
-ON_DEVICES = tuple(
-    each for each in PROPOSED if isinstance(each, Cast)
-)  # as casting is all that is done there
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 
 
@@ -41,7 +38,10 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
     usual = ("",)
     measured_after_recordings = True
 
-    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
+    def reactions(
+        self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DistributedDataParallelStrategy
+    ) -> StepLayout:
+        del strategy
         from headway.strategies.data_parallel.ddp.reactions import Reactions
 
         return Reactions(graph, job)
@@ -55,10 +55,12 @@ class _Plugin(StrategyPlugin[DistributedDataParallelStrategy]):
         The bound is for those that send all of every gradient.
         """
         capped = [DistributedDataParallelStrategy(bucket_cap_mb=cap) for cap in CAPS_MB]
-        codecs = ON_DEVICES if job.on.library == NCCL else PROPOSED
+        codecs = proposed_codecs() if job.has_parameters and takes_all(job.model) else ()
+        if job.on.library == NCCL:  # casting is all that is done there
+            codecs = tuple(each for each in codecs if isinstance(each, Cast))
         compressed = [
             DistributedDataParallelStrategy(bucket_cap_mb=cap, wire=(codec,))
-            for codec in (codecs if job.has_parameters and takes_all(job.model) else ())
+            for codec in codecs
             for cap in COMPRESSED_CAPS_MB
         ]
         proposed = (DistributedDataParallelStrategy(), *capped, *_done_earliest(job), *compressed)

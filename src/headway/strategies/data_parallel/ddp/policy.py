@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from headway.compression.codec import Codec
 from headway.compression.registry import NamedCodec
 from headway.job import Job
-from headway.permission import PRECISION
 from headway.scheduling.buckets import BucketSchedule, make_buckets, sent_as, whole
 from headway.strategies.base import Strategy
 from headway.units import counted
@@ -92,10 +91,10 @@ class DistributedDataParallelStrategy(Strategy):
     @property
     def changes_training(self) -> str:
         """What codecs lose of gradients."""
-        codecs = self._codecs()
+        codecs = [each for each in self._codecs() if each.loses]
         if not codecs:
             return ""
-        some = "" if all(self.wire) else "in some buckets, "
+        some = "" if all(each is not None and each.loses for each in self.wire) else "in some buckets, "
         said = some + "gradients are " + "; or ".join(each.loses for each in codecs)
         kept = [each.feeds_back for each in codecs]
         if not any(kept):
@@ -104,8 +103,13 @@ class DistributedDataParallelStrategy(Strategy):
 
     @property
     def permission(self) -> str:
-        """Codecs take precision."""
-        return PRECISION if self._codecs() else ""
+        """That of its codecs, or the first of them."""
+        return min(self.permissions, default="")
+
+    @property
+    def permissions(self) -> frozenset[str]:
+        """Those of all its codecs."""
+        return frozenset(each.permission for each in self._codecs()) - {""}
 
     def sent_as(self) -> str:
         """What gradients are sent as, in a few words."""

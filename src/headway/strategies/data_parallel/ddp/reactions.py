@@ -14,7 +14,7 @@ from headway.collectives.algorithms import ALL_REDUCE, GLOO_THREADS, NCCL
 from headway.collectives.selection import Selection, native
 from headway.graph.build import GraphBuilder, RankCursor
 from headway.graph.step_layout import InRecordedOrder
-from headway.graph.timeline import Item, Part
+from headway.graph.timeline import Part
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.readiness import BucketReadiness
@@ -34,9 +34,6 @@ class Reactions(InRecordedOrder):
         self._passes: dict[int, int] = defaultdict(int)
         self._compressed = Compressed(graph)
 
-    def use(self, cursor: RankCursor, module: str) -> None:
-        """Parameters are whole whenever forward runs."""
-
     def ready(self, cursor: RankCursor, parameter: str) -> None:
         """Count down the parameter's bucket, and launch what may be launched, in order."""
         filling = self._fillings[cursor.rank]
@@ -45,10 +42,6 @@ class Reactions(InRecordedOrder):
             self._launch(cursor, index)
         if launched and filling.complete and self._model.find_unused_parameters:
             self._exchange_uses(cursor)
-
-    def unused(self, cursor: RankCursor, parameter: str) -> None:
-        """What the graph of this backward lacks is ready before anything else."""
-        self.ready(cursor, parameter)
 
     def _launch(self, cursor: RankCursor, index: int) -> None:
         bucket = self._graph.schedule.buckets[index]
@@ -110,15 +103,3 @@ class Reactions(InRecordedOrder):
         self._graph.compute(cursor, Part.FINALIZE, 0)
         self._fillings[cursor.rank].restart()
         self._passes[cursor.rank] += 1
-
-    def finalize(self, cursor: RankCursor, duration_ns: int) -> None:
-        """Buckets are copied back to gradients."""
-        self._graph.compute(cursor, Part.FINALIZE, duration_ns)
-
-    def read(self, cursor: RankCursor, read: Item) -> None:
-        """Gradients are there when backward returns."""
-        self._graph.compute(cursor, Part.READ, read.duration_ns)
-
-    def optimizer(self, cursor: RankCursor, duration_ns: int) -> None:
-        """The optimizer steps at once."""
-        self._graph.compute(cursor, Part.OPTIMIZER, duration_ns)

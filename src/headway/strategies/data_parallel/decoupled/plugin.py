@@ -44,7 +44,10 @@ class _Plugin(StrategyPlugin[DecoupledStrategy]):
     carries_over = True
     usual = ("gather=parameters", "gather=gradients")
 
-    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
+    def reactions(
+        self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: DecoupledStrategy
+    ) -> StepLayout:
+        del strategy
         from headway.strategies.data_parallel.decoupled.reactions import Reactions
 
         return Reactions(graph, job)

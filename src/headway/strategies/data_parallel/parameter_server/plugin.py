@@ -32,7 +32,10 @@ PIECES_OF_UNEQUAL = (4, 16)
 class _Plugin(StrategyPlugin[ParameterServerStrategy]):
     policy = ParameterServerStrategy
 
-    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job) -> StepLayout:
+    def reactions(
+        self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: ParameterServerStrategy
+    ) -> StepLayout:
+        del strategy
         from headway.strategies.data_parallel.parameter_server.reactions import Reactions
 
         return Reactions(graph, job)

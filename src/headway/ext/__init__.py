@@ -1,0 +1,148 @@
+"""All that a package imports to bring Headway a strategy, a pass or a codec.
+
+These names stay, with what they do, as long as ``API_VERSION`` is the same. A plug-in says which version it was written
+for (``api_version``); Headway refuses one that was written for another. ``headway.ext.testing`` has checks for its
+tests. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from headway.cluster import Cluster, CodecCost, Host
+from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from headway.compression.codec import (
+    Codec,
+    Exchange,
+    FedBack,
+    Gradients,
+    Reduced,
+    Reduction,
+    Sent,
+    Shape,
+    computed_in,
+    element_bytes,
+    passes_us,
+)
+from headway.errors import (
+    CommunicationError,
+    HeadwayWarning,
+    LaunchError,
+    PlanError,
+    PluginError,
+    TraceError,
+    UnsupportedError,
+    UserError,
+)
+from headway.graph.build import GraphBuilder, RankCursor
+from headway.graph.step_layout import InRecordedOrder, StepLayout
+from headway.graph.timeline import Item, Part, Point, Timeline
+from headway.job import Job, MeasuredEffect
+from headway.model import ModelSpec, ParameterSpec, PassMemory
+from headway.passes.base import Pass
+from headway.passes.computation import whole_model, with_timelines
+from headway.passes.measured import MeasuredModules, MeasuredPass
+from headway.permission import ASYNCHRONOUS, LOCAL_STEPS, PRECISION, RANDOMNESS, Permission
+from headway.planning.bound import StepBound, bound_of
+from headway.plugins import API_VERSION
+from headway.scheduling.buckets import Bucket, BucketSchedule, make_buckets, whole
+from headway.scheduling.readiness import BucketReadiness
+from headway.strategies.base import Strategy
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.footprint import Footprint
+from headway.strategies.horizon import Outcome
+from headway.strategies.injection import Injection, ScheduleInjection
+from headway.strategies.plugin import InForce, Proposal, StrategyPlugin
+from headway.tool_settings import Settings
+from headway.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from headway.trace.format import Trace
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "API_VERSION",
+    "ASYNCHRONOUS",
+    "LOCAL_STEPS",
+    "PRECISION",
+    "RANDOMNESS",
+    "REDUCE_SCATTER",
+    "Bucket",
+    "BucketReadiness",
+    "BucketSchedule",
+    "Cluster",
+    "Codec",
+    "CodecCost",
+    "CommunicationError",
+    "DistributedDataParallelStrategy",
+    "Exchange",
+    "FedBack",
+    "Footprint",
+    "Gradients",
+    "GraphBuilder",
+    "HeadwayWarning",
+    "Host",
+    "InForce",
+    "InRecordedOrder",
+    "Injection",
+    "Item",
+    "Job",
+    "LaunchError",
+    "MeasuredEffect",
+    "MeasuredModules",
+    "MeasuredPass",
+    "ModelSpec",
+    "Outcome",
+    "ParameterSpec",
+    "Part",
+    "Pass",
+    "PassMemory",
+    "Permission",
+    "PlanError",
+    "PluginError",
+    "Point",
+    "Proposal",
+    "RankCursor",
+    "Reduced",
+    "Reduction",
+    "ScheduleInjection",
+    "Sent",
+    "Settings",
+    "Shape",
+    "StepBound",
+    "StepLayout",
+    "Strategy",
+    "StrategyPlugin",
+    "Timeline",
+    "TraceError",
+    "UnsupportedError",
+    "UserError",
+    "bound_of",
+    "computed_in",
+    "counted",
+    "element_bytes",
+    "format_bytes",
+    "make_buckets",
+    "measure_pass",
+    "passes_us",
+    "whole",
+    "whole_model",
+    "with_timelines",
+]
+
+
+def measure_pass(
+    arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]], MeasuredPass] | None = None
+) -> int:
+    """Measure what a pass does to a job, from ``arguments`` TRACE [WORD ...] -- COMMAND; returns the exit status.
+
+    The command runs four times, in turn as it is and with the pass, and what was measured goes into the trace's folder.
+    ``pass_for`` makes the pass of the trace and the words, and raises UserError for words that it does not know.
+    Without it the words are the pass's name and its options, as in ``block=64``.
+    """
+    from headway.measuring.pass_runs import measure, pass_of
+
+    return measure(arguments, pass_for or pass_of)

@@ -1,0 +1,263 @@
+"""What plug-ins of other packages may say, beyond what the page's package does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from tests.synthetic import synthetic_trace, trace_of
+
+from headway.compression import registry as codec_registry
+from headway.compression.cast import Cast
+from headway.errors import PluginError, TraceError, UnsupportedError, UserError
+from headway.ext import (
+    ALL_REDUCE,
+    BucketSchedule,
+    Codec,
+    Footprint,
+    GraphBuilder,
+    InRecordedOrder,
+    Job,
+    MeasuredEffect,
+    MeasuredPass,
+    Part,
+    Permission,
+    RankCursor,
+    Strategy,
+    StrategyPlugin,
+    make_buckets,
+    whole,
+)
+from headway.ext.testing import check_codec, check_strategy, check_training, example_job
+from headway.graph.computation import Computation
+from headway.graph.timeline import Timeline
+from headway.measuring.pass_runs import pass_of
+from headway.passes.registry import passes
+from headway.permission import permitted
+from headway.plan.permissions import check_allowed, permissions
+from headway.replayer.fidelity import check_fidelity
+from headway.replayer.simulate import simulate
+from headway.strategies import registry
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.trace.events import Event, Kind, Stream
+from headway.trace.format import Trace
+
+LATE = Permission("late-gradients", "gradients of some buckets are carried to a later step")
+
+
+class Alternate(Strategy):
+    """One bucket in each of ``period`` steps."""
+
+    name: ClassVar[str] = "alternate"
+    declared_permissions: ClassVar[tuple[Permission, ...]] = (LATE,)
+
+    period: int = 3
+
+    def decide(self, job: Job) -> BucketSchedule:
+        parameters = job.model.ready_parameters()
+        last = self.period - 1
+        groups = [*([one] for one in parameters[:last]), parameters[last:]]
+        return BucketSchedule(make_buckets([[whole(one) for one in group] for group in groups], job.model))
+
+    @property
+    def repeats_after(self) -> int:
+        return self.period
+
+    @property
+    def changes_training(self) -> str:
+        return "gradients are late"
+
+    @property
+    def permission(self) -> str:
+        return LATE.name
+
+    def describe(self) -> str:
+        return f"alternate {self.period}"
+
+
+class _Layout(InRecordedOrder):
+    def __init__(self, graph: GraphBuilder[BucketSchedule], period: int) -> None:
+        super().__init__(graph)
+        self._period = period
+
+    def ready(self, cursor: RankCursor, parameter: str) -> None:
+        pass
+
+    def backward_end(self, cursor: RankCursor) -> None:
+        graph, index = self._graph, cursor.step % self._period
+        size_bytes = graph.schedule.buckets[index].size_bytes
+        selection = graph.selection_of(ALL_REDUCE, size_bytes)
+        number = graph.launch(cursor, ALL_REDUCE, 0, size_bytes, bucket=index, selection=selection)
+        graph.wait(cursor, "gradients", number)
+        graph.compute(cursor, Part.FINALIZE, 0)
+
+
+class _Plugin(StrategyPlugin[Alternate]):
+    policy = Alternate
+
+    def reactions(self, graph: GraphBuilder[BucketSchedule], job: Job, strategy: Alternate) -> _Layout:
+        return _Layout(graph, strategy.period)
+
+    def footprint(self, job: Job, schedule: BucketSchedule, stage: int) -> Footprint:
+        return Footprint(job.model.size_bytes, 0, True, 1.0)
+
+    def wrap(self, module: Any, strategy: Alternate, **ddp_options: Any) -> Any:
+        raise NotImplementedError
+
+
+class Eighth(Codec):
+    """All as it is, for a permission of its own."""
+
+    name: ClassVar[str] = "eighth"
+    codec: Literal["eighth"] = "eighth"
+
+    def describe(self) -> str:
+        return "eighth"
+
+
+class Slower(MeasuredPass):
+    """Input that takes another time."""
+
+    name: ClassVar[str] = "slower"
+    parts: ClassVar[tuple[str, ...]] = (Part.INPUT,)
+    block: int = 16
+
+    def describe(self) -> str:
+        return f"slower by {self.block}"
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.plugins(), "alternate", _Plugin())
+    monkeypatch.setitem(passes(), "slower", Slower)
+
+
+def test_a_replay_is_a_mean_over_whole_periods_whatever_was_recorded() -> None:
+    job = example_job(2)
+    assert len(job.steps.timelines[0]) == 4
+    played = simulate(job, Alternate(period=3))
+    counted = [c for c in played.graph.collectives if c.step >= played.first_step]
+    assert Counter(c.bucket for c in counted) == {0: 2, 1: 2, 2: 2}
+    assert played.first_step == 3
+    assert len(played.step_times_ms) == 6
+    assert len(simulate(job, DistributedDataParallelStrategy()).step_times_ms) == 4
+
+
+def recorded(count: int, size_bytes: tuple[int, ...]) -> Trace:
+    """``count`` steps of two ranks, whose all-reduces have these sizes in turn."""
+    rows = []
+    for step in range(count):
+        rows.append(Event(Kind.STEP, "", Stream.COMPUTE, step, step * 1000, 1000))
+        of_step = Event(
+            Kind.COLLECTIVE, ALL_REDUCE, Stream.COMMUNICATION, step, step * 1000 + 10, 100, bucket=0
+        )
+        rows.append(of_step._replace(size_bytes=size_bytes[step % len(size_bytes)]))
+    return trace_of({0: rows, 1: rows})
+
+
+def test_a_recording_agrees_to_within_a_period() -> None:
+    """It may begin with any step of a period."""
+    strategy = Alternate(period=3)
+    job = example_job(2)
+    items = job.steps.timelines[0][0].items
+    steps = Computation({0: tuple(Timeline(0, step, items) for step in range(7))})
+    job = replace(job, computation=steps)
+    sizes = tuple(bucket.size_bytes for bucket in strategy.decide(job).buckets)
+    assert len(set(sizes)) > 1
+    check_fidelity(recorded(7, (*sizes[1:], sizes[0])), strategy, job)
+    with pytest.raises(TraceError, match="cannot reproduce"):
+        check_fidelity(recorded(7, (2 * sum(sizes),)), strategy, job)
+
+
+def test_the_kit_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_strategy(Alternate())
+    with pytest.raises(AssertionError, match="needs a permission"):
+        monkeypatch.setattr(Alternate, "permission", "")
+        check_strategy(Alternate())
+    monkeypatch.setattr(Alternate, "permission", "no-such")
+    with pytest.raises(AssertionError, match="nothing declares the permission no-such"):
+        check_strategy(Alternate())
+    with pytest.raises(AssertionError, match="not registered"):
+        check_codec(Eighth())
+
+
+def test_permissions_of_other_packages_are_permissions() -> None:
+    assert permissions()[LATE.name] is LATE
+    check_allowed(["precision", LATE.name])
+    with pytest.raises(UserError, match=r"randomness or late-gradients"):
+        check_allowed(["late"])
+    assert permitted(Alternate().permissions, [LATE.name])
+    assert not permitted(Alternate().permissions, ["asynchronous"])
+    several = DistributedDataParallelStrategy(wire=(Cast(dtype="bfloat16"), None))
+    assert several.permissions == {"precision"}
+
+
+def test_a_codec_that_cannot_propose_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[Codec, ...]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Eighth, "proposed", broken)
+    monkeypatch.setitem(codec_registry.codecs(), "eighth", Eighth)
+    codec_registry.proposed.cache_clear()
+    try:
+        with pytest.raises(PluginError, match=r"eighth cannot say.*planted"):
+            codec_registry.proposed()
+    finally:
+        codec_registry.proposed.cache_clear()
+
+
+def test_a_codec_that_fails_is_not_measured_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed as dist
+
+    from headway.measuring.codecs import codec_costs
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        costs = codec_costs((Eighth(), Cast(dtype="bfloat16")), busy_cores=False)
+    finally:
+        dist.destroy_process_group()
+    assert set(costs) == {"bfloat16"}
+    assert "eighth was not measured, its defaults count: NotImplementedError" in capsys.readouterr().err
+
+
+def test_any_measured_pass_is_measured_by_its_name() -> None:
+    found = pass_of(synthetic_trace(), ("slower", "block=64"))
+    assert found == Slower(block=64)
+    for words, said in (
+        ((), "no pass that can be measured"),
+        (("recompute",), "no pass that can be measured"),
+        (("slower", "block"), "a value each"),
+    ):
+        with pytest.raises(UserError, match=said):
+            pass_of(synthetic_trace(), words)
+    with pytest.raises(
+        UnsupportedError, match=r"headway.measuring.pass_runs TRACE slower 'block=64' -- COMMAND"
+    ):
+        found.rewrite(example_job())
+
+
+def test_a_measured_pass_may_change_another_part_than_forward() -> None:
+    job = example_job()
+    effects = {Slower().effect_name(Part.INPUT): MeasuredEffect(2.0)}
+    measured = Job(job.stages, job.world_size, job.cluster, job.computation, measured=effects)
+    assert Slower.proposed(measured) == (Slower(),)
+    assert Slower().rewrite(measured).world_size == job.world_size
+    assert json.loads(Slower().model_dump_json()) == {"block": 16}
+
+
+def test_training_that_is_off_is_found_out() -> None:
+    def run(world_size: int, name: str, options: dict[str, Any], injected: bool) -> Any:
+        from headway.ext.testing import Trained
+
+        return [Trained((1.0,) * 548, "a"), Trained((1.0,) * 548, "a" if injected else "b")]
+
+    with pytest.raises(AssertionError, match="different bits"):
+        check_training(DistributedDataParallelStrategy(), run=run)
+    with pytest.raises(AssertionError, match="off the reference"):
+        check_training(DistributedDataParallelStrategy(), run=run, ranks_equal=False)
