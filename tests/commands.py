@@ -1,19 +1,24 @@
-"""Running the command line as users do, in processes of its own."""
+"""Running the command line as users do: in this process where no ranks are needed, else in processes of its own."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+import traceback
+import warnings
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
+import pytest
 from tests import limits
 
 SCRIPTS = Path(__file__).parent / "scripts"
+IN_PROCESS = ("decisions", "diagnose", "export", "import", "optimize", "predict", "replay", "settings")
 
 
 def free_port() -> int:
@@ -29,11 +34,36 @@ def headway(
     """Run ``headway`` with ``arguments``; output is captured, a hang fails.
 
     A job that is recorded does not stop to measure its machine, which takes seconds, unless ``measuring``.
+    Commands that only compute run in this process: starting Python and importing torch takes a core two seconds.
     """
+    if arguments[0] in IN_PROCESS and "--" not in arguments:
+        return in_process(*arguments)
     if arguments[0] == "record" and not measuring:
         arguments = ("record", "--no-measuring", *arguments[1:])
     command = [sys.executable, "-m", "headway", *map(str, arguments)]
     return run(command, timeout_s, {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"})
+
+
+def in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run ``headway`` with ``arguments`` in this process; output is captured, and a traceback goes to stderr."""
+    from headway.cli.main import run as run_command_line
+
+    words = [str(argument) for argument in arguments]
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(out),
+        redirect_stderr(errors),
+        warnings.catch_warnings(),
+    ):
+        patch.setenv("COLUMNS", "200")
+        warnings.simplefilter("default")
+        try:
+            status = run_command_line(words)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    return subprocess.CompletedProcess(["headway", *words], status, out.getvalue(), errors.getvalue())
 
 
 def run(

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,9 @@ settings.load_profile("headway")
 # Where it is set, each of some thousand processes would compile every module of Headway again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+FILE_BUDGET_S = {True: 20.0, False: 4.0}
+"""How long the default tests of one file may take (with processes, without), as CONTRIBUTING says."""
 
 LABS = ("tests/behaviour/lab/", "tests/behaviour/test_record_in_lab.py", "tests/lab/")
 
@@ -84,3 +88,27 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Name the files over their budget, where all tests are run: a busy machine exceeds it, so nothing fails."""
+    if config.args != config.getini("testpaths") and not config.getoption("verbose"):
+        return
+    seconds: dict[str, float] = defaultdict(float)
+    has_processes: set[str] = set()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = report.nodeid.partition("::")[0]
+                seconds[file] += report.duration
+                if "processes" in report.keywords:
+                    has_processes.add(file)
+    over = {file: spent for file, spent in seconds.items() if spent > FILE_BUDGET_S[file in has_processes]}
+    if over:
+        terminalreporter.section("files over their time budget (see CONTRIBUTING)")
+    for file, spent in sorted(over.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{spent:6.1f} s of {FILE_BUDGET_S[file in has_processes]:4.0f}  {file}")
+    total = sum(seconds.values())
+    terminalreporter.write_line(
+        f"{total:6.0f} s in all tests together, {sum(over.values()):.0f} s of them in files over budget"
+    )
