@@ -26,7 +26,8 @@ from headway.cluster import Cluster
 from headway.errors import PlanError
 from headway.model import ModelSpec
 from headway.passes.base import Pass
-from headway.passes.registry import passes
+from headway.passes.registry import GROUP, passes
+from headway.plugins import unknown
 from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
 from headway.strategies.base import DATA, PIPELINE, Strategy
@@ -325,7 +326,7 @@ class Plan(BaseModel):
 def _strategy(value: Any, dimension: Any) -> Strategy:
     if isinstance(value, Strategy):
         return value
-    name, options = _named(value, "strategy", registry.names())
+    name, options = _named(value, "strategy", registry.GROUP, registry.names())
     with _located(dimension, name):
         return registry.policy_named(name).model_validate(options)
 
@@ -333,7 +334,7 @@ def _strategy(value: Any, dimension: Any) -> Strategy:
 def _pass(value: Any, position: int) -> Pass:
     if isinstance(value, Pass):
         return value
-    name, options = _named(value, "pass", tuple(passes()))
+    name, options = _named(value, "pass", GROUP, tuple(passes()))
     with _located(position, name):
         return passes()[name].model_validate(options)
 
@@ -357,11 +358,10 @@ def _located(*where: int | str) -> Iterator[None]:
         raise placed from None
 
 
-def _named(value: Any, what: str, names: tuple[str, ...]) -> tuple[str, Any]:
-    known = ", ".join(names) or "none that are installed"
+def _named(value: Any, what: str, group: str, names: tuple[str, ...]) -> tuple[str, Any]:
     if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(f"one {what} by name, one of {known}, with its options below it")
+        raise ValueError(f"one {what} by name, one of {', '.join(names)}, with its options below it")
     ((name, options),) = value.items()
     if name not in names:
-        raise ValueError(f"unknown {what} {name!r}, expected one of {known}")
+        raise ValueError(unknown(what, group, name, names))
     return name, options or {}
