@@ -30,7 +30,7 @@ from headway.passes.registry import GROUP, passes
 from headway.plugins import unknown
 from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
-from headway.strategies.base import DATA, PIPELINE, Strategy
+from headway.strategies.base import DATA, PIPELINE, Strategy, short_name
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
@@ -245,6 +245,10 @@ class Plan(BaseModel):
     def describe(self) -> str:
         """Say the strategy and the passes in a few words."""
         return " + ".join([self.strategy.describe(), *(each.describe() for each in self.passes)])
+
+    def short_name(self) -> str:
+        """Say the strategy in its first words, and the names of the passes."""
+        return " + ".join([short_name(self.strategy.describe()), *(each.name for each in self.passes)])
 
     @property
     def strategy(self) -> Strategy:
