@@ -143,16 +143,19 @@ def steps_in_words(plan: Plan, report: Report) -> str:
     before_ms = expected.baseline_ms
     line += f"; predicted {expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f}, recorded without it {before_ms:.1f}: "
     noise_ms = max(NOISE * before_ms, 2 * report.spread_ms / math.sqrt(report.timed_steps))
+    is_as_predicted = abs(measured_ms - expected.step_ms) <= max(expected.uncertainty_ms, noise_ms)
     if abs(measured_ms - before_ms) <= noise_ms:
         line += "no difference that stands out from noise"
     elif measured_ms < before_ms:
         line += f"{before_ms / measured_ms:.2f} times as fast"
     else:
         line += f"slower, {measured_ms / before_ms:.2f} times as long"
-    if abs(measured_ms - expected.step_ms) > max(expected.uncertainty_ms, noise_ms):
+    if not is_as_predicted:
         line += ", and not as predicted"
     if plan.cluster is not None and report.host not in {host.name for host in plan.cluster.hosts}:
         line += "; the prediction is for other machines"
+    elif not is_as_predicted or measured_ms > before_ms + noise_ms:
+        line += ". Other load may be the cause: record both and compare, with headway diagnose --baseline"
     return line
 
 

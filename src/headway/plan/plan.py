@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,10 @@ class Plan(BaseModel):
 
     cluster: Cluster | None = None
     """The hosts and links that the prediction is for."""
+
+    trace: str | None = None
+    """The folder of the recording that the plan was made from; from the folder of the plan's file, where it lies below
+    that."""
 
     @classmethod
     def data_parallel(
@@ -282,13 +287,18 @@ class Plan(BaseModel):
             from headway.plan.format_1 import upgraded
 
             data = upgraded(data, what)
-        return files.validate(data, cls, PlanError, what)
+        plan = files.validate(data, cls, PlanError, what)
+        if plan.trace is None:
+            return plan
+        return plan.model_copy(update={"trace": os.path.join(Path(path).absolute().parent, plan.trace)})
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML: the complete file or none."""
-        files.write_text(
-            Path(path), files.dump_yaml(self.model_dump(mode="json", exclude_none=True)), PlanError
-        )
+        document = self.model_dump(mode="json", exclude_none=True)
+        folder = Path(path).absolute().parent
+        if self.trace is not None and Path(self.trace).is_relative_to(folder):
+            document["trace"] = str(Path(self.trace).relative_to(folder))
+        files.write_text(Path(path), files.dump_yaml(document), PlanError)
 
     def check(self, model: ModelSpec, world_size: int) -> None:
         """Raise PlanError unless the plan was made for this model and this number of workers."""
