@@ -80,7 +80,7 @@ def test_the_plan_of_optimize_is_enough(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Add --trace TRACE." in error
     write_trace(SyntheticJob(world_size=4, steps=2), moved / "trace")
     assert run(megatron) == 2
-    assert "another world size" in capsys.readouterr().err
+    assert "another model" in capsys.readouterr().err
     assert run([*megatron, "--trace", str(moved / "elsewhere")]) == 0
 
 
