@@ -1,7 +1,7 @@
 """What workers of data loaders do to a job, measured: ``python -m headway.measuring.loading TRACE [COUNT] -- COMMAND``.
 
-TRACE is the recording of the job, COMMAND what was recorded. It runs four times, twice with COUNT workers for the loader
-of each rank, 2 by default. What is measured is written into TRACE, for ``headway optimize --allow randomness``.
+TRACE is the recording of the job, COMMAND what was recorded. It runs four times, twice with COUNT workers for each
+loader, 2 by default. What is measured is written into TRACE, for ``headway optimize --allow randomness``.
 """
 
 from __future__ import annotations
