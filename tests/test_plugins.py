@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,7 +87,10 @@ def test_every_group_and_one_warning_for_a_package(
     warning = capsys.readouterr().err
     assert "the package stranger 1.0" in warning
     assert warning.count("\n") == 1
-    assert [plugin.name for plugin in plugins.loaded_plugins() if plugin.why_not] == ["steep"] * 3
+    assert run(["list", "plugins", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == ["steep"] * 3
+    assert all("No module named 'gone'" in row["state"] for row in rows)
 
 
 def test_what_needs_a_broken_plugin_is_refused_with_the_reason(install: Install, tmp_path: Path) -> None:
