@@ -195,6 +195,7 @@ def strategy(name: str, **options: Any) -> Strategy:
 
     Raises UserError for an unknown name or option.
     """
+    registry.check_usable(name)
     if name not in (*registry.names(), *registry.COMPOSED):
         raise UserError("there is no such strategy", got=repr(name), expected=" or ".join(registry.names()))
     return files.validate(options, registry.policy_named(name), UserError, f"strategy {name}")

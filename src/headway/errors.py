@@ -19,6 +19,8 @@ Every message says what is wrong, what was got, what was expected and how to men
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, requires
+
 
 class HeadwayError(Exception):
     """Base of everything Headway raises on purpose."""
@@ -85,3 +87,15 @@ def one_line(text: str, limit: int = 300) -> str:
     """Fold ``text`` into one printable line, so that foreign text cannot forge output."""
     folded = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return folded if len(folded) <= limit else folded[: limit - 1] + "…"
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs the packages of an extra of Headway, by their own names."""
+    try:
+        needed = [line.partition(";") for line in requires("headway") or ()]
+    except PackageNotFoundError:
+        needed = []
+    packages = [
+        f"'{name.strip()}'" for name, _, when in needed if f"extra == '{extra}'" in when.replace('"', "'")
+    ]
+    return f"pip install {' '.join(packages)}" if packages else f"pip install 'headway[{extra}]'"

@@ -1,51 +1,139 @@
-"""What other packages bring to Headway, found by entry points."""
+"""What other packages add to Headway, found by entry points. One that cannot be used is left out, with one warning.
+
+A package that is broken must stop neither a command nor somebody's training. What needs exactly what it adds, such as
+a plan, asks ``why_unusable`` and refuses with that reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from importlib.metadata import entry_points
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
-from headway.errors import PluginError
+from headway.errors import one_line
 
 T = TypeVar("T")
 
 API_VERSION = 1
 """The version of what plug-ins build on, ``headway.ext``: another number where something that worked no longer does."""
 
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+"""Set where a command is started once for each rank."""
+WARNED_VARIABLE = "HEADWAY_WARNED_PLUGINS"
+"""The packages that this process or one that started it has warned of, so that a command does so once."""
+FIX = "Mend or uninstall that package"
+ANY = "*"  # the name of what is left out where entry points cannot even be listed
 
-def brought(
-    group: str, known: Container[str], fits: Callable[[str, object], T | None], expected: str
-) -> Iterator[T]:
-    """What the entry points of ``group`` name, in the order of their names.
 
-    ``fits`` is given a name and what stands there, and gives it back where it is ``expected``, else None. Raises
-    PluginError for what cannot be loaded, does not fit or has a name that is ``known``.
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """One entry point of a group, and the package that brings it; ``why_not`` is "" where it can be used."""
+
+    group: str
+    name: str
+    value: str
+    package: str
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.group}) of the package {self.package}"
+
+
+_loaded: dict[str, list[Plugin]] = {}
+
+
+def load_entry_points(
+    group: str, reserved: Container[str], fits: Callable[[str, object], T | None], expected: str
+) -> list[T]:
+    """What the entry points of ``group`` name, in the order of their names; what cannot be used is left out.
+
+    ``fits`` gets a name and what stands there, and returns it where it is ``expected``, else None. What has a
+    ``reserved`` name, or one that two packages use, cannot be used either.
     """
-    seen: set[str] = set()
-    for entry in sorted(entry_points(group=group), key=lambda each: (each.name, each.value)):
-        what, fix = (
-            f"{entry.name!r} of the entry points {group}",
-            "Mend or uninstall the package that brings it.",
-        )
-        if entry.name in known or entry.name in seen:
-            raise PluginError(
-                f"{what} is registered twice", got=entry.value, expected="a name of its own", fix=fix
-            )
-        seen.add(entry.name)
-        try:
-            found = entry.load()
-        except Exception as error:  # whatever a foreign package raises is its own fault
-            got = f"{type(error).__name__}: {error}"
-            raise PluginError(f"{what} cannot be loaded", got=got, expected=expected, fix=fix) from error
-        declared = getattr(found, "api_version", API_VERSION)
-        if declared != API_VERSION:
-            raise PluginError(
-                f"{what} is for another version of headway.ext", got=f"api_version {declared!r}",
-                expected=f"{API_VERSION}", fix="Install a version of the package that fits this Headway.",
-            )  # fmt: skip
-        fitting = fits(entry.name, found)
-        if fitting is None:
-            got = f"{type(found).__name__} at {entry.value}"
-            raise PluginError(f"{what} cannot be used", got=got, expected=expected, fix=fix)
-        yield fitting
+    usable: list[T] = []
+    plugins = _loaded[group] = []
+    try:
+        entries = sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
+    except Exception as error:  # one package's damaged list keeps Python from reading any
+        plugins.append(Plugin(group, ANY, "", "?", f"entry points cannot be listed: {_reason(error)}"))
+        entries = []
+    times = Counter(entry.name for entry in entries)
+    for entry in entries:
+        why_not = ""
+        if entry.name in reserved:
+            why_not = "Headway has one of that name itself"
+        elif times[entry.name] > 1:
+            why_not = "another package uses the same name"
+        else:
+            try:
+                fitting = fits(entry.name, loaded := entry.load())
+            except (Exception, SystemExit) as error:  # whatever a foreign package does when it is imported
+                why_not = f"{entry.value} cannot be loaded: {_reason(error)}"
+            else:
+                declared = getattr(loaded, "api_version", API_VERSION)
+                if declared != API_VERSION:
+                    why_not = f"it is for version {declared!r} of headway.ext, expected {API_VERSION}"
+                elif fitting is None:
+                    why_not = f"{entry.value} is {type(loaded).__name__}, expected {expected}"
+                else:
+                    usable.append(fitting)
+        plugins.append(Plugin(group, entry.name, entry.value, _package(entry), why_not))
+    for plugin in plugins:
+        if plugin.why_not:
+            warn(plugin.package, f"the plug-in {plugin} is left out: {plugin.why_not}")
+    return usable
+
+
+def loaded_plugins() -> list[Plugin]:
+    """The plug-ins of all groups that were loaded so far, usable or not."""
+    return [plugin for plugins in _loaded.values() for plugin in plugins]
+
+
+def why_unusable(group: str, name: object) -> str:
+    """Why what an installed package calls ``name`` cannot be used, in a sentence; "" where no package has it."""
+    for plugin in _loaded.get(group, ()):
+        if plugin.why_not and plugin.name in (name, ANY):
+            return f"the plug-in {plugin} cannot be used: {plugin.why_not}. {FIX}"
+    return ""
+
+
+def unknown(what: str, group: str, name: object, names: Iterable[str]) -> str:
+    """What is wrong with ``name``, which is none of the ``names`` that are usable in the ``group``."""
+    return why_unusable(group, name) or f"unknown {what} {name!r}, expected one of {', '.join(names)}"
+
+
+def warn(package: str, text: str) -> None:
+    """Print a warning about a package once: not again by processes that this one starts, nor by other ranks.
+
+    It is no ``warnings.warn``, which a script may have made an error.
+    """
+    warned = os.environ.get(WARNED_VARIABLE, "").split(os.pathsep)
+    if package in warned or not _is_first_rank():
+        return
+    os.environ[WARNED_VARIABLE] = os.pathsep.join(filter(None, (*warned, package)))
+    print(f"headway: warning: {one_line(text, 500)}. {FIX}.", file=sys.stderr, flush=True)
+
+
+def _is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    if (
+        torch_distributed is not None
+        and torch_distributed.is_available()
+        and torch_distributed.is_initialized()
+    ):
+        return bool(torch_distributed.get_rank() == 0)
+    return next(filter(None, map(os.environ.get, RANK_VARIABLES)), "0") == "0"
+
+
+def _package(entry: EntryPoint) -> str:
+    name = getattr(entry.dist, "name", None)
+    return f"{name} {entry.dist.version}" if name and entry.dist is not None else "?"
+
+
+def _reason(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {error}", 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -141,6 +142,9 @@ def test_a_plan_runs_and_trains_what_the_stock_script_trains(
     assert {"baseline_ms", "bound_ms", "searched", "elapsed_s"} <= set(document)
     done = headway("run", "--plan", plan, "--", *torchrun("train_small.py", "--losses", losses))
     assert done.returncode == 0, done.stderr
+    begin, end = (line for line in done.stderr.splitlines() if line.startswith("headway: "))
+    assert re.fullmatch(r"headway: running under .*, on 2 ranks; predicted .* ± .* ms a step", begin)
+    assert re.match(r"headway: [\d.]+ ms a step, over the last \d+; predicted .*, recorded without it ", end)
     stock, planned = json.loads((recorded / "stock.json").read_text()), json.loads(losses.read_text())
     assert planned["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert planned["checksum"] == pytest.approx(stock["checksum"], rel=1e-4)
@@ -195,10 +199,13 @@ def test_a_job_that_gives_nothing_to_record_gets_one_line_and_leaves_nothing(
 
 
 def test_a_job_that_crashes_after_its_recorded_steps_leaves_its_trace(tmp_path: Path) -> None:
+    """With --json stdout is one document, whatever the job prints."""
     done = headway(
-        "record", "-o", tmp_path / "trace", "--steps", "3:8", "--",
-        *torchrun("train_small.py", "--fault", "late-crash"),
+        "record", "-o", tmp_path / "trace", "--steps", "3:8", "--json", "--",
+        "sh", "-c", 'echo printed by the job; exec "$@"', "sh", *torchrun("train_small.py", "--fault", "late-crash"),
     )  # fmt: skip
     assert done.returncode == 2
+    assert json.loads(done.stdout)["kind"] == "recording"
+    assert "printed by the job" in done.stderr
     assert "holds the steps so far" in last_line(done.stderr)
     assert load_trace(tmp_path / "trace").steps == (3, 4, 5, 6, 7)

@@ -21,10 +21,15 @@ OUTSIDE = Path(__file__).parents[1] / "strategies" / "outside"
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> object:
-    """The package is installed, here and in every process that is started."""
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The package is installed, here and in every process that is started, and so is one that is broken."""
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[headway.strategies]\nsteep = gone:PLUGIN\n")
     known = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(OUTSIDE), known])))
+    paths = filter(None, [str(OUTSIDE), str(tmp_path), known])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setattr(sys, "path", [*sys.path, str(OUTSIDE)])
     registry.plugins.cache_clear()
     yield
@@ -32,8 +37,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def ran(*arguments: object) -> str:
+    """The output of a command, which says once, whatever ranks it starts, that one package is broken."""
     done = headway(*arguments, timeout_s=300)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("steep (headway.strategies) of the package broken 1.0 is left out") == 1
     return done.stdout
 
 
@@ -102,20 +109,3 @@ def test_passes_of_a_plan_are_predicted_and_applied(tmp_path: Path) -> None:
     assert json.loads(ran("replay", stock, "--plan", path, "--json"))["step_ms"] > 10 * before
     said = ran("run", "--plan", path, "--", *torchrun("train_small.py"))
     assert said.count("computes 50.0 times as long") == 2
-
-
-def test_one_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "broken-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    for line, said in (
-        ("broken = broken_strategy:PLUGIN", "No module named 'broken_strategy'"),
-        ("ddp = flat_strategy:PLUGIN", "is registered twice"),
-        ("steep = flat_strategy:PLUGIN", "whose policy has that name"),
-    ):
-        (info / "entry_points.txt").write_text(f"[headway.strategies]\n{line}\n")
-        done = headway("predict", "resnet50", "--cluster", "edr-100g-pcie", "--workers", "4")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert said in done.stderr, done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr

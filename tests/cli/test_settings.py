@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.answers.asked import JOB, written
 from tests.synthetic import SyntheticJob, write_trace
 
 from headway.cli.main import run
+from headway.cli.settings import NAMES
 from headway.plan import Plan
 from headway.strategies.registry import policy_named
 from headway.trace.folder import load_trace
@@ -49,6 +51,37 @@ def test_what_is_lacking_is_said_before_what_is_to_be_done(
     )
     assert said[1].startswith("Note: ")
     assert said[-1] == "export NCCL_ALGO='reducescatter:ring;allgather:ring'"
+
+
+def test_the_plan_of_optimize_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, path = written(JOB, tmp_path / "trace"), tmp_path / "plan.yaml"
+    assert run(["optimize", str(trace), "-o", str(path), "--strategy", "decoupled"]) == 0
+    assert "\ntrace: trace\n" in path.read_text()
+    for tool in NAMES:
+        assert run(["settings", str(path), "--for", tool]) == 0
+    plan = Plan.load(path)
+    plan.model_copy(update={"parallel": {"data": policy_named("ddp")()}}).save(path)
+    capsys.readouterr()
+    for tool in ("ddp", "deepspeed", "megatron", "nccl", "rccl"):
+        assert run(["settings", str(path), "--for", tool]) == 0
+    assert "NCCL can carry out this plan's collectives: nothing has to be set" in capsys.readouterr().out
+
+    # Both are moved together; then the trace is gone, and another one is there in its place.
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    trace.rename(moved / "trace")
+    path = path.rename(moved / "plan.yaml")
+    megatron = ["settings", str(path), "--for", "megatron"]
+    assert run(megatron) == 0
+    (moved / "trace").rename(moved / "elsewhere")
+    capsys.readouterr()
+    assert run(megatron) == 2
+    assert "not found" in (error := capsys.readouterr().err)
+    assert "Add --trace TRACE." in error
+    write_trace(SyntheticJob(world_size=4, steps=2), moved / "trace")
+    assert run(megatron) == 2
+    assert "another model" in capsys.readouterr().err
+    assert run([*megatron, "--trace", str(moved / "elsewhere")]) == 0
 
 
 def test_files_are_written_into_a_new_folder(
@@ -95,7 +128,7 @@ def test_refusals_are_one_line_and_status_2(
         ([str(damaged), "--for", "ddp"], "missing"),
         ([groups, "--for", "ddp"], "DDP has no settings for this plan"),
         ([ddp, "--for", "fsdp2"], "FSDP2 has no settings for this plan"),
-        ([ddp, "--for", "nccl"], "--as-replayed"),
+        ([ddp, "--for", "nccl", "-o", str(out)], "takes no files"),
         ([decoupled, "--for", "fsdp2"], "Add --trace TRACE."),
         ([decoupled, "--for", "fsdp2", "--trace", str(tmp_path / "no")], "not found"),
         ([decoupled, "--for", "fsdp2", "--trace", str(other)], "another world size"),

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.answers.asked import JOB, written
 from torch import nn
 
+from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.job import Job, OptimizerUse
-from headway.measuring.optimizers import measured_optimizers
+from headway.measuring import compiling, loading, optimizers, precision
+from headway.measuring.optimizers import main, measured_optimizers
 from headway.passes.optimizer import OptimizerImplementation
 from headway.strategies.data_parallel.module_spec import model_spec
 
 CPU = torch.device("cpu")
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch as pip installs it, on a machine without a GPU."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 def job(*names: str, state: int = 0) -> Job:
@@ -44,3 +58,31 @@ def test_what_is_measured_is_what_a_replay_takes() -> None:
 def test_what_is_not_torchs_own_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(UnsupportedError, match="cannot be measured"):
         measured_optimizers(job(*names), CPU)
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_a_build_for_cuda_without_a_gpu_measures_on_the_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert torch_private.device_here() == CPU
+    trace = written(JOB, tmp_path / "trace")
+    assert main([str(trace)]) == 0
+    assert "optimizer fused SGD: " in capsys.readouterr().out
+    assert json.loads((trace / "measured.json").read_text())["device"] == "cpu"
+
+
+def test_devices_are_asked_for_in_one_place() -> None:
+    naming = [path for path in SOURCES.rglob("*.py") if "current_accelerator" in path.read_text()]
+    assert [path.name for path in naming] == ["tensors.py"]
+
+
+@pytest.mark.parametrize("measuring", [optimizers, precision, compiling, loading])
+def test_bad_input_is_one_line_and_help_says_how(measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["nowhere"], ["nowhere", "--", "true"], ["--quick", "trace", "--", "true"]):
+        assert measuring.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("headway: ")
+        assert error.endswith(" See --help.\n")
+        assert error.count("\n") == 1
+    assert measuring.main(["--help"]) == 0
+    assert f"python -m {measuring.__name__} TRACE" in capsys.readouterr().out

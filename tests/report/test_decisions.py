@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.commands import headway
 
+from headway.cli.main import run
 from headway.errors import UserError
 from headway.report.decisions import decisions_page, starts, summary
-from headway.strategies.decisions import DECISIONS_VARIABLE, Entry, Journal, read_journal
+from headway.strategies.decisions import DECISIONS_VARIABLE, PRINT_VARIABLE, Entry, Journal, read_journal
 from headway.strategies.pipeline.tuning.follower import entry_of
 from headway.strategies.pipeline.tuning.tuner import Decision
 
@@ -46,7 +46,7 @@ def test_what_is_written_is_read(written: Path) -> None:
 
 
 def test_what_a_job_wrote_before_it_was_started_again_stays(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with written.open("a") as file:
         file.write('{"step": 3, "bef')  # as it was killed
@@ -57,13 +57,13 @@ def test_what_a_job_wrote_before_it_was_started_again_stays(
     assert [(each.attempt, each.workers, each.step) for each in entries[-2:]] == [(0, 0, 2), (1, 3, 1)]
     assert starts(entries) == [0, 0, 0, 1]
     assert "; started again 1 time; " in summary(entries)
-    said = headway("decisions", written, "--html", tmp_path / "page.html")
-    assert said.returncode == 0, said.stderr
-    assert "1 of start 2" in said.stdout
+    assert run(["decisions", str(written)]) == 0
+    assert "1 of start 2" in capsys.readouterr().out
 
 
 def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DECISIONS_VARIABLE, raising=False)
+    monkeypatch.delenv(PRINT_VARIABLE, raising=False)
     assert Journal.wanted() is None
 
 
@@ -91,15 +91,40 @@ def test_the_page_shows_every_step_and_escapes_reasons(written: Path) -> None:
     assert "<script src" not in page
 
 
-def test_the_command_says_why(written: Path, tmp_path: Path) -> None:
-    done = headway("decisions", written, "--html", tmp_path / "page.html")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 switch after 3 decisions; in force: pipeline, <2F2B>")
-    assert "in step 1" in done.stdout
-    assert "in step 0" not in done.stdout
+def test_the_command_prints_each_decision_with_its_reason(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = Entry(step=4, before=ORDERS[1], order=ORDERS[1], reason="as in step 3", measured_ms=9.0)
+    for step in range(4, 60):
+        Journal(written).add(same.model_copy(update={"step": step}))
+    assert run(["decisions", str(written), "--html", str(tmp_path / "page.html")]) == 0
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first == "1 switch after 59 decisions; in force: pipeline, <2F2B>"
+    assert len(rows) == 4
+    assert ("goes on with pipeline, 1F1B" in rows[0], "in step 0" in rows[0]) == (True, True)
+    assert "now pipeline, <2F2B>, instead of pipeline, 1F1B" in rows[1]
+    assert rows[3].startswith("4 to 59 ")
+    assert rows[3].rstrip().endswith("as in step 3 (so decided 56 times)")
     assert (tmp_path / "page.html").stat().st_size > 1000
-    said = json.loads(headway("decisions", written, "--json").stdout)
-    assert len(said["decisions"]) == 3
-    refused = headway("decisions", tmp_path / "missing")
-    assert refused.returncode == 2
-    assert "Traceback" not in refused.stderr
+    assert run(["decisions", str(written), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["decisions"]) == 59
+    assert run(["decisions", str(tmp_path / "missing")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_decisions_are_printed_as_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(DECISIONS_VARIABLE, raising=False)
+    monkeypatch.setenv(PRINT_VARIABLE, "1")
+    journal = Journal.wanted()
+    assert journal is not None
+    stays = Entry(step=8, before=ORDERS[0], order=ORDERS[0], reason="1.02 times as long", measured_ms=9.0)
+    journal.add(stays)
+    journal.add(stays.model_copy(update={"step": 16, "reason": "1.01 times as long"}))  # says nothing new
+    switch = Entry(step=24, before=ORDERS[0], order=ORDERS[1], reason="a slow link", measured_ms=9.0)
+    journal.add(switch)
+    assert capsys.readouterr().err.splitlines() == [
+        "headway: after step 8: goes on with pipeline, 1F1B: 1.02 times as long",
+        "headway: after step 24: now pipeline, <2F2B>, instead of pipeline, 1F1B: a slow link",
+    ]

@@ -153,6 +153,6 @@ def test_without_bokeh_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     trace = synthetic_trace()
     found = diagnose(trace)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"pip install 'headway\[report\]'"):
+    with pytest.raises(UserError, match=r"pip install 'bokeh"):
         write_html(trace, found, tmp_path / "page.html")
     assert not list(tmp_path.iterdir())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from headway.cli.output import console, error_console, print_document
+
+if TYPE_CHECKING:
+    from headway.strategies.decisions import Entry
 
 MAX_LISTED = 40
 
@@ -20,7 +25,10 @@ MAX_LISTED = 40
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def decisions(file: Path, html: Path | None, as_json: bool) -> None:
-    """Say what was decided in a run while it trained, and why; headway run --decisions FILE wrote it."""
+    """Print what was decided in a run while it trained, and why. headway run --decisions FILE wrote the file.
+
+    Decisions in a row that differ in numbers alone take one line.
+    """
     from rich.table import Table
 
     from headway import files
@@ -32,20 +40,33 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
     if html is not None:
         files.write_text(html, decisions_page(entries))
     if as_json:
-        print_document("decisions", {"decisions": [each.model_dump(mode="json") for each in entries]})
+        print_document("decisions", {"decisions": [entry.model_dump(mode="json") for entry in entries]})
         return
     answers = console()
     answers.print(summary(entries))
     numbers = starts(entries)
-    switches = [(each, start) for each, start in zip(entries, numbers, strict=True) if each.switches]
-    if switches:
-        table = Table("after step", "took", "from", "to", "because", box=None, pad_edge=False)
-        for each, start in switches[-MAX_LISTED:]:
-            before, order, reason = (words.plain(text) for text in (each.before, each.order, each.reason))
-            step = f"{each.step}" + (f" of start {start + 1}" if numbers[-1] else "")
-            table.add_row(step, words.duration(each.measured_ms), before, order, reason)
-        answers.print(table)
-    if len(switches) > MAX_LISTED:
-        answers.print(f"{len(switches) - MAX_LISTED} earlier switches are not listed.")
+    rows = _alike_in_a_row(entries, numbers)
+    table = Table("after step", "took", "decision", "because", box=None, pad_edge=False)
+    for alike, start in rows[-MAX_LISTED:]:
+        first, last = alike[0], alike[-1]
+        steps = f"{first.step}" if first is last else f"{first.step} to {last.step}"
+        decision = (
+            f"now {last.order}, instead of {last.before}" if last.switches else f"goes on with {last.order}"
+        )
+        table.add_row(
+            steps + (f" of start {start + 1}" if numbers[-1] else ""),
+            words.duration(last.measured_ms),
+            words.plain(decision),
+            words.plain(last.reason) + (f" (so decided {len(alike)} times)" if len(alike) > 1 else ""),
+        )
+    answers.print(table)
+    if len(rows) > MAX_LISTED:
+        answers.print(f"{len(rows) - MAX_LISTED} earlier lines are left out; --json has every decision.")
     if html is not None:
         error_console().print(f"Wrote {html}")
+
+
+def _alike_in_a_row(entries: list[Entry], starts: list[int]) -> list[tuple[list[Entry], int]]:
+    """Decisions of one kind that follow each other, and in which start of the job they were made."""
+    pairs = groupby(zip(entries, starts, strict=True), key=lambda pair: (pair[0].kind, pair[1]))
+    return [([entry for entry, _ in alike], start) for (_, start), alike in pairs]

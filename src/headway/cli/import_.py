@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from headway.cli import output as output_of
-from headway.errors import UserError, one_line
+from headway.errors import UserError, how_to_install, one_line
 from headway.interop.readers.formats import FORMATS
 
 MAX_SHOWN = 20
@@ -80,5 +80,5 @@ def _require_readers() -> None:
     except ImportError:
         raise UserError(
             "reading other tools' traces needs msgspec, which is not installed",
-            fix="Run: pip install 'headway[traces]'.",
+            fix=f"Run: {how_to_install('traces')}.",
         ) from None

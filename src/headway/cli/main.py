@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import io
-import keyword
+import os
 import sys
 
 import click
+from click.shell_completion import shell_complete
 
-from headway.errors import HeadwayError, UserError
+from headway.errors import HeadwayError, UserError, one_line
 from headway.version import __version__
 
 # Subcommands are imported when called, so that none pays for another's libraries.
@@ -29,7 +31,10 @@ COMMANDS = {
     "coordinate": "coordinate a job whose workers average in groups",
     "probe": "measure latency and rate of a job's links",
     "lab": "run a command on an emulated cluster on this machine",
+    "list": "list models, clusters, strategies, passes, codecs, and plug-ins of other packages",
 }
+SUFFIXED = ("import", "list")  # names of Python's: their modules and functions end in an underscore
+COMPLETION = "_HEADWAY_COMPLETE"
 
 
 PIPE_CLOSED = (
@@ -37,6 +42,11 @@ PIPE_CLOSED = (
 )
 
 
+NO_ARGUMENTS: tuple[type[click.UsageError], ...] = tuple(
+    filter(
+        None, [getattr(click.exceptions, "NoArgsIsHelpError", None)]
+    )  # earlier versions print the help themselves
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,18 +57,31 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        name = f"{cmd_name}_" if cmd_name in SUFFIXED else cmd_name
         command = getattr(importlib.import_module(f"headway.cli.{name}"), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, (*COMMANDS, "help"))
+            ctx.fail(f"No such command {name!r}." + f" Did you mean {' or '.join(near)}?" * bool(near))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="headway")
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="headway help COMMAND explains a command, and so does headway COMMAND --help.",
+)
+@click.version_option(__version__, "-V", "--version", prog_name="headway")
 def cli() -> None:
     """See, predict and choose the communication of distributed training."""
 
@@ -68,6 +91,8 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # half characters in foreign text
+    if instruction := os.environ.get(COMPLETION):
+        sys.exit(shell_complete(cli, {}, "headway", COMPLETION, instruction))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -78,16 +103,16 @@ def run(arguments: list[str]) -> int:
     if "--" in arguments:
         cut = arguments.index("--")
         own, command = arguments[:cut], tuple(arguments[cut + 1 :])
+    if own[:1] == ["help"]:
+        own = [*own[1:], "--help"]
     try:
-        with cli.make_context("headway", own) as context:
-            context.meta["headway.command"] = command
-            result = cli.invoke(context)
-            sys.stdout.flush()
-            return result if isinstance(result, int) else 0
+        return _answer(own, command)
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as failure:
-        print(f"headway: {failure.format_message()} See headway --help.", file=sys.stderr)
+        context = getattr(failure, "ctx", None)
+        of = "headway" if context is None else context.command_path
+        print(f"headway: {_sentence(failure.format_message())} See {of} --help.", file=sys.stderr)
         return failure.exit_code
     except UserError as failure:
         print(f"headway: {failure}", file=sys.stderr)
@@ -105,3 +130,21 @@ def run(arguments: list[str]) -> int:
             raise
         print(f"headway: the output cannot be written: {failure.strerror}", file=sys.stderr)
         return 2
+
+
+def _answer(own: list[str], command: tuple[str, ...]) -> int:
+    try:
+        with cli.make_context("headway", own) as context:
+            context.meta["headway.command"] = command
+            result = cli.invoke(context)
+            sys.stdout.flush()
+            return result if isinstance(result, int) else 0
+    except NO_ARGUMENTS as bare:
+        print("" if bare.ctx is None else bare.ctx.get_help(), flush=True)
+        return 0
+
+
+def _sentence(text: str) -> str:
+    """What click says, which may be a list of several lines without a full stop."""
+    text = one_line(text, 600)
+    return text if text.endswith((".", "?", "!", ")")) else f"{text}."

@@ -76,7 +76,10 @@ def parse_steps(text: str) -> tuple[int, int]:
     is_flag=True,
     help="Do not interrupt the job after the last recorded step (ten seconds to a minute) to measure links and cores.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option(
+    "--json", "as_json", is_flag=True,
+    help="Print one JSON document on stdout; what COMMAND prints goes to stderr.",
+)  # fmt: skip
 @click.pass_context
 def record(
     ctx: click.Context,
@@ -108,8 +111,9 @@ def record(
         )
         silence = _Silence()
         ended = run_command(
-            command, injected_environment(os.environ, record=options), staging / REPORTS, silence.look
-        )
+            command, injected_environment(os.environ, record=options), staging / REPORTS, silence.look,
+            output=sys.stderr.buffer if as_json else None,
+        )  # fmt: skip
         written = _finish(staging, output, ended, command)
     if written:
         _announce(output, as_json)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +14,17 @@ from typing import TYPE_CHECKING
 import click
 
 from headway.cli.command import trailing_command
-from headway.errors import LaunchError, PlanError
+from headway.errors import LaunchError, PlanError, one_line
 from headway.integrations.launch import CommandOutcome, injected_environment, run_command
+from headway.integrations.reports import Report
+from headway.integrations.short_runs import LEAST_STEPS
 from headway.integrations.torchrun import spreads, starts_all_here
+from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.plan import Plan
+
+NOISE = 0.05  # of the recorded step: two runs of one job differ by as much
 
 
 @click.command(options_metavar="[OPTIONS] -- COMMAND")
@@ -25,21 +32,24 @@ if TYPE_CHECKING:
 @click.option(
     "--decisions",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write each decision that is taken while the job trains to this file; read it with headway decisions.",
+    help="Write every decision that is made while the job trains to this file. headway decisions FILE prints it.",
 )
 @click.option(
     "--adapt", is_flag=True,
-    help="Watch the job for as long as it trains, and change its schedule when its network or its ranks have changed.",
+    help="Watch the job while it trains, and change its schedule when the network or the ranks have changed.",
 )  # fmt: skip
+@click.option(
+    "--quiet", is_flag=True, help="Do not say which plan is applied, what it decides and what came of it."
+)
 @click.pass_context
-def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool) -> None:
+def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool, quiet: bool) -> None:
     """Run COMMAND under a plan.
 
     headway run --plan plan.yaml -- torchrun --nproc-per-node 2 train.py
 
-    The script still constructs DistributedDataParallel, and gets what the plan says. If the plan does not fit the
-    job, or the job does not follow the plan, headway run ends with one line and exit status 2; otherwise the exit
-    status is that of the command.
+    The script still constructs DistributedDataParallel, and gets what the plan says. One line on stderr says which plan
+    is applied, and one at the end how long steps took. If the plan does not fit the job, or the job does not follow
+    the plan, headway run ends with one line and exit status 2; otherwise the exit status is that of the command.
     """
     from headway.integrations.followable import injection_of
     from headway.plan import Plan
@@ -51,6 +61,7 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
         plan = _adapting(plan)
     _check_world_size(plan, command)
     noted = {} if decisions is None else _noted(plan, decisions, command)
+    story = _Story(plan, quiet=quiet)
     # Processes on other hosts see the plan's folder and not this host's temporary one.
     folder = plan_path.absolute().parent if spreads(command) else None
     if folder is not None and not os.access(folder, os.W_OK):
@@ -65,10 +76,91 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
             followed = Path(kept) / "plan.yaml"
             plan.save(followed)
         environment = {**injected_environment(os.environ, plan=str(followed)), **noted, **served}
-        ended = run_command(command, environment, reports)
+        ended = run_command(command, {**environment, **story.environment}, reports, story.look)
     if ended.exit_status == 0:
         _check_applied(ended)
+    story.end(ended)
     ctx.exit(ended.exit_status)
+
+
+class _Story:
+    """Says when rank 0, if this launcher has it, follows the plan, and in the end what came of that."""
+
+    def __init__(self, plan: Plan, *, quiet: bool) -> None:
+        self._plan = plan
+        self._quiet = quiet
+        self._began = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What has rank 0 say its decisions."""
+        from headway.strategies.decisions import PRINT_VARIABLE
+
+        return {} if self._quiet or not self._plan.strategy.decides_while_training else {PRINT_VARIABLE: "1"}
+
+    def look(self, reports: Sequence[Report]) -> None:
+        first_ranks = _first_ranks(reports)
+        if self._quiet or self._began or not first_ranks:
+            return
+        self._began = True
+        expected = self._plan.prediction
+        line = f"running under {self._plan.short_name()}, on {counted(first_ranks[-1].world_size, 'rank')}"
+        if expected is not None:
+            line += f"; predicted {expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step"
+        _say(line)
+
+    def end(self, ended: CommandOutcome) -> None:
+        self.look(ended.reports)
+        first_ranks = _first_ranks(ended.reports)
+        if self._quiet or not first_ranks:
+            return
+        line = steps_in_words(self._plan, first_ranks[-1])
+        if len(first_ranks) > 1:
+            line += f" (since the last of {counted(len(first_ranks) - 1, 'restart')})"
+        if ended.exit_status:
+            line = f"the command ended with status {ended.exit_status}; until then {line}"
+        _say(line)
+
+
+def _first_ranks(reports: Iterable[Report]) -> list[Report]:
+    """What processes that were rank 0 and applied the plan said, in the order in which they were started."""
+    found = [report for report in reports if report.rank == 0 and report.applied]
+    return sorted(found, key=lambda report: report.began_s)
+
+
+def steps_in_words(plan: Plan, report: Report) -> str:
+    """How long steps took, and how that compares with what was predicted and recorded."""
+    if report.timed_steps < LEAST_STEPS:
+        made = counted(report.steps, "optimizer step") if report.steps else "no optimizer step"
+        return f"{made}: too few to be timed"
+    measured_ms = report.step_ms
+    line = f"{measured_ms:.1f} ms a step, over the last {report.timed_steps}"
+    expected = plan.prediction
+    if expected is None:
+        return line
+    if report.world_size != plan.world_size:
+        return f"{line}; the plan's prediction is for {counted(plan.world_size, 'rank')}"
+    before_ms = expected.baseline_ms
+    line += f"; predicted {expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f}, recorded without it {before_ms:.1f}: "
+    noise_ms = max(NOISE * before_ms, 2 * report.spread_ms / math.sqrt(report.timed_steps))
+    is_as_predicted = abs(measured_ms - expected.step_ms) <= max(expected.uncertainty_ms, noise_ms)
+    if abs(measured_ms - before_ms) <= noise_ms:
+        line += "no difference that stands out from noise"
+    elif measured_ms < before_ms:
+        line += f"{before_ms / measured_ms:.2f} times as fast"
+    else:
+        line += f"slower, {measured_ms / before_ms:.2f} times as long"
+    if not is_as_predicted:
+        line += ", and not as predicted"
+    if plan.cluster is not None and report.host not in {host.name for host in plan.cluster.hosts}:
+        line += "; the prediction is for other machines"
+    elif not is_as_predicted or measured_ms > before_ms + noise_ms:
+        line += ". Other load may be the cause: record both and compare, with headway diagnose --baseline"
+    return line
+
+
+def _say(line: str) -> None:
+    print(f"headway: {one_line(line, 500)}", file=sys.stderr, flush=True)
 
 
 def _kept_with(plan: Plan, command: Sequence[str]) -> AbstractContextManager[Mapping[str, str]]:

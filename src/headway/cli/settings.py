@@ -26,14 +26,15 @@ NAMES = ("ddp", "fsdp2", "deepspeed", "megatron", "nccl", "rccl")
 )
 @click.option(
     "--trace", "trace_path", type=click.Path(path_type=Path),
-    help="The trace that the plan was made from, for tools that count elements or name modules.",
+    help="The recording that the plan was made from, where it is no longer where it was: some tools count elements or "
+    "name modules.",
 )  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Write the files into this folder, which is made."
 )
 @click.option(
     "--as-replayed", is_flag=True,
-    help="nccl, rccl: also fix the algorithms that the plan leaves to the library, to the rings of a replay.",
+    help="nccl, rccl: also fix the algorithms that the plan leaves to the library. A replay takes rings for them.",
 )  # fmt: skip
 @click.option(
     "--channels", type=click.IntRange(1, 64),
@@ -93,15 +94,20 @@ def _of_collectives(
 
 
 def _asked(plan: Plan, trace_path: Path | None, options: CollectiveOptions) -> Asked:
-    """The plan and the models of its trace. Raises PlanError where the trace is of another job."""
+    """The plan and the models of its trace, which it remembers. Raises PlanError where the trace is of another job."""
     from headway.interop.settings.asked import Asked
-
-    if trace_path is None:
-        return Asked(plan, collectives=options)
     from headway.trace.folder import load_trace
 
-    trace = load_trace(trace_path)
-    plan.check_recorded(trace.model, trace.stages, trace.world_size)
+    path = trace_path or plan.trace
+    if path is None:
+        return Asked(plan, collectives=options)
+    try:
+        trace = load_trace(path)
+        plan.check_recorded(trace.model, trace.stages, trace.world_size)
+    except UserError as error:
+        if trace_path is not None:
+            raise
+        return Asked(plan, (), options, f"a plan whose trace is lost ({one_line(str(error), 150)})")
     return Asked(plan, tuple(trace.stages) or (trace.model,), options)
 
 

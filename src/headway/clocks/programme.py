@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.arrays import Floats, Indices
-from headway.errors import UserError
+from headway.errors import UserError, how_to_install
 
 FARTHEST = 1e9  # off nought: what is farther off is far enough off
 LEAST_COST, COST_UNIT = 1e-7, 1e4
@@ -59,7 +59,7 @@ class Programme:
         except ImportError:
             raise UserError(
                 "aligning clocks needs scipy, which is not installed",
-                fix="Run: pip install 'headway[traces]'.",
+                fix=f"Run: {how_to_install('traces')}.",
             ) from None
         values = np.zeros(self.unknowns)
         if not self._terms or not self._entries:

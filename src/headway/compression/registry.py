@@ -15,7 +15,7 @@ from headway.compression.int8 import Int8
 from headway.compression.power_sgd import PowerSGD
 from headway.compression.top_k import TopK
 from headway.errors import PluginError
-from headway.plugins import brought
+from headway.plugins import load_entry_points, unknown
 
 GROUP = "headway.codecs"
 SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
@@ -23,9 +23,9 @@ SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
 
 @cache
 def codecs() -> dict[str, type[Codec]]:
-    """All codecs by name. Raises PluginError for one of others that cannot be used."""
+    """All codecs by name."""
     shipped = {each.name: each for each in SHIPPED}
-    others = brought(GROUP, shipped, _fitting, "a subclass of Codec of that name")
+    others = load_entry_points(GROUP, shipped, _fitting, "a subclass of Codec of that name")
     return {**shipped, **{each.name: each for each in others}}
 
 
@@ -61,7 +61,7 @@ def _by_name(value: Any) -> Any:
         return value
     name = value.get("codec", Cast.name)
     if name not in codecs():
-        raise ValueError(f"unknown codec {name!r}, expected one of {', '.join(codecs())}")
+        raise ValueError(unknown("codec", GROUP, name, codecs()))
     return codecs()[name].model_validate(dict(value))
 
 

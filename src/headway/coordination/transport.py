@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from headway.coordination.messages import MAX_TO_COORDINATOR_BYTES, MAX_TO_WORKER_BYTES
-from headway.errors import UserError
+from headway.errors import UserError, how_to_install
 from headway.rpc.interface import is_loopback
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def missing(library: str) -> UserError:
     """The error where a library of the extra is not installed."""
     return UserError(
         f"the coordinator needs {library}, which is not installed",
-        fix="Run: pip install 'headway[coordination]'.",
+        fix=f"Run: {how_to_install('coordination')}.",
     )
 
 

@@ -33,6 +33,9 @@ class Report:
     ``refused`` is an error of Headway's own, ``blind`` says why this Python cannot import Headway, ``alone`` that it
     trains without a process group, ``records`` that it began to record and ``done`` that its recording is written;
     ``left`` that it was to leave then, and ``went_on`` that it trains further all the same.
+
+    Rank 0 under a plan also says when it began, by its host's clock, how many optimizer steps it has made, and what
+    the last ``timed_steps`` of them took, on average, with their standard deviation.
     """
 
     host: str = ""
@@ -47,6 +50,11 @@ class Report:
     went_on: bool = False
     refused: str = ""
     blind: str = ""
+    began_s: float = 0.0
+    steps: int = 0
+    timed_steps: int = 0
+    step_ms: float = 0.0
+    spread_ms: float = 0.0
 
 
 _said: dict[str, Any] = {}

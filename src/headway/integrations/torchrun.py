@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headway.plugins import RANK_VARIABLES
+
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
-_RANK_BY_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-"""Set where a command is started once for each rank."""
 _SPREADING = ("srun", "mpirun", "mpiexec", "prun", "orterun", "jsrun", "aprun", "flux", "ssh", "pdsh", "dsh")
 _NODES, _PER_NODE = ("--nnodes",), ("--nproc-per-node", "--nproc_per_node")
 
@@ -29,7 +29,7 @@ def spreads(command: Sequence[str]) -> bool:
 
 def starts_all_here(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether all ranks of the job are on this host, as far as can be read off ``command`` and where it is started."""
-    if any(environment.get(name) for name in _RANK_BY_RANK):
+    if any(environment.get(name) for name in RANK_VARIABLES):
         return False
     options = _options(command)
     return options is None or _stated(options, _NODES, environment.get("PET_NNODES", "1")) == "1"

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from headway.errors import LabError, LaunchError
+from headway.errors import LabError, LaunchError, how_to_install
 from headway.lab import slow
 from headway.lab.output import OnLine, printer
 from headway.lab.session import Attempt, Job, RefusedError, Session
@@ -123,7 +123,7 @@ def _attempts(mode: Mode) -> list[Attempt]:
     if find_spec("pyroute2") is None:
         raise LabError(
             "shaping links needs pyroute2, which is not installed",
-            fix="Run: pip install 'headway[lab]', or choose the loopback mode, which shapes nothing.",
+            fix=f"Run: {how_to_install('lab')}, or choose the loopback mode, which shapes nothing.",
         )
     if mode != "auto":
         return [Attempt(mode, True), Attempt(mode, False)]

@@ -1,4 +1,9 @@
-"""What torch.compile does to a job, measured: ``python -m headway.measuring.compiling TRACE [MODULE ...] -- CMD``."""
+"""What torch.compile does to a job, measured: ``python -m headway.measuring.compiling TRACE [MODULE ...] -- COMMAND``.
+
+TRACE is the recording of the job, COMMAND what was recorded. It runs four times, twice with the modules compiled.
+Without names these are the numbered modules of the model. What is measured is written into TRACE, for ``headway
+optimize``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from headway.errors import UserError
-from headway.measuring.pass_runs import measure
+from headway.measuring.pass_runs import measure, run_command_line
 from headway.model import ModelSpec
 from headway.passes.compile import Compile
 from headway.passes.regions import lies_in
@@ -15,7 +20,7 @@ from headway.trace.format import Trace
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the modules that are named, or the model's repeated ones. Returns the exit status."""
-    return measure(arguments, _of)
+    return run_command_line(arguments, __doc__, lambda words: measure(words, _of))
 
 
 def _of(trace: Trace, modules: tuple[str, ...]) -> Compile:

@@ -1,4 +1,8 @@
-"""What workers of data loaders do to a job, measured: ``python -m headway.measuring.loading TRACE [COUNT] -- CMD``."""
+"""What workers of data loaders do to a job, measured: ``python -m headway.measuring.loading TRACE [COUNT] -- COMMAND``.
+
+TRACE is the recording of the job, COMMAND what was recorded. It runs four times, twice with COUNT workers for each
+loader, 2 by default. What is measured is written into TRACE, for ``headway optimize --allow randomness``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from headway.errors import UserError
-from headway.measuring.pass_runs import measure
+from headway.measuring.pass_runs import measure, run_command_line
 from headway.passes.input_workers import InputWorkers
 from headway.trace.format import Trace
 
@@ -15,7 +19,7 @@ USUAL_WORKERS = 2
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as many workers as are asked for, or two. Returns the exit status."""
-    return measure(arguments, _of)
+    return run_command_line(arguments, __doc__, lambda words: measure(words, _of))
 
 
 def _of(_trace: Trace, words: tuple[str, ...]) -> InputWorkers:

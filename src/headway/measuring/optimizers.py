@@ -1,7 +1,8 @@
 """What another implementation of a job's optimizer does, measured: ``python -m headway.measuring.optimizers TRACE``.
 
-Tensors of the sizes and types of the job's parameters are updated in turn by torch's own choice of implementation and
-by the others, with as many threads as torch has here. The median of the rounds' ratios is what counts.
+TRACE is the recording of the job. Tensors of the sizes and types of its parameters are updated in turn by torch's own
+choice of implementation and by the others, with as many threads as torch has here (OMP_NUM_THREADS). The median of the
+rounds' ratios is what counts. It is written into TRACE, for ``headway optimize``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import inspect
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.job import Job, MeasuredEffect
+from headway.measuring.pass_runs import run_command_line
 from headway.memory.pass_watch import Allocations
 from headway.model import ModelSpec
 from headway.passes.optimizer import IMPLEMENTATIONS, OptimizerImplementation, effect_name
@@ -109,25 +113,24 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure for the trace that is named, and write it into its folder. Returns the exit status."""
+    return run_command_line(arguments, __doc__, _measure)
+
+
+def _measure(arguments: Sequence[str]) -> None:
     from headway.replayer.measured_effects import save_effects
     from headway.replayer.replayer import Replayer
     from headway.trace.folder import load_trace
 
-    try:
-        if len(arguments) != 1:
-            raise UserError("one trace is measured for", got=f"{len(arguments)} arguments", expected="TRACE")
-        trace = load_trace(arguments[0])
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        effects = measured_optimizers(Replayer(trace).job, device)
-        save_effects(trace, effects, str(device))
-    except UserError as failure:
-        print(failure, file=sys.stderr)
-        return 2
+    if len(arguments) != 1:
+        raise UserError("one trace is measured for", got=f"{len(arguments)} arguments", expected="TRACE")
+    trace = load_trace(arguments[0])
+    device = torch_private.device_here()
+    effects = measured_optimizers(Replayer(trace).job, device)
+    save_effects(trace, effects, str(device))
     for name, each in effects.items():
         print(f"{name}: {each.factor:.3g} times the time, {each.held_bytes} bytes besides")
-    return 0
 
 
 if __name__ == "__main__":

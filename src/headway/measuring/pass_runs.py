@@ -18,10 +18,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
-from headway.errors import LaunchError, TraceError, UserError
+from headway import torch_private
+from headway.errors import HeadwayError, LaunchError, TraceError, UserError
 from headway.graph.recorded import timelines_of
 from headway.graph.timeline import Part
 from headway.job import MeasuredEffect
@@ -73,29 +73,44 @@ def effects_between(
     }
 
 
-def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]], MeasuredPass]) -> int:
+def measure(arguments: Sequence[str], pass_for: Callable[[Trace, tuple[str, ...]], MeasuredPass]) -> None:
     """Measure for a trace as its ``arguments`` say, TRACE [WORD ...] -- COMMAND, and write it into its folder.
 
-    ``pass_for`` makes the pass of the trace and the words, and raises UserError for such as it does not know. Returns
-    the exit status.
+    ``pass_for`` makes the pass of the trace and the words, and raises UserError for such as it does not know.
     """
     from headway.replayer.measured_effects import save_effects
 
-    try:
-        own, command = _split(arguments)
-        if not own or not command:
-            raise UserError(
-                "a trace, and the command that was recorded, are measured for",
-                got=" ".join(arguments) or "nothing", expected="TRACE ... -- COMMAND",
-            )  # fmt: skip
-        trace = load_trace(own[0])
-        effects = measured_effects(trace, _made(pass_for, trace, tuple(own[1:])), command, _run)
-        save_effects(trace, effects, str(torch.accelerator.current_accelerator() or "cpu"))
-    except UserError as failure:
-        print(failure, file=sys.stderr)
-        return 2
+    own, command = _split(arguments)
+    if not own or not command:
+        raise UserError(
+            "the trace or the command that was recorded is missing",
+            got=" ".join(arguments) or "nothing", expected="TRACE ... -- COMMAND",
+        )  # fmt: skip
+    trace = load_trace(own[0])
+    effects = measured_effects(trace, _made(pass_for, trace, tuple(own[1:])), command, _run)
+    save_effects(trace, effects, str(torch_private.device_here()))
     for name, each in effects.items():
         print(f"{name}: {each.factor:.3g} times the time")
+
+
+def run_command_line(
+    arguments: Sequence[str], usage: str | None, answer: Callable[[Sequence[str]], None]
+) -> int:
+    """Have ``answer`` carry out ``arguments``, or print the ``usage``. Returns the exit status, as ``headway`` does."""
+    own, _ = _split(arguments)
+    if {"-h", "--help"} & set(own):
+        print(usage)
+        return 0
+    try:
+        if options := [word for word in own if word.startswith("-")]:
+            raise UserError("there are no such options", got=" ".join(options), expected="--help alone")
+        answer(arguments)
+    except HeadwayError as failure:
+        print(f"headway: {failure} See --help.", file=sys.stderr)
+        return 2 if isinstance(failure, UserError) else 1
+    except KeyboardInterrupt:
+        print("headway: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from headway.optimization.candidate import Candidate
 from headway.plan import Plan, Prediction
 from headway.replayer.replayer import Replayer
@@ -10,7 +12,13 @@ from headway.strategies.pipeline.mesh import MeshStrategy
 
 
 def plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
-    """The plan file's value for a candidate."""
+    """The plan file's value for a candidate. It remembers where the trace is, which settings of other tools need."""
+    plan = _plan_of(candidate, replayer)
+    of_this_job = candidate.recut is None and plan.world_size == replayer.trace.world_size
+    return plan.model_copy(update={"trace": os.path.abspath(replayer.trace.path)}) if of_this_job else plan
+
+
+def _plan_of(candidate: Candidate, replayer: Replayer) -> Plan:
     trace, strategy = replayer.trace, candidate.strategy
     prediction = Prediction(
         step_ms=candidate.predicted_ms,

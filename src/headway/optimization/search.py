@@ -27,7 +27,7 @@ from headway.scheduling.buckets import BucketSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy, fits
 from headway.strategies.plugin import Proposal
-from headway.strategies.registry import plugins
+from headway.strategies.registry import ask, plugins
 from headway.units import counted
 
 NOT_RUN = "needs headway.parallelize in the script"
@@ -149,9 +149,9 @@ def _proposed(
     """What strategies propose for ``job``, of a script whose batches are split into ``script`` micro-batches."""
     with times_in_range():
         made = [
-            _permitted(plugin.propose(job), allow)
-            for plugin in plugins().values()
-            if fits(job, plugin.policy)
+            _permitted(proposal, allow)
+            for _, proposal in ask(lambda plugin: plugin.propose(job) if fits(job, plugin.policy) else None)
+            if proposal is not None
         ]
     proposals = [
         replace(each, strategies=tuple(for_script(own, script) for own in each.strategies)) for each in made

@@ -11,7 +11,7 @@ from headway.passes.input_workers import InputWorkers
 from headway.passes.optimizer import OptimizerImplementation
 from headway.passes.precision import Precision
 from headway.passes.recompute import Recompute
-from headway.plugins import brought
+from headway.plugins import load_entry_points
 
 GROUP = "headway.passes"
 SHIPPED: dict[str, type[Pass]] = {
@@ -22,8 +22,8 @@ SHIPPED: dict[str, type[Pass]] = {
 
 @cache
 def passes() -> dict[str, type[Pass]]:
-    """All passes by name, Headway's own first. Raises PluginError for one of others that cannot be used."""
-    outside = brought(GROUP, SHIPPED, _fitting, "a subclass of Pass of that name")
+    """All passes by name, Headway's own first."""
+    outside = load_entry_points(GROUP, SHIPPED, _fitting, "a subclass of Pass of that name")
     return SHIPPED | {each.name: each for each in outside}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +27,11 @@ from headway.cluster import Cluster
 from headway.errors import PlanError
 from headway.model import ModelSpec
 from headway.passes.base import Pass
-from headway.passes.registry import passes
+from headway.passes.registry import GROUP, passes
+from headway.plugins import unknown
 from headway.scheduling.mesh import Groups, groups_along
 from headway.strategies import registry
-from headway.strategies.base import DATA, PIPELINE, Strategy
+from headway.strategies.base import DATA, PIPELINE, Strategy, short_name
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
@@ -119,6 +121,10 @@ class Plan(BaseModel):
 
     cluster: Cluster | None = None
     """The hosts and links that the prediction is for."""
+
+    trace: str | None = None
+    """The folder of the recording that the plan was made from; from the folder of the plan's file, where it lies below
+    that."""
 
     @classmethod
     def data_parallel(
@@ -245,6 +251,10 @@ class Plan(BaseModel):
         """Say the strategy and the passes in a few words."""
         return " + ".join([self.strategy.describe(), *(each.describe() for each in self.passes)])
 
+    def short_name(self) -> str:
+        """Say the strategy in its first words, and the names of the passes."""
+        return " + ".join([short_name(self.strategy.describe()), *(each.name for each in self.passes)])
+
     @property
     def strategy(self) -> Strategy:
         """The strategy of a plan of one dimension, or of pipelines side by side. Raises PlanError for other plans."""
@@ -277,13 +287,18 @@ class Plan(BaseModel):
             from headway.plan.format_1 import upgraded
 
             data = upgraded(data, what)
-        return files.validate(data, cls, PlanError, what)
+        plan = files.validate(data, cls, PlanError, what)
+        if plan.trace is None:
+            return plan
+        return plan.model_copy(update={"trace": os.path.join(Path(path).absolute().parent, plan.trace)})
 
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML: the complete file or none."""
-        files.write_text(
-            Path(path), files.dump_yaml(self.model_dump(mode="json", exclude_none=True)), PlanError
-        )
+        document = self.model_dump(mode="json", exclude_none=True)
+        folder = Path(path).absolute().parent
+        if self.trace is not None and Path(self.trace).is_relative_to(folder):
+            document["trace"] = str(Path(self.trace).relative_to(folder))
+        files.write_text(Path(path), files.dump_yaml(document), PlanError)
 
     def check(self, model: ModelSpec, world_size: int) -> None:
         """Raise PlanError unless the plan was made for this model and this number of workers."""
@@ -325,7 +340,7 @@ class Plan(BaseModel):
 def _strategy(value: Any, dimension: Any) -> Strategy:
     if isinstance(value, Strategy):
         return value
-    name, options = _named(value, "strategy", registry.names())
+    name, options = _named(value, "strategy", registry.GROUP, registry.names())
     with _located(dimension, name):
         return registry.policy_named(name).model_validate(options)
 
@@ -333,7 +348,7 @@ def _strategy(value: Any, dimension: Any) -> Strategy:
 def _pass(value: Any, position: int) -> Pass:
     if isinstance(value, Pass):
         return value
-    name, options = _named(value, "pass", tuple(passes()))
+    name, options = _named(value, "pass", GROUP, tuple(passes()))
     with _located(position, name):
         return passes()[name].model_validate(options)
 
@@ -357,11 +372,10 @@ def _located(*where: int | str) -> Iterator[None]:
         raise placed from None
 
 
-def _named(value: Any, what: str, names: tuple[str, ...]) -> tuple[str, Any]:
-    known = ", ".join(names) or "none that are installed"
+def _named(value: Any, what: str, group: str, names: tuple[str, ...]) -> tuple[str, Any]:
     if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(f"one {what} by name, one of {known}, with its options below it")
+        raise ValueError(f"one {what} by name, one of {', '.join(names)}, with its options below it")
     ((name, options),) = value.items()
     if name not in names:
-        raise ValueError(f"unknown {what} {name!r}, expected one of {known}")
+        raise ValueError(unknown(what, group, name, names))
     return name, options or {}

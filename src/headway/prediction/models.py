@@ -72,13 +72,14 @@ def _of_file(path: Path, device_name: str | None, optimizer: Optimizer) -> Workl
 def _of_function(text: str, device_name: str | None, optimizer: Optimizer) -> Workload:
     import torch
 
+    from headway import torch_private
     from headway.prediction.costing import LayerWork
     from headway.prediction.function import Built, function_named
     from headway.prediction.memory import on_fake_tensors, pass_memory_of
     from headway.prediction.timing import bytes_per_s_of, timed_layers
     from headway.strategies.data_parallel.module_spec import model_spec
 
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = torch_private.device_here()
     on = here if device_name == HERE else torch.device("meta")
     make = function_named(text)
     built = Built(text, make, on)

@@ -49,6 +49,7 @@ def _named(text: str, workload: Workload) -> Strategy:
             )
         return plan.strategy
     name, _, options = text.partition(":")
+    registry.check_usable(name)
     if name not in registry.names():
         raise UserError(
             "there is no such strategy", got=repr(text), expected=f"{FORM}; {' or '.join(registry.names())}"

@@ -47,7 +47,7 @@ class _Step:
 class _Watch:
     def __init__(self, built: Built) -> None:
         self._built = built
-        self._synchronise = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+        self._synchronise = torch.accelerator.synchronize if torch.accelerator.is_available() else _nothing
         self.parameters = built.layers
         self.used: dict[str, int] = {}  # when forward first needed each, in this step
         self._ready: list[tuple[str, int]] = []
@@ -109,7 +109,7 @@ def _nothing() -> None:
 def bytes_per_s_of(device: torch.device) -> float:
     """How many bytes a second pass between memory and ``device``, which an update is bound by."""
     source, target = torch.ones(16_000_000, device=device), torch.empty(16_000_000, device=device)
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    synchronise = torch.accelerator.synchronize if device.type != "cpu" else _nothing
     times_s = []
     for _ in range(WARM + TIMED):
         synchronise()

@@ -20,7 +20,7 @@ from headway.recording.finish import finish_recording
 from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.data_parallel.channels import observer
-from headway.strategies.registry import plugins
+from headway.strategies.registry import ask
 from headway.trace.events import Kind, Stream
 
 
@@ -84,8 +84,9 @@ class Watching(Protocol):
 def watch_constructions(watching: Watching) -> None:
     """Tell ``watching`` of every model that is wrapped for data parallelism from now on, by whatever strategy."""
     _watch_constructions(DistributedDataParallel, watching)
-    for wrapper in (wrapper for plugin in plugins().values() for wrapper in plugin.wrappers()):
-        _watch_constructions(wrapper, watching)
+    for _, wrappers in ask(lambda plugin: plugin.wrappers()):
+        for wrapper in wrappers:
+            _watch_constructions(wrapper, watching)
 
 
 def _patch(watching: Watching, owners: Sequence[Any], name: str, wrapper: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from headway.passes.optimizer_switch import said
 from headway.recording.modules import ModuleWatch
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.plugin import InForce
-from headway.strategies.registry import plugins
+from headway.strategies.registry import ask
 from headway.trace.events import Event, Kind
 
 
@@ -73,8 +73,10 @@ def strategy_in_force(*trained: object) -> tuple[str, InForce]:
     The name is "" where nothing is trained under any. A strategy that builds on another is asked before it.
     """
     for each in trained:
-        for name, plugin in reversed(plugins().items()):
-            if each is not None and (found := plugin.recognise(each)) is not None:
+        if each is None:
+            continue
+        for name, found in ask(lambda plugin, model=each: plugin.recognise(model), last_first=True):
+            if found is not None:
                 return name, found
     return "", InForce({})
 
@@ -89,9 +91,7 @@ def refusals(
     """
     found = {}
     if model is not None:
-        found = {
-            name: plugin.refusal(model, compiled_around=compiled_around) for name, plugin in plugins().items()
-        }
+        found = dict(ask(lambda plugin: plugin.refusal(model, compiled_around=compiled_around)))
     if named_implementations:
         found[OptimizerImplementation.name] = f"the script has {said(named_implementations)} itself"
     return {name: why for name, why in found.items() if why}

@@ -95,6 +95,8 @@ class Replayer:
             for name, options in self.trace.manifest.ranks[0].strategy.items()
             if name in registry.names()
         ]
+        for name in self.trace.manifest.ranks[0].strategy:
+            registry.check_usable(name)
         if self.job.mesh:
             return recorded_on_mesh(found)
         for strategy in found:

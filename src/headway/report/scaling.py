@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway import files
-from headway.errors import UserError
+from headway.errors import UserError, how_to_install
 from headway.prediction.replayed import Prediction
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def kind_of_picture(path: Path) -> str:
         raise UserError("--plot: unknown kind of picture", got=path.name, expected=expected)
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "--plot needs matplotlib, which is not installed", fix="Run: pip install 'headway[plots]'."
+            "--plot needs matplotlib, which is not installed", fix=f"Run: {how_to_install('plots')}."
         )
     return kind
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.errors import UserError
+from headway.errors import UserError, how_to_install
 from headway.report import palette
 from headway.report.drawing import Drawing
 from headway.report.layout import Layout
@@ -33,7 +33,7 @@ def require_bokeh() -> None:
         import bokeh  # noqa: F401
     except ImportError:
         raise UserError(
-            "an HTML page needs Bokeh, which is not installed", fix="Run: pip install 'headway[report]'."
+            "an HTML page needs Bokeh, which is not installed", fix=f"Run: {how_to_install('report')}."
         ) from None
 
 

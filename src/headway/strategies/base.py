@@ -14,6 +14,19 @@ DATA, PIPELINE = "data", "pipeline"
 """Dimensions: along the one every rank trains the whole model, or its stage; along the other each has a stage."""
 
 
+SHORT_NAME = 60
+
+
+def short_name(description: str) -> str:
+    """The first parts of what a strategy says of itself, as many as are read at a glance."""
+    name, *parts = description.split(", ")
+    for part in parts:
+        if len(name) + len(part) + 2 > SHORT_NAME:
+            break
+        name = f"{name}, {part}"
+    return name
+
+
 class Strategy(BaseModel):
     """A decision about gradients, made once and interpreted by the live driver and by replay.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway import files
-from headway.errors import UserError
+from headway.errors import UserError, one_line
+from headway.strategies.base import short_name
 
 DECISIONS_VARIABLE = "HEADWAY_DECISIONS"
+PRINT_VARIABLE = "HEADWAY_PRINT_DECISIONS"
 MAX_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 2**20
 MOST_DIGITS = 10
@@ -51,30 +55,49 @@ class Entry(BaseModel):
         """Whether another order was taken."""
         return self.order != self.before
 
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What it has in common with decisions that differ in numbers alone."""
+        return self.before, self.order, re.sub(r"[\d.]+", "#", self.reason)
+
+    def sentence(self) -> str:
+        """It in one line."""
+        what = f"now {short_name(self.order)}, instead of" if self.switches else "goes on with"
+        return one_line(f"after step {self.step}: {what} {short_name(self.before)}: {self.reason}")
+
 
 class Journal:
     """Adds decisions to the file ``path``, each with the attempt and the number of workers of this process's job.
 
-    Where that fails training goes on, with a warning.
+    Where that fails training goes on, with a warning. A journal that ``prints`` also says decisions on stderr: all that
+    change something, and of those that do not one of each kind.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None, *, prints: bool = False) -> None:
         self._path = path
+        self._prints = prints
+        self._printed: set[tuple[str, str, str]] = set()
         self._job = {"attempt": _number("TORCHELASTIC_RESTART_COUNT"), "workers": _number("WORLD_SIZE")}
-        _cut_unfinished(path)
-        self._write("")  # says immediately where it cannot be written
+        if path is not None:
+            _cut_unfinished(path)
+            self._write("")  # says immediately where it cannot be written
 
     @classmethod
     def wanted(cls) -> Journal | None:
-        """The one that ``headway run --decisions`` has asked for; None without it."""
-        path = os.environ.get(DECISIONS_VARIABLE)
-        return _journal_at(Path(path)) if path else None
+        """The one that ``headway run`` has asked for; None without it."""
+        path, prints = os.environ.get(DECISIONS_VARIABLE), bool(os.environ.get(PRINT_VARIABLE))
+        return _journal_at(Path(path) if path else None, prints) if path or prints else None
 
     def add(self, entry: Entry) -> None:
         """Write one decision."""
         self._write(entry.model_copy(update=self._job).model_dump_json() + "\n")
+        if self._prints and (entry.switches or entry.kind not in self._printed):
+            self._printed.add(entry.kind)
+            print(f"headway: {entry.sentence()}", file=sys.stderr, flush=True)
 
     def _write(self, text: str) -> None:
+        if self._path is None:
+            return
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text)
@@ -97,9 +120,9 @@ def _number(variable: str) -> int:
 
 
 @cache
-def _journal_at(path: Path) -> Journal:
+def _journal_at(path: Path | None, prints: bool) -> Journal:
     """One for all models of this process."""
-    return Journal(path)
+    return Journal(path, prints=prints)
 
 
 def read_journal(path: Path) -> list[Entry]:

@@ -5,15 +5,19 @@ Another package's are found by entry points of the group ``headway.strategies``,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from headway.plugins import brought
+from headway.errors import PluginError
+from headway.plugins import load_entry_points, warn, why_unusable
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.plugin import StrategyPlugin
+
+A = TypeVar("A")
 
 GROUP = "headway.strategies"
 SHIPPED = (
@@ -38,14 +42,38 @@ WITHOUT_A_PLAN: Strategy = DecoupledStrategy(tune=True)
 
 @cache
 def plugins() -> dict[str, StrategyPlugin[Any]]:
-    """All strategies by name, Headway's own first. Raises PluginError for one of others that cannot be used."""
+    """All strategies by name, Headway's own first."""
     found: dict[str, StrategyPlugin[Any]] = {}
     for module in SHIPPED:
         plugin: StrategyPlugin[Any] = import_module(module).PLUGIN
         found[plugin.name] = plugin
     expected = "a StrategyPlugin whose policy has that name"
-    found.update((plugin.name, plugin) for plugin in brought(GROUP, found, _fitting, expected))
+    found.update((plugin.name, plugin) for plugin in load_entry_points(GROUP, found, _fitting, expected))
     return found
+
+
+def check_usable(name: str) -> None:
+    """Raise PluginError where an installed package has a strategy of that name that cannot be used."""
+    if name not in plugins() and (why := why_unusable(GROUP, name)):
+        raise PluginError(why)
+
+
+def ask(question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False) -> Iterator[tuple[str, A]]:
+    """What each strategy answers, with its name. One of another package that raises is left out, with a warning."""
+    strategies = list(plugins().items())
+    for name, plugin in reversed(strategies) if last_first else strategies:
+        try:
+            answer = question(plugin)
+        except Exception as error:
+            module = type(plugin).__module__
+            if module in SHIPPED:
+                raise
+            warn(
+                module,
+                f"the strategy {name} of {module} is left out: it raised {type(error).__name__}: {error}",
+            )
+            continue
+        yield name, answer
 
 
 def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:

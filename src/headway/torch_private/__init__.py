@@ -91,6 +91,7 @@ from headway.torch_private.pipelining import (
 )
 from headway.torch_private.tensors import (
     StandsInForParameter,
+    device_here,
     device_index,
     foreach_copy,
     own_modules,
@@ -127,6 +128,7 @@ __all__ = [
     "ddp_ignores_some_of",
     "ddp_keeps_its_cap",
     "default_store",
+    "device_here",
     "device_index",
     "dispatch_modes",
     "divides_by_ranks_left",

@@ -77,3 +77,12 @@ own_modules: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = op
 
 foreach_copy: Callable[..., None] = torch._foreach_copy_
 """Copy a list of tensors into another, all at once."""
+
+
+def device_here() -> torch.device:
+    """The device that computes here: the accelerator that can be used, else the CPU.
+
+    A build of torch for CUDA names its accelerator on machines without one, too.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")

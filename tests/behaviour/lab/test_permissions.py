@@ -137,7 +137,7 @@ def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], says: st
 
 def test_a_missing_netlink_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.lab.launch.find_spec", lambda _: None)
-    with pytest.raises(LabError, match=r"pip install 'headway\[lab\]'"):
+    with pytest.raises(LabError, match=r"pip install 'pyroute2"):
         run(LabSpec(hosts=1), ["true"])
     with pytest.raises(LaunchError):
         run(LabSpec(hosts=1), [])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from headway.cluster import Cluster, Host
 from headway.collectives.selection import SizeClass
 from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
-from headway.interop.settings.asked import CollectiveOptions, unexpressed
+from headway.interop.settings.asked import Asked, CollectiveOptions, unexpressed
+from headway.interop.settings.settings import Settings
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
@@ -55,15 +57,18 @@ def test_a_plan_that_adapts_is_asked_for_what_it_begins_with() -> None:
 
 
 @pytest.mark.parametrize("library", [nccl.nccl, nccl.rccl])
-def test_a_plan_that_leaves_algorithms_to_the_library_has_no_settings(library: object) -> None:
-    assert callable(library)
+def test_a_plan_that_leaves_algorithms_to_the_library_needs_no_settings(
+    library: Callable[[Asked], Settings],
+) -> None:
     for plan in (
         asked("ddp"),
         asked("local-sgd"),
         asked("decoupled", reduce_scatter="native", all_gather="native"),
     ):
-        with pytest.raises(PlanError, match="--as-replayed fixes rings"):
-            library(plan)
+        found = library(plan)
+        assert "nothing has to be set" in found.sentence()
+        assert (found.complete, found.environment, found.files) == (True, {}, {})
+        assert "--as-replayed" in found.use
         assert library(replace(plan, collectives=AS_REPLAYED)).environment
     for plan in (asked("parameter_server"), asked("partial-all-reduce"), piped()):
         with pytest.raises(PlanError, match="without an algorithm"):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.arrays import Ints
-from headway.errors import UserError
+from headway.errors import UserError, how_to_install
 
 AT_ONCE = 20_000  # packets that are put together at once
 _VARINT, _BYTES = 0, 2  # protobuf's wire types
@@ -35,7 +35,7 @@ def protos() -> Any:
     except ImportError:
         raise UserError(
             "a Perfetto file needs the perfetto package, which is not installed",
-            fix="Run: pip install 'headway[traces]'.",
+            fix=f"Run: {how_to_install('traces')}.",
         ) from None
 
 

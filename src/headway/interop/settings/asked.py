@@ -37,7 +37,7 @@ class CollectiveOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """A plan, and the models of its job's stages: none where no trace was given.
+    """A plan, and the models of its job's stages: none where its trace is not known, for a reason if there is one.
 
     A plan file alone says what was decided. What becomes of it for a model (how many elements a bucket holds, which
     modules are in it) takes the model.
@@ -46,6 +46,7 @@ class Asked:
     plan: Plan
     stages: tuple[ModelSpec, ...] = ()
     collectives: CollectiveOptions = CollectiveOptions()
+    why_no_trace: str = "a plan alone"
 
     @property
     def data(self) -> Strategy | None:
@@ -74,16 +75,16 @@ class Asked:
     def schedules(self, why: str) -> tuple[BucketSchedule, ...]:
         """What the strategy along data decides for each stage.
 
-        Raises PlanError where no trace was given, saying ``why`` it is needed, and where the plan is for another model.
+        Raises PlanError where there is no trace, saying ``why`` it is needed, and where the plan is for another model.
         """
         assert isinstance(self.data, Bucketed)
         return tuple(self.data.decide(Job.of(stage, self.replicas)) for stage in self.models(why))
 
     def models(self, why: str) -> tuple[ModelSpec, ...]:
-        """The models of the stages. Raises PlanError where no trace was given, saying ``why`` it is needed."""
+        """The models of the stages. Raises PlanError where there is no trace, saying ``why`` it is needed."""
         if not self.stages:
             raise PlanError(
-                f"these settings need the model: {why}", got="a plan alone",
+                f"these settings need the model: {why}", got=self.why_no_trace,
                 expected="the trace that the plan was made from", fix="Add --trace TRACE.",
             )  # fmt: skip
         return self.stages

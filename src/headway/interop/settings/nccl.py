@@ -27,10 +27,12 @@ def nccl(asked: Asked) -> Settings:
     """NCCL_ALGO and NCCL_PROTO; with a number of channels, the table of the tuner that NCCL has as an example.
 
     That tuner gives one channel to whatever no rule fits, and to rules that leave channels open, so the table names a
-    number and has a rule for everything. Raises PlanError for plans that choose no algorithm, and UserError for rules
-    to be appended that leave channels open.
+    number and has a rule for everything. Nothing is set for plans that leave algorithms to the library. Raises
+    PlanError for plans without collectives, and UserError for rules to be appended that leave channels open.
     """
     chosen = _chosen(asked, NCCL)
+    if not chosen:
+        return _nothing_to_set(asked, NCCL)
     if asked.collectives.channels is not None:
         return _nccl_table(asked, chosen, asked.collectives.channels)
     environment = {"NCCL_ALGO": ";".join(f"{function}:{name}" for function, name in chosen.items())}
@@ -48,8 +50,10 @@ def nccl(asked: Asked) -> Settings:
 
 
 def rccl(asked: Asked) -> Settings:
-    """The table that RCCL reads by itself. Raises PlanError for plans that choose no algorithm."""
+    """The table that RCCL reads by itself, if the plan chooses an algorithm. Raises PlanError without collectives."""
     chosen = _chosen(asked, RCCL)
+    if not chosen:
+        return _nothing_to_set(asked, RCCL)
     appended = asked.collectives.appended
     channels = ANY if asked.collectives.channels is None else asked.collectives.channels
     rules = (*_rules(asked, chosen, channels), *appended)
@@ -66,6 +70,18 @@ def rccl(asked: Asked) -> Settings:
         tuple(cautions),
         {FILE: table(rules, _comments(RCCL, _gist(chosen)))},
         environment={"NCCL_TUNER_CONFIG_FILE": FILE},
+        part=PART,
+    )
+
+
+def _nothing_to_set(asked: Asked, library: str) -> Settings:
+    """What is said of a plan that leaves all algorithms to the library, or has none that this one knows."""
+    return Settings(
+        library,
+        "nothing has to be set, as the plan leaves the choice of algorithms to the library",
+        f"Run the job without settings for {library}; those of the plan's buckets are for --for ddp and the like. "
+        f"--as-replayed fixes {library} to rings, as a replay lays collectives out; the library may know better.",
+        _left_out(asked, {}),
         part=PART,
     )
 
@@ -107,7 +123,7 @@ def _gist(chosen: dict[str, str]) -> str:
 
 
 def _chosen(asked: Asked, library: str) -> dict[str, str]:
-    """The algorithm of each function that the plan calls. Raises PlanError where it chooses none."""
+    """The algorithm of each function for which the plan chooses one. Raises PlanError where it calls none of them."""
     data = asked.data
     choices: dict[str, str | None]
     if isinstance(data, DecoupledStrategy):
@@ -122,14 +138,7 @@ def _chosen(asked: Asked, library: str) -> dict[str, str]:
         )
     if asked.collectives.as_replayed:
         choices = dict.fromkeys(choices, RING)
-    found = {function: name for function, name in choices.items() if name is not None}
-    if not found:
-        asked.refuse(
-            library, "a plan that chooses algorithms",
-            "It leaves them to the library. --as-replayed fixes rings, which a replay lays out, where the library "
-            "might know better ones.",
-        )  # fmt: skip
-    return found
+    return {function: name for function, name in choices.items() if name is not None}
 
 
 def _halves(data: DecoupledStrategy) -> dict[str, str]:

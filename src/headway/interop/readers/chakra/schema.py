@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from headway.errors import UserError
+from headway.errors import UserError, how_to_install
 
 PACKAGE = "ChakraProtoMsg"
 VERSION = "1.0.0"  # of the schema
@@ -65,7 +65,7 @@ def _classes() -> tuple[Any, Any]:
     except ImportError:
         raise UserError(
             "a Chakra trace needs protobuf, which is not installed",
-            fix="Run: pip install 'headway[traces]'.",
+            fix=f"Run: {how_to_install('traces')}.",
         ) from None
     pool = (
         descriptor_pool.DescriptorPool()

@@ -1,0 +1,135 @@
+"""``headway list``: what there is to choose from, by the names that options and plan files use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+from headway.cli.output import console, print_document
+
+if TYPE_CHECKING:
+    from headway.cluster import Cluster
+    from headway.models.table import LayerTable
+
+Row = dict[str, str]
+
+
+def _models() -> list[Row]:
+    from headway.models.catalogue import MODELS
+
+    return [{"name": name, "what": _of_table(make())} for name, make in MODELS.items()]
+
+
+def _of_table(table: LayerTable) -> str:
+    layers = f"{len(table.layers)} layers with parameters"
+    return f"{table.spec.size_bytes / 4e6:.1f} million parameters, {layers}; batch: {table.batch}"
+
+
+def _devices() -> list[Row]:
+    from headway.models.roofline import DEVICES
+
+    here = {"name": "here", "what": "this machine, timed; for models that are functions of modules"}
+    return [*({"name": name, "what": device.name} for name, device in DEVICES.items()), here]
+
+
+def _clusters() -> list[Row]:
+    from headway.prediction.clusters import cluster_named, shipped
+
+    return [{"name": name, "what": _of_cluster(cluster_named(name))} for name in shipped()]
+
+
+def _of_cluster(cluster: Cluster) -> str:
+    from headway.units import counted, format_rate
+
+    workers = sum(host.workers for host in cluster.hosts)
+    rate = format_rate(min(host.up_gbps for host in cluster.hosts))
+    source = cluster.source.partition(". ")[0]
+    return (
+        f"{counted(workers, 'worker')} on {counted(len(cluster.hosts), 'host')}, {rate} out of each: {source}"
+    )
+
+
+def _strategies() -> list[Row]:
+    from headway.strategies.registry import GROUP, plugins
+
+    return _classes(GROUP, {name: plugin.policy for name, plugin in plugins().items()})
+
+
+def _passes() -> list[Row]:
+    from headway.passes.registry import GROUP, passes
+
+    return _classes(GROUP, passes())
+
+
+def _codecs() -> list[Row]:
+    from headway.compression.registry import GROUP, codecs
+
+    return _classes(GROUP, codecs())
+
+
+def _classes(group: str, classes: dict[str, type]) -> list[Row]:
+    """Classes by name, each with the first sentence of its docstring, and the package of those of other packages."""
+    from headway.plugins import loaded_plugins
+
+    packages = {plugin.name: plugin.package for plugin in loaded_plugins() if plugin.group == group}
+    return [
+        {
+            "name": name,
+            "what": _first_sentence(kind) + (f" (package {packages[name]})" if name in packages else ""),
+        }
+        for name, kind in classes.items()
+    ]
+
+
+def _first_sentence(kind: type) -> str:
+    text = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0]
+    return " ".join(text.replace("``", "").split()).removesuffix(".")
+
+
+def _plugins() -> list[Row]:
+    from headway.plugins import loaded_plugins
+
+    for load in (_strategies, _passes, _codecs):
+        load()
+    return [
+        {
+            "name": plugin.name,
+            "what": f"{plugin.group} of the package {plugin.package}, {plugin.value}",
+            "state": plugin.why_not or "in use",
+        }
+        for plugin in loaded_plugins()
+    ]
+
+
+KINDS: dict[str, tuple[str, Callable[[], Iterable[Row]]]] = {
+    "models": ("layer tables, for headway predict MODEL", _models),
+    "devices": ("for headway predict --device", _devices),
+    "clusters": ("cluster files that ship, for --cluster", _clusters),
+    "strategies": ("for --strategy and parallel: in plan files", _strategies),
+    "passes": ("changes of computation, for passes: in plan files", _passes),
+    "codecs": ("how gradients are compressed, for wire: in plan files", _codecs),
+    "plugins": ("what installed packages add, and why it is left out", _plugins),
+}
+
+
+@click.command("list", epilog="\b\n" + "\n".join(f"{kind}: {what}" for kind, (what, _) in KINDS.items()))
+@click.argument("kind", type=click.Choice(list(KINDS)))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_(kind: str, as_json: bool) -> None:
+    """List what there is of a KIND, by the names that options and plan files use."""
+    from rich.table import Table
+
+    rows = list(KINDS[kind][1]())
+    if as_json:
+        print_document("list", {"of": kind, "rows": rows})
+        return
+    if not rows:
+        click.echo(f"There are no {kind}.", err=True)
+        return
+    table = Table(*rows[0], box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(*row.values())
+    console().print(table)
