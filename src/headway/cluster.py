@@ -229,10 +229,6 @@ class PassSlowdown(BaseModel):
     backward: Share = 0.0
     """The slowdown of backward."""
 
-    def times(self, factor: float) -> PassSlowdown:
-        """So many times as much."""
-        return PassSlowdown(forward=self.forward * factor, backward=self.backward * factor)
-
 
 class Cluster(BaseModel):
     """The hosts of a job and their links. A cluster file holds the same fields."""
@@ -347,7 +343,8 @@ class Cluster(BaseModel):
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0, host: float = 1.0) -> Cluster:
         """The same cluster with every rate and latency multiplied, between hosts and inside them.
 
-        ``host`` multiplies what optimizers cost the hosts besides their arithmetic.
+        ``host`` multiplies what optimizers cost the hosts besides their arithmetic. Slowdowns stay: they are shares of
+        the time that collectives are in flight. So faster links, which shorten that time, never take more computation.
         """
         own = {
             name: cost.model_copy(update={"overhead_us": cost.overhead_us * host})
@@ -367,9 +364,6 @@ class Cluster(BaseModel):
             "local_latency_us": self.local_latency_us * latency,
             "paths": tuple(each.model_copy(update={"gbps": each.gbps * bandwidth}) for each in self.paths),
             "algorithms": {**self.algorithms, **own},
-            # The cores work for every byte, so more bytes a second take more of them.
-            "compute_slowdown": self.compute_slowdown * bandwidth,
-            "decoupled_slowdown": self.decoupled_slowdown and self.decoupled_slowdown.times(bandwidth),
         }
         return self.model_copy(update=changed)
 

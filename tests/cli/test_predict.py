@@ -33,6 +33,20 @@ def test_json_has_every_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(said["breakdown_ms"]["0"].values()) == pytest.approx(said["step_ms"])
 
 
+def test_the_table_says_what_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "resnet50", "--cluster", CLUSTER, "--workers", "1,8", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["predictions"]
+    assert all(0 < each["efficiency"] <= 1 for each in said)
+    assert all(each["may_be_fastest"] for each in said if each["workers"] == 1)
+    for workers in (1, 8):
+        own = [each for each in said if each["workers"] == workers]
+        assert min(own, key=lambda each: each["step_ms"])["may_be_fastest"]
+    assert run(["predict", "resnet50", "--cluster", CLUSTER, "--workers", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Every strategy has its default buckets here; tuned ones may be ranked otherwise." in text
+    assert "All steps may be off by ± " in text
+
+
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("scaling.png", "scaling.svg"):
         options = ["--workers", "2,4", "--strategy", "ddp", "--plot", str(tmp_path / name)]

@@ -94,7 +94,7 @@ def test_a_thousand_workers_cost_as_little_as_a_few_to_predict() -> None:
 
 
 def prediction(workers: int, strategy: str, step_ms: float) -> Prediction:
-    return Prediction(workers, strategy, step_ms, 0.0, 1.0, 1.0, 0.0, {}, 0, 0)
+    return Prediction(workers, strategy, step_ms, 0.0, 0.0, 1.0, 1.0, 0.0, {}, 0, 0)
 
 
 def test_crossovers_are_where_the_order_of_two_changes() -> None:

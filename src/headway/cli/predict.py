@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,9 @@ LONGEST = 2000  # of a sentence, in characters
 )
 @click.option(
     "--what-if", "what_ifs", multiple=True, metavar="K=V",
-    help="As of headway replay: compute:RANK=2x, bandwidth:HOST=0.5x, random-slowdown:10%=3x, dies:RANK@2s, …; may be "
-    "repeated.",
+    help="bandwidth=2x, latency=0.5x, compute=0.5x (half the time), bandwidth:HOST=0.5x, compute:RANK=2x, "
+    "traffic:HOST:HOST=100mbit or 100mbit@0s-2s, random-slowdown:10%=3x, and under strategies whose ranks go on "
+    "without each other dies:RANK@2s, joins:RANK@5s; may be repeated.",
 )  # fmt: skip
 @click.option("--optimizer", "optimizer_name", default="momentum", show_default=True, metavar="NAME",
               help="sgd, momentum or adam.")  # fmt: skip
@@ -103,6 +105,10 @@ def predict(
     largest = [each for each in found if each.workers == world_sizes[-1]]
     best = best_of(largest, allow)
     overtakings = crossovers(found)
+    close = {
+        workers: _as_fast([each for each in found if each.workers == workers], workload)
+        for workers in world_sizes
+    }
     if as_json:
         ranks = [str(rank) for rank in range(best.workers)]
         output.print_document(
@@ -121,22 +127,32 @@ def predict(
                 "peak_bytes": dict.fromkeys(ranks, best.peak_bytes),
                 "operations": sum(each.operations for each in found),
                 "elapsed_s": time.perf_counter() - begun,
-                "predictions": [each.to_document() for each in found],
+                "predictions": [
+                    {**each.to_document(), "may_be_fastest": each in close[each.workers]} for each in found
+                ],
                 "crossovers": [each.to_document() for each in overtakings],
             },
         )
         return
     console = output.console()
     others = [each for each in largest if each is not best]
-    second = f", {others[0].strategy} takes {others[0].step_ms:.1f}" if others else ""
+    second = f" ({others[0].strategy}: {others[0].step_ms:.1f})" if others else ""
     answer = (
         f"{best.step_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step of {workload.name} on {best.workers} workers with "
         f"{best.strategy}{f', {asked}' if (asked := what_if.describe()) else ''}{second}: "
         f"{best.samples_per_s:.0f} samples/s, {best.efficiency:.0%} of what they would reach without communication."
     )
-    for sentence in (answer, *_of_other_training(best, largest, allow)):
+    said = [answer, *_of_other_training(best, largest, allow)]
+    if others and any(each in close[best.workers] for each in others if best in close[best.workers]):
+        said.append("Strategies marked ≈ cannot be told apart from the fastest.")
+    if others and not strategies:
+        said.append(
+            "Every strategy has its default buckets here; tuned ones may be ranked otherwise. Compare them with "
+            "--strategy, as in ddp:bucket_cap_mb=100 or decoupled:bucket_cap_bytes=100000000."
+        )
+    for sentence in said:
         console.print(one_line(sentence, LONGEST))
-    console.print(_table(found, workload))
+    console.print(_table(found, workload, close))
     for each in overtakings:
         overtakes = f"{each.to} overtakes {each.of} between {each.below} and {each.above} workers."
         console.print(one_line(overtakes, LONGEST))
@@ -163,25 +179,46 @@ def _of_other_training(best: Prediction, largest: list[Prediction], allow: tuple
     ]
 
 
-def _table(predictions: list[Prediction], workload: Workload) -> Table:
+def _as_fast(predictions: list[Prediction], workload: Workload) -> list[Prediction]:
+    """Of predictions for as many workers, the fastest and those that errors may make as fast."""
+    from headway.prediction.scaling import indistinct
+
+    fastest = min(predictions, key=lambda each: each.step_ms, default=None)
+    return [
+        each
+        for each in predictions
+        if fastest is not None and (each is fastest or indistinct(each, fastest, workload.times_error))
+    ]
+
+
+def _table(predictions: list[Prediction], workload: Workload, close: Mapping[int, list[Prediction]]) -> Table:
     table = Table(
         "workers", "strategy", "ms a step", "exposed ms", "samples/s", "efficiency", "peak memory a worker"
     )
     for each in predictions:
         table.add_row(
             str(each.workers), one_line(each.strategy) + " ‡" * bool(each.changes_training),
-            f"{each.step_ms:.1f} ± {each.uncertainty_ms:.1f}",
+            f"{each.step_ms:.1f}" + " ≈" * (each in close[each.workers] and len(close[each.workers]) > 1),
             f"{each.exposed_ms:.1f}",
             f"{each.samples_per_s:.0f}", f"{each.efficiency:.0%}", format_bytes(each.peak_bytes),
         )  # fmt: skip
-    table.caption = f"{workload.computation_ns / 1e6:.1f} ms of computation, the update included"
+    computation_ms = workload.computation_ns / 1e6
+    said = [f"Computation takes {computation_ms:.1f} ms of each step, the update included."]
+    if workload.times_error:
+        said.append(
+            f"All steps may be off by ± {workload.times_error * computation_ms:.1f} ms together, as the times of "
+            "layers may be; the order of strategies hardly depends on that."
+        )
+    if any(len(each) > 1 for each in close.values()):
+        said.append("≈: cannot be told apart from the fastest with as many workers.")
     permissions = {name for each in predictions for name in each.permissions}
     if permissions:
         from headway.plan.permissions import changes_in_words
 
-        table.caption += f"; ‡ changes what is trained ({changes_in_words(permissions)})"
+        said.append(f"‡: this strategy changes what is trained ({changes_in_words(permissions)}).")
     if any(each.is_mean_iteration for each in predictions):
-        table.caption += "; of ranks that do not wait for each other ms a step is the mean iteration"
+        said.append("Where ranks do not wait for each other, a step is the mean iteration of a rank.")
+    table.caption = " ".join(said)
     return table
 
 

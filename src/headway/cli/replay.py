@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -10,6 +11,9 @@ from rich.table import Table
 from headway.cli import output
 from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
+
+if TYPE_CHECKING:
+    from headway.replayer.expectation import Expectation
 
 
 @click.command()
@@ -81,10 +85,9 @@ def replay(
             else None
         )
         breakdown_ms = diagnose(replayed_trace(replayer, result)).to_document()["breakdown_ms"]
-    recorded_ms = replayer.recorded_step_ms
-    expected = replayer.expect(result)
+    recorded_ms, expected, graph = replayer.recorded_step_ms, replayer.expect(result), result.graph
     error = base.step_ms / recorded_ms - 1
-    graph = result.graph
+    throughput = _throughput(expected.speedup, graph.world_size, loaded.world_size)
     if as_json:
         of_rank_ms = {str(rank): breakdown_ms[str(rank % graph.ranks)] for rank in range(graph.world_size)}
         output.print_document(
@@ -101,6 +104,7 @@ def replay(
                 "predicted_ms": expected.step_ms,
                 "uncertainty_ms": expected.uncertainty_ms,
                 "speedup": expected.speedup,
+                **({} if throughput is None else throughput),
                 "what_if": what_if.describe(),
                 "notes": list(replayer.notes),
                 **({} if unfolded_ms is None else {"unfolded_step_ms": unfolded_ms}),
@@ -113,7 +117,7 @@ def replay(
     if asked:
         console.print(
             f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
-            f"{expected.speedup:.2f} times as fast as recorded ({recorded_ms:.1f} ms)."
+            f"{_compared(expected, throughput, loaded.world_size)}."
         )
     else:
         console.print(
@@ -136,6 +140,26 @@ def replay(
     console.print(
         f"Links: {one_line(replayer.cluster.source)}. {result.operations} operations in {result.elapsed_s:.2f} s. "
         f"Reproduces the recorded step with an error of {error:+.1%}."
+    )
+
+
+def _throughput(speedup: float, workers: int, recorded_workers: int) -> dict[str, float] | None:
+    """What another number of workers does, each with its batch; None where there are as many as recorded."""
+    if workers == recorded_workers:
+        return None
+    return {
+        "workers": workers,
+        "throughput_ratio": speedup * workers / recorded_workers,
+        "efficiency": speedup,
+    }
+
+
+def _compared(expected: Expectation, throughput: dict[str, float] | None, recorded_workers: int) -> str:
+    if throughput is None:
+        return f"{expected.speedup:.2f} times as fast as recorded ({expected.recorded_ms:.1f} ms)"
+    return (
+        f"{throughput['throughput_ratio']:.2f} times the samples a second of the recorded {recorded_workers} workers "
+        f"({expected.recorded_ms:.1f} ms a step), efficiency {throughput['efficiency']:.0%}"
     )
 
 

@@ -32,16 +32,19 @@ class Prediction:
     """The predicted step of a model under ``strategy`` with ``workers``.
 
     ``uncertainty_ms`` is by how much the step may be off because of errors in the times of layers and the costs of
-    collectives. ``efficiency`` is the share of the throughput that as many workers would have without communication.
-    ``exposed_ms`` is the communication that computation does not hide. ``notes`` say how a model was cut into stages,
-    and what the prediction leaves out. ``changes_training`` says what the strategy changes of what is trained, and
-    ``permissions`` are those that it needs. ``is_mean_iteration`` says that ranks do not finish their steps together.
+    collectives. The former move all predictions of a model alike; ``links_ms`` is the latter alone. ``efficiency`` is
+    the share of the throughput that as many workers would have if each computed its whole step by itself; it is at
+    most 1, though a strategy that hides updates may be faster than that. ``exposed_ms`` is the communication that
+    computation does not hide. ``notes`` say how a model was cut into stages, and what the prediction leaves out.
+    ``changes_training`` says what the strategy changes of what is trained, and ``permissions`` are those that it
+    needs. ``is_mean_iteration`` says that ranks do not finish their steps together.
     """
 
     workers: int
     strategy: str
     step_ms: float
     uncertainty_ms: float
+    links_ms: float
     samples_per_s: float
     efficiency: float
     exposed_ms: float
@@ -98,19 +101,17 @@ def predict(
             parts_ns[span.part] += played.duration_ns(span) / played.graph.ranks / steps
     exposed_ns = step_ns - sum(parts_ns.values())
     tied_ns = 2 * 8 * tied_bytes / min(min(host.up_gbps, host.down_gbps) for host in cluster.hosts)
+    links_ms = math.hypot(unfitted(played.graph) * exposed_ns, tied_ns) / 1e6
     held_bytes = played.peak_bytes
     assert held_bytes is not None
     return Prediction(
         workers=cluster.world_size,
         strategy=name,
         step_ms=step_ns / 1e6,
-        uncertainty_ms=math.hypot(
-            workload.times_error * workload.computation_ns / 1e6,
-            unfitted(played.graph) * exposed_ns / 1e6,
-            tied_ns / 1e6,
-        ),
+        uncertainty_ms=math.hypot(workload.times_error * workload.computation_ns / 1e6, links_ms),
+        links_ms=links_ms,
         samples_per_s=workload.samples * cluster.world_size / step_ns * 1e9,
-        efficiency=workload.computation_ns / step_ns,
+        efficiency=min(1.0, workload.computation_ns / step_ns),
         exposed_ms=exposed_ns / 1e6,
         breakdown_ms={
             "computation": sum(ns for part, ns in parts_ns.items() if part != Part.OPTIMIZER) / 1e6,
@@ -146,15 +147,15 @@ def _job(workload: Workload, cluster: Cluster, strategy: Strategy, what_if: What
 def _of_horizon(workload: Workload, job: Job, name: str, strategy: Strategy, outcome: Outcome) -> Prediction:
     """The mean iteration of a rank where ranks do not finish steps together."""
     step_ms, standing_ms = outcome.step_ms, outcome.standing_ms
+    links_ms = outcome.cost_error * standing_ms
     return Prediction(
         workers=job.world_size,
         strategy=name,
         step_ms=step_ms,
-        uncertainty_ms=math.hypot(
-            workload.times_error * workload.computation_ns / 1e6, outcome.cost_error * standing_ms
-        ),
+        uncertainty_ms=math.hypot(workload.times_error * workload.computation_ns / 1e6, links_ms),
+        links_ms=links_ms,
         samples_per_s=workload.samples * outcome.total_per_s,
-        efficiency=workload.computation_ns / 1e6 / step_ms,
+        efficiency=min(1.0, workload.computation_ns / 1e6 / step_ms),
         exposed_ms=standing_ms,
         breakdown_ms={
             "computation": (workload.computation_ns - workload.optimizer_ns) / 1e6,

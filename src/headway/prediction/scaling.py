@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -62,6 +63,16 @@ def best_of(predictions: Sequence[Prediction], allow: Collection[str] = ()) -> P
     """
     among = [each for each in predictions if each.recommended(allow)] or predictions
     return min(among, key=lambda each: (round(each.step_ms, 1), bool(each.changes_training)))
+
+
+def indistinct(one: Prediction, other: Prediction, times_error: float) -> bool:
+    """Whether errors may turn the order of two predictions of one model on as many workers.
+
+    All layers' times are off by the same share, which moves both steps alike, but for the communication that is not
+    hidden: what it adds to a step may be off by that share of it.
+    """
+    of_times_ms = times_error * max(one.exposed_ms, other.exposed_ms)
+    return abs(one.step_ms - other.step_ms) <= math.hypot(one.links_ms, other.links_ms, of_times_ms)
 
 
 def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:
