@@ -183,6 +183,7 @@ class Chain(BaseModel):
 class ModelSpec(BaseModel):
     """A model's trainable parameters, in registration order, and what a recording learned about their use.
 
+    ``class_name`` is the name of the module's class, where it was recorded.
     ``forward_order`` names modules in the order in which a forward first needs their parameters;
     ``ready_order`` names parameters in the order in which a backward finishes their gradients.
     Both are empty if nothing was recorded. ``activation_bytes`` is about what forward keeps for backward;
@@ -205,6 +206,7 @@ class ModelSpec(BaseModel):
     optimizer_state_bytes: int = Field(default=0, ge=0)
     find_unused_parameters: bool = False
     chain: Chain | None = None
+    class_name: str = Field(default="", max_length=500)
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

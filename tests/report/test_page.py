@@ -22,6 +22,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 from headway.diagnosis import diagnose
 from headway.diagnosis.findings import Finding
 from headway.errors import UserError
+from headway.report import decisions
 from headway.report.choice import blamed_ranks
 from headway.report.page import SCRIPTS, render_html, write_html
 from headway.trace.format import Trace
@@ -67,7 +68,7 @@ def test_the_page_names_nothing_elsewhere() -> None:
 
 def test_own_scripts_can_be_inlined() -> None:
     folder = Path(__file__).parents[2] / "src/headway/report/scripts"
-    assert {path.name for path in folder.iterdir()} == set(SCRIPTS)
+    assert {path.name for path in folder.iterdir()} == {*SCRIPTS, *decisions.SCRIPTS}
     for path in folder.iterdir():
         text = path.read_text()
         assert "</" not in text

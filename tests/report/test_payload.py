@@ -11,7 +11,7 @@ from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.diagnosis import diagnose
 from headway.diagnosis.communication import match
-from headway.report import payload, words
+from headway.report import payload, templates, words
 from headway.report.drawing import Drawing, draw
 from headway.report.history import history, rank_times
 from headway.report.layout import Layout
@@ -43,7 +43,7 @@ def test_the_data_is_plain_ascii_and_cannot_end_its_element() -> None:
     past = history(rank_times(trace, trace.steps, match(trace)), trace.steps)
     view = RankView("All", drawing.ranks)
     data = payload.page_data(drawing, tables, past, (view,), Layout(drawing.ranks, drawing.lanes))
-    text = payload.script_json(data)
+    text = templates.script_json(data)
     assert text.isascii()
     assert not set("<>&") & set(text)
     assert len(text) < 20_000
@@ -74,6 +74,6 @@ def test_a_drawing_without_length_can_be_viewed() -> None:
 
 @pytest.mark.parametrize("value", ["<", [1, "</script>"], {"a&b": ">"}])
 def test_script_json(value: object) -> None:
-    text = payload.script_json(value if not isinstance(value, str) else json.dumps(value))
+    text = templates.script_json(value if not isinstance(value, str) else json.dumps(value))
     assert not set("<>&") & set(text)
     assert json.loads(text) == value

@@ -38,7 +38,7 @@ def decisions(file: Path, html: Path | None, as_json: bool) -> None:
 
     entries = read_journal(file)
     if html is not None:
-        files.write_text(html, decisions_page(entries))
+        files.write_text(html, decisions_page(entries, file.name))
     if as_json:
         print_document("decisions", {"decisions": [entry.model_dump(mode="json") for entry in entries]})
         return

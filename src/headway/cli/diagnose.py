@@ -83,10 +83,11 @@ def diagnose(
     if differs:
         words.print(differs, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
+        from headway.report.comparison_view import Baseline
         from headway.report.page import write_html
 
         with _patience(words, "Drawing"):
-            write_html(trace, found, html)
+            write_html(trace, found, html, Baseline.of(baseline, before, comparison))
     if as_json:
         document = found.to_document()
         if comparison is not None:

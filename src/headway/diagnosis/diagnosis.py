@@ -14,6 +14,7 @@ from headway.diagnosis.breakdown import NS_A_MS, Breakdown, breakdown, mean_brea
 from headway.diagnosis.causes import find_causes
 from headway.diagnosis.communication import Communications, match
 from headway.diagnosis.critical_path import PathPiece, critical_path, typical_step
+from headway.diagnosis.details import Details, find_details
 from headway.diagnosis.findings import Finding
 from headway.diagnosis.group_findings import NOT_TOGETHER, of_groups
 from headway.diagnosis.links import Link, find_links
@@ -59,6 +60,7 @@ class Diagnosis:
     findings: tuple[Finding, ...] = ()
     step_times_ms: tuple[float, ...] = ()  # of each recorded step, the mean over ranks
     averaging: Averaging | None = None  # where ranks average their models in groups
+    details: Details | None = None  # whose recording it is, its buckets, modules and memory
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it: the verdict, and what makes steps longer."""
@@ -98,6 +100,7 @@ class Diagnosis:
             },
             links=[_link_document(link) for link in self.links],
             notes=list(self.notes),
+            **({} if self.details is None else self.details.to_document()),
             **({} if self.averaging is None else {"averaging": self.averaging.to_document()}),
         )
 
@@ -149,6 +152,7 @@ def diagnose(trace: Trace, cluster: Cluster | None = None) -> Diagnosis:
         notes=(*trace.manifest.notes, *apart, *_notes(trace, times, rows, clock, step_ms)),
         step_times_ms=_step_times_ms(times),
         averaging=averaging,
+        details=find_details(trace, times, rows),
     )
 
 

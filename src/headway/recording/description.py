@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,37 @@ def model_described(
             "pass_memory": memory,
             "optimizer_state_bytes": sum(map(_state_bytes, optimizers)),
             "find_unused_parameters": _finds_unused(model),
+            "class_name": type(root).__qualname__[:500],
         }
     )
+
+
+def machine_described(root: nn.Module | None) -> dict[str, Any]:
+    """On what this rank trains ``root``: the fields of a ``RankInfo`` that tell its device, threads, cores and load."""
+    parameter = next(root.parameters(), None) if root is not None else None
+    return {
+        "device": "" if parameter is None else _device_name(parameter.device),
+        "threads": torch.get_num_threads(),
+        "cores": _runs(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)[:200]
+    return device.type
+
+
+def _runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers in order as runs of neighbours: the first and the last of each."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return tuple(found)
 
 
 def stage_described(

@@ -38,6 +38,7 @@ from headway.recording.derive import (
     wait_rows,
 )
 from headway.recording.description import (
+    machine_described,
     model_described,
     of_replica,
     refusals,
@@ -482,6 +483,7 @@ class Recorder:
                 self._named_implementations,
                 compiled_around=self._watch.passes_compiled or self._forward_unseen(events),
             ),
+            **machine_described(self._root),
         )
         several = of_stages if len(stages) > 1 else {}
         write_rank(self.options.folder, info, model, recorded, several, self._rounds.described(fit))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from headway.job import Job
 from headway.model import ModelSpec
 from headway.scheduling.pipeline.schedule import PipelineSchedule
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
-from headway.strategies.footprint import Footprint
+from headway.strategies.footprint import Footprint, constant_bytes, held_moments
 from headway.strategies.registry import plugin_of
 
 
@@ -56,34 +54,6 @@ def peak_is_rough(job: Job, strategy: Strategy, schedule: Schedule) -> bool:
 
 
 def _peak_bytes(model: ModelSpec, held: Footprint) -> int:
-    always = (
-        model.size_bytes + model.frozen_bytes + model.buffer_bytes + held.state_bytes + held.buffers_bytes
-    )
     earlier = (held.passes_in_flight - 1) * model.activation_bytes
-    return always + earlier + max(_moments(model, held))
-
-
-def _moments(model: ModelSpec, held: Footprint) -> Iterator[int]:
-    """What is held in addition at each moment that may be the peak."""
-    memory = model.pass_memory
-    if memory is None:
-        ready = model.ready_parameters()
-        backward = [
-            (p.name, model.activation_bytes * (len(ready) - done) // len(ready))
-            for done, p in enumerate(ready)
-        ]
-        yield model.activation_bytes
-        update_bytes = after_bytes = 0
-    else:
-        kept_bytes = model.size_bytes if memory.gradients_kept and held.gradients_apart else 0
-        yield memory.forward_bytes + kept_bytes
-        backward = list(memory.backward)
-        update_bytes, after_bytes = memory.update_bytes, memory.after_bytes
-    accumulate = memory is not None and memory.gradients_accumulate and held.gradients_apart
-    gradient_bytes = model.size_bytes if accumulate else 0
-    for name, working_bytes in backward:
-        yield working_bytes + gradient_bytes
-        if held.gradients_apart and not accumulate and name in model.by_name:
-            gradient_bytes += model.by_name[name].size_bytes
-    yield gradient_bytes + after_bytes
-    yield gradient_bytes + round(update_bytes * held.updated_share)
+    most_bytes = max(each.gradient_bytes + each.working_bytes for each in held_moments(model, held))
+    return constant_bytes(model, held) + earlier + most_bytes

@@ -7,8 +7,9 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from headway.report import palette, words
-from headway.report.timeline import require_bokeh
-from headway.units import counted
+from headway.report.templates import page_with_figures
+from headway.report.timeline import TIP_STYLE, dress, require_bokeh
+from headway.units import counted, format_rate
 
 if TYPE_CHECKING:
     from bokeh.models.renderers import DataRenderer
@@ -16,42 +17,66 @@ if TYPE_CHECKING:
     from headway.strategies.decisions import Entry
 
 MAX_DRAWN = 20_000
-_COLOURS = ("#2b6ca3", "#c8702a", "#3f8f5b", "#8a5aa8", "#b0413e", "#6b6b6b", "#a58a1f", "#3a9aa5")
+MAX_LISTED = 200
+MAX_LINKS = 8
+SCRIPTS = ("page.js", "theme.js", "decisions.js")
 
 
-def decisions_page(entries: Sequence[Entry]) -> str:
-    """The page as one HTML text that loads nothing; of a long run its last ``MAX_DRAWN`` steps are drawn.
+def decisions_page(entries: Sequence[Entry], name: str = "") -> str:
+    """The page of the file ``name`` as one text that loads nothing; of a long run the last ``MAX_DRAWN`` are drawn.
 
     Raises UserError where Bokeh is not installed.
     """
     require_bokeh()
-    from bokeh.embed import file_html
-    from bokeh.models import ColumnDataSource, HoverTool
+    numbers = starts(entries)
+    switches = [(each, start) for each, start in zip(entries, numbers, strict=True) if each.switches]
+    listed = list(zip(entries, numbers, strict=True))[-MAX_LISTED:]
+    return page_with_figures(
+        "decisions.html.jinja",
+        SCRIPTS,
+        {"decisions": _figure(entries[-MAX_DRAWN:])},
+        {},
+        file_name=name,
+        summary=summary(entries),
+        switches=switches[-MAX_LISTED:],
+        switches_left_out=max(len(switches) - MAX_LISTED, 0),
+        listed=listed,
+        listed_left_out=len(entries) - len(listed),
+        drawn=min(len(entries), MAX_DRAWN),
+        restarted=numbers[-1] > 0,
+        tiles=_tiles(entries, len(switches)),
+        duration=words.duration,
+        count=counted,
+        expected=_expected,
+        links=_links,
+    )
+
+
+def _figure(shown: Sequence[Entry]) -> Any:
+    from bokeh.models import ColumnDataSource, HoverTool, NoOverlap
     from bokeh.models.annotations import Span
     from bokeh.plotting import figure
-    from bokeh.resources import INLINE
 
-    shown = entries[-MAX_DRAWN:]
     places = _places(shown)
     orders = list(
         dict.fromkeys(name for each in shown for name in (each.before, *each.predicted_ms, each.order))
     )
-    colours = {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(orders)}
+    colours = {name: palette.GROUP_COLOURS[at % len(palette.GROUP_COLOURS)] for at, name in enumerate(orders)}
     plot = figure(
-        height=420, sizing_mode="stretch_width", y_axis_label="ms a step",
+        name="decisions", height=380, sizing_mode="stretch_width", y_axis_label="ms a step",
         x_axis_label="step" if starts(shown)[-1] == 0 else "step, of all starts one after the other",
-        title=summary(entries), tools="xpan,xwheel_zoom,reset,save",
+        tools="xpan,xwheel_zoom,reset,save",
     )  # fmt: skip
     measured: list[DataRenderer] = []
     for name in orders:
         expected = [each.predicted_ms.get(name, float("nan")) for each in shown]
-        plot.line(places, expected, color=colours[name], alpha=0.45, line_dash="dashed")
+        plot.line(places, expected, color=colours[name], alpha=0.6, line_dash="dashed")
         own = [(each, place) for each, place in zip(shown, places, strict=True) if each.before == name]
         source = ColumnDataSource(_columns(own))
         if own:
             points = plot.scatter(
                 "place", "measured_ms", source=source, size=7, color=colours[name],
-                legend_label=words.plain(name),
+                legend_label=words.plain(name, 60),
             )  # fmt: skip
             measured.append(points)
     for each, place in zip(shown, places, strict=True):
@@ -59,18 +84,36 @@ def decisions_page(entries: Sequence[Entry]) -> str:
             plot.add_layout(
                 Span(location=place + 0.5, dimension="height", line_color=palette.MUTED, line_dash="dotted")
             )
-    tips = [
-        ("step", "@step"),
-        ("workers", "@workers"),
-        ("took", "@measured_ms{0.0} ms"),
-        ("decided", "@order"),
-        ("as", "@reason"),
-        ("links", "@links"),
-    ]
-    plot.add_tools(HoverTool(tooltips=tips, renderers=measured))
+    tip = f"""<div style="{TIP_STYLE}"><b>step @step</b>, @workers workers<br>took @measured_ms{{0.0}} ms<br>
+decided @order<br>as @reason<br><span style="color:var(--muted)">@links</span></div>"""
+    plot.add_tools(HoverTool(tooltips=tip, renderers=measured, visible=False))
+    plot.toolbar.logo = None
+    plot.xaxis.major_label_policy = NoOverlap(min_distance=12)
+    dress(plot)
     if plot.legend:
-        plot.legend.title = "in force (dashed: expected)"
-    return str(file_html(plot, INLINE, title="Decisions while training"))
+        plot.add_layout(plot.legend[0], "below")
+        plot.legend.update(
+            location="top_left", title="in force (dashed: expected)", label_text_color=palette.INK,
+            title_text_color=palette.MUTED, background_fill_color="white", border_line_color=palette.RULE,
+            label_text_font=palette.FONT, title_text_font=palette.FONT,
+        )  # fmt: skip
+    return plot
+
+
+def _tiles(entries: Sequence[Entry], switches: int) -> list[tuple[str, str]]:
+    last = entries[-1]
+    return [
+        (f"{len(entries):,}", "decisions" if len(entries) != 1 else "decision"),
+        (f"{switches:,}", "switches" if switches != 1 else "switch"),
+        (words.duration(last.measured_ms), f"a step, up to step {last.step}"),
+        *([(f"{last.workers:,}", "workers" if last.workers != 1 else "worker")] if last.workers else []),
+    ]
+
+
+def _expected(entry: Entry) -> str:
+    """What a step of what was chosen was expected to take."""
+    expected_ms = entry.predicted_ms.get(entry.order)
+    return "" if expected_ms is None else words.duration(expected_ms)
 
 
 def summary(entries: Sequence[Entry]) -> str:
@@ -111,8 +154,12 @@ def _columns(drawn: Sequence[tuple[Entry, int]]) -> dict[str, list[Any]]:
         "measured_ms": [each.measured_ms for each in entries],
         "order": [words.plain(each.order) for each in entries],
         "reason": [words.plain(each.reason) for each in entries],
-        "links": [
-            ", ".join(f"{words.plain(way)} {gbps * 1e3:.0f} Mbit/s" for way, gbps in each.links_gbps.items())
-            for each in entries
-        ],
+        "links": [_links(each) for each in entries],
     }
+
+
+def _links(entry: Entry) -> str:
+    ways = [f"{words.plain(way, 20)} {format_rate(gbps)}" for way, gbps in entry.links_gbps.items()]
+    return ", ".join(ways[:MAX_LINKS]) + (
+        f" and {len(ways) - MAX_LINKS} more" if len(ways) > MAX_LINKS else ""
+    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.report import palette, words
 from headway.report.history import Bar, History
-from headway.report.timeline import dress
+from headway.report.timeline import TIP_STYLE, dress
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as Figure  # noqa: N812
@@ -24,7 +24,7 @@ def top_ms(past: History) -> float:
 
 def history_chart(past: History, drawn: tuple[int, ...]) -> Figure:
     """Draw ``past``; ``drawn`` are the numbers of the steps that the timeline shows, and to which a click leads."""
-    from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
+    from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NoOverlap, Range1d
     from bokeh.models.annotations import BoxAnnotation
     from bokeh.plotting import figure
 
@@ -46,8 +46,8 @@ def history_chart(past: History, drawn: tuple[int, ...]) -> Figure:
     if there:
         plot.add_layout(
             BoxAnnotation(
-                left=there[0] - 0.5, right=there[-1] + 0.5, fill_color="#e8f0f7", fill_alpha=1, line_color=None,
-                level="image",
+                left=there[0] - 0.5, right=there[-1] + 0.5, fill_color=palette.DRAWN_STEPS, fill_alpha=1,
+                line_color=None, level="image",
             )
         )  # fmt: skip
     source = ColumnDataSource(_columns(past, scale, top))
@@ -83,6 +83,7 @@ def history_chart(past: History, drawn: tuple[int, ...]) -> Figure:
     every = max(-(-len(bars) // _LABELS), 1)
     plot.xaxis.ticker = FixedTicker(ticks=list(range(0, len(bars), every)))
     plot.xaxis.major_label_overrides = {at: str(bars[at].step) for at in range(0, len(bars), every)}
+    plot.xaxis.major_label_policy = NoOverlap(min_distance=8)
     plot.xaxis.axis_label, plot.yaxis.axis_label = "step", scale.unit
     dress(plot)
     plot.ygrid.visible = True
@@ -99,8 +100,7 @@ def _tip(past: History) -> str:
     for part in reversed(past.parts):
         colour = palette.PART_COLOURS.get(part, palette.UNKNOWN_COLOUR)
         rows.append(row.format(swatch.format(colour, palette.short_label(part)), f"text_{part}"))
-    style = f"font:12.5px/1.45 {palette.FONT};color:{palette.INK}"
-    return f"""<div style="{style}"><b>step @step</b><table style="{style}">{"".join(rows)}</table></div>"""
+    return f"""<div style="{TIP_STYLE}"><b>step @step</b><table style="font:inherit">{"".join(rows)}</table></div>"""
 
 
 def _columns(past: History, scale: words.Scale, top: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,33 @@ from headway.diagnosis.communication import match
 from headway.report import palette, payload, words
 from headway.report.boxes import OPERATORS
 from headway.report.choice import blamed_ranks
+from headway.report.comparison_view import Baseline, comparison_values
 from headway.report.drawing import Drawing, draw
 from headway.report.groups_picture import groups_picture
 from headway.report.history import History, history, rank_times
 from headway.report.history_chart import history_chart, top_ms
+from headway.report.job_view import job_values, page_title
 from headway.report.layout import Layout
 from headway.report.pipeline_picture import pipeline_picture
 from headway.report.ranks import RankView, rank_views, split_by_interest
-from headway.report.templates import own_file, template
+from headway.report.templates import page_with_figures
 from headway.report.timeline import require_bokeh, timeline
 from headway.trace.format import Trace
-from headway.units import counted, format_rate
-from headway.version import __version__
+from headway.units import counted, format_bytes, format_rate
 
 MAX_PATH_ROWS = 200
+LEAST_PATH_SHARE = 0.005  # of the step: what is shorter would be a row of 0 %
 MAX_ROWS = 500  # of any other table
 COMPACT_ABOVE = 16  # ranks: from here on bars stand side by side
-SCRIPTS = ("view.js", "ranks.js", "search.js", "controls.js", "main.js")  # in this order
+SCRIPTS = (
+    "page.js",
+    "theme.js",
+    "view.js",
+    "ranks.js",
+    "search.js",
+    "controls.js",
+    "main.js",
+)  # in this order
 HELP = (
     (("w", "+"), "zoom in"),
     (("s", "-"), "zoom out"),
@@ -46,19 +57,19 @@ HELP = (
 )
 
 
-def write_html(trace: Trace, diagnosis: Diagnosis, path: str | Path) -> None:
-    """Write the report of ``diagnosis`` to ``path``.
+def write_html(
+    trace: Trace, diagnosis: Diagnosis, path: str | Path, baseline: Baseline | None = None
+) -> None:
+    """Write the report of ``diagnosis`` to ``path``, with what changed since ``baseline`` where there is one.
 
     Raises UserError where Bokeh is not installed or the file cannot be written.
     """
-    files.write_text(Path(path), render_html(trace, diagnosis))
+    files.write_text(Path(path), render_html(trace, diagnosis, baseline))
 
 
-def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
+def render_html(trace: Trace, diagnosis: Diagnosis, baseline: Baseline | None = None) -> str:
     """The report as one HTML text. Whatever came from the trace is escaped, and can be shown."""
     require_bokeh()
-    from markupsafe import Markup
-
     rows = match(trace, messages=True)
     drawing = draw(trace, diagnosis, rows=rows)
     past = history(rank_times(trace, diagnosis.steps, rows.where(~rows.inner)), diagnosis.steps)
@@ -68,15 +79,24 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
     layout = Layout(drawing.ranks, drawing.lanes, blamed[:8])
     columns, tables = payload.columns(drawing, layout)
     drawn = tuple(step for step, _, _ in drawing.steps)
-    chart = history_chart(past, drawn)
-    return template("page.html.jinja").render(
+    name = trace.path.resolve().name or "a trace"
+    return page_with_figures(
+        "page.html.jinja",
+        SCRIPTS,
+        {
+            "timeline": timeline(drawing, layout, columns, tables["kind"]),
+            "history": history_chart(past, drawn),
+        },
+        payload.page_data(drawing, tables, past, views, layout),
         **_words(trace, diagnosis),
         **_by_rank(trace, diagnosis, drawing, blamed),
+        **job_values(diagnosis),
+        **({"baseline": None} if baseline is None else comparison_values(baseline, diagnosis, name)),
+        trace_name=name,
+        title=page_title(None if diagnosis.details is None else diagnosis.details.job, name),
         drawing=drawing,
         pipeline=pipeline_picture(trace, diagnosis.typical_step),
         groups=groups_picture(diagnosis.averaging),
-        ink=palette.INK,
-        muted=palette.MUTED,
         waiting_colour=palette.PASS_COLOURS[palette.WAITING],
         operators=any(box.row == OPERATORS for box in drawing.boxes),
         pending=any(box.pending_ms > 0 for box in drawing.boxes),
@@ -93,12 +113,6 @@ def render_html(trace: Trace, diagnosis: Diagnosis) -> str:
             for one in diagnosis.findings
             if one.stands_out and one.sentence.rstrip(".") not in diagnosis.verdict
         ],
-        css=Markup(own_file("page.css")),
-        scripts=Markup("\n".join(own_file(f"scripts/{name}") for name in SCRIPTS)),
-        page_json=Markup(payload.script_json(payload.page_data(drawing, tables, past, views, layout))),
-        timeline_json=Markup(_figure_json(timeline(drawing, layout, columns, tables["kind"]))),
-        history_json=Markup(_figure_json(chart)),
-        bokeh_js=Markup(_bokeh_js()),
     )
 
 
@@ -106,16 +120,14 @@ def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
     """What the template says and how it words it, apart from the parts by rank and the timeline."""
     clock = diagnosis.clock
     return {
-        "title": trace.path.resolve().name or "a trace",
-        "version": __version__,
         "diagnosis": diagnosis,
         "tiles": _tiles(trace, diagnosis),
         "hosts": trace.hosts,
         "parts": PARTS,
         "links": sorted(diagnosis.links, key=lambda link: -link.utilisation),
-        "path": diagnosis.critical_path[:MAX_PATH_ROWS],
-        "path_left_out": max(len(diagnosis.critical_path) - MAX_PATH_ROWS, 0),
-        "path_ms": max(diagnosis.typical_step_ms, 1e-9),
+        **_path(diagnosis),
+        "step_ms": max(diagnosis.step_ms, 1e-9),
+        "next_command": _next_command(trace),
         "clock_ranks": sorted(clock),
         "vaguest": max(clock, key=lambda rank: clock[rank].uncertainty_us, default=None),
         "max_rows": MAX_ROWS,
@@ -130,9 +142,26 @@ def _words(trace: Trace, diagnosis: Diagnosis) -> dict[str, Any]:
         "kind_label": palette.kind_label,
         "kind_colour": palette.kind_colour,
         "pending_colour": palette.PENDING_COLOUR,
-        "path_colour": palette.PATH_COLOUR,
-        "blamed_colour": palette.BLAMED_COLOUR,
+        "size": format_bytes,
     }
+
+
+def _path(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The pieces of the critical path that are listed, by their places: none that is less than half a percent of it."""
+    whole_ms = max(diagnosis.typical_step_ms, 1e-9)
+    pieces = list(enumerate(diagnosis.critical_path))
+    listed = [(at, piece) for at, piece in pieces if piece.ms >= LEAST_PATH_SHARE * whole_ms][:MAX_PATH_ROWS]
+    return {
+        "path": listed,
+        "path_left_out": len(pieces) - len(listed),
+        "path_left_out_ms": sum(piece.ms for _, piece in pieces) - sum(piece.ms for _, piece in listed),
+        "path_ms": whole_ms,
+    }
+
+
+def _next_command(trace: Trace) -> str:
+    """What to type next; empty where the trace names no parameters, without which no plan can be made."""
+    return f"headway optimize {shlex.quote(str(trace.path))}" if trace.model.parameters else ""
 
 
 def _by_rank(trace: Trace, diagnosis: Diagnosis, drawing: Drawing, blamed: tuple[int, ...]) -> dict[str, Any]:
@@ -225,18 +254,3 @@ def _blamed_view(views: tuple[RankView, ...], blamed: tuple[int, ...]) -> int:
     """The selection of ranks that shows the worst straggler best."""
     holding = [at for at, view in enumerate(views) if blamed and blamed[0] in view.ranks]
     return holding[1] if len(holding) > 1 else 0
-
-
-def _figure_json(figure: Any) -> str:
-    """A figure as JSON that cannot end the script element it stands in."""
-    from bokeh.core.json_encoder import serialize_json
-    from bokeh.embed import json_item
-
-    return payload.script_json(serialize_json(json_item(figure)))
-
-
-def _bokeh_js() -> str:
-    """BokehJS inlined; only the part of it that draws figures."""
-    from bokeh.resources import Resources
-
-    return str(Resources(mode="inline", minified=True, components=["bokeh"]).render_js())

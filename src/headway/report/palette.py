@@ -68,6 +68,14 @@ KIND_COLOURS = {
 }
 FORWARD_PASS, WHOLE_BACKWARD, UPDATE_PASS, WAITING = "forward", "backward", "update", "waiting"
 INPUT_GRADIENT, WEIGHT_GRADIENT = "gradients of inputs", "gradients of weights"
+MEMORY_COLOURS = {
+    "parameters": "#2f6690",
+    "optimizer state": "#8a6bb1",
+    "buffers": "#b8bec7",
+    "DDP's buckets": "#2a9d8f",
+    "gradients": "#ee8434",
+    "activations and temporary tensors": "#e3b23c",
+}
 PASS_COLOURS = {
     FORWARD_PASS: "#6fa8d6",
     WHOLE_BACKWARD: "#2f6690",
@@ -83,7 +91,23 @@ UNKNOWN_COLOUR = "#9aa1ab"
 BLAMED_COLOUR = "#fdeedd"  # behind the rows of the rank that is blamed
 BLAMED_EDGE = "#e59a45"
 HIT_COLOUR = "#b3261e"  # around the hit of a search, and where a step stands out
+STEP_BORDER, AXIS = "#8a94a0", "#c3cad3"
+DRAWN_STEPS, EVEN_STEP, ODD_STEP = "#e8f0f7", "#dde4ec", "#eef2f6"
 INK, MUTED, RULE, ACCENT = "#1f2933", "#5f6975", "#e3e7ec", "#2f6690"
+DARK = {
+    "white": "#1a2129",
+    INK: "#e3e8ee",
+    MUTED: "#9ba8b6",
+    RULE: "#2f3944",
+    PATH_COLOUR: "#f4f6f8",
+    BLAMED_COLOUR: "#45321c",
+    STEP_BORDER: "#6d7a88",
+    AXIS: "#4a5663",
+    DRAWN_STEPS: "#22303f",
+    EVEN_STEP: "#2f3a46",
+    ODD_STEP: "#242d37",
+}
+"""What stands for colours of figures where the reader has asked for dark pages."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 

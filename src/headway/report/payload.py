@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from typing import Any
 
@@ -98,12 +97,6 @@ def _drawn(bar: Bar, numbers: list[int]) -> tuple[int, int]:
     """Which of the drawn steps a bar stands for, by their places; the end is exclusive."""
     first, last = bar.of_steps
     return bisect_left(numbers, first), bisect_right(numbers, last)
-
-
-def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _view(view: RankView, whole: Layout) -> dict[str, Any]:

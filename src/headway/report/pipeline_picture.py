@@ -30,7 +30,10 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A cell in the picture's units; ``text`` is shown inside where there is room, ``title`` is what it says."""
+    """A cell in the picture's units.
+
+    ``text`` is shown inside, in the class ``ink``, where there is room; ``title`` is what it says.
+    """
 
     x: float
     y: float
@@ -139,7 +142,7 @@ def _box(cell: Cell, x: float, y: float, scale: float) -> Box:
         y=y,
         width=max(width, 0.5),
         colour=palette.PASS_COLOURS[cell.what],
-        ink=palette.INK if cell.what in palette.PALE_PASSES else "#ffffff",
+        ink="on-pale" if cell.what in palette.PALE_PASSES else "on-dark",
         text=cell.number if width > _DIGIT * len(cell.number) + 2 else "",
         title=f"rank {cell.rank}: {cell.what}{of}, {words.duration((cell.end_ns - cell.start_ns) / 1e6)}",
     )

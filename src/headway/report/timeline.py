@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 FIGURE_NAME = "timeline"
 _ON_COMMUNICATION = {Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE, Kind.PUSH, Kind.PULL}
 _LEFT_PX, _RIGHT_PX = 84, 20
-_TIP = f"""<div style="font:12.5px/1.45 {palette.FONT};color:{palette.INK};max-width:420px;overflow-wrap:anywhere">
-<b>@what</b><br>@took, from @from<br>@where<br><span style="color:{palette.MUTED}">@more</span></div>"""
+TIP_STYLE = (
+    f"font:12.5px/1.45 {palette.FONT};color:var(--ink);background:var(--paper);margin:-5px;padding:6px 8px;"
+    "max-width:420px;overflow-wrap:anywhere"
+)
+_TIP = f"""<div style="{TIP_STYLE}"><b>@what</b><br>@took, from @from<br>@where<br>
+<span style="color:var(--muted)">@more</span></div>"""
 
 
 def require_bokeh() -> None:
@@ -62,6 +66,7 @@ def _rows(
         ColumnDataSource,
         FixedTicker,
         HoverTool,
+        NoOverlap,
         PanTool,
         Range1d,
         SaveTool,
@@ -109,7 +114,7 @@ def _rows(
     plot.yaxis.ticker = FixedTicker(ticks=[place for place, _ in labels])
     plot.yaxis.major_label_overrides = dict(labels)
     for axis in plot.below:
-        axis.update(axis_label="milliseconds")
+        axis.update(axis_label="milliseconds", major_label_policy=NoOverlap(min_distance=12))
     dress(plot)
     return plot
 
@@ -137,7 +142,7 @@ def _steps(plot: Figure, drawing: Drawing, top: float) -> None:
     from bokeh.models import FixedTicker, LinearAxis, NoOverlap
 
     borders = [*(start for _, start, _ in drawing.steps), *(end for _, _, end in drawing.steps[-1:])]
-    plot.vspan(x=borders, line_color="#8a94a0", line_dash="dashed", line_width=1)
+    plot.vspan(x=borders, line_color=palette.STEP_BORDER, line_dash="dashed", line_width=1)
     middles = {(start + end) / 2: f"step {step}" for step, start, end in drawing.steps}
     axis: Any = LinearAxis(
         major_label_policy=NoOverlap(min_distance=12),
@@ -205,13 +210,16 @@ def _overview(drawing: Drawing, x_range: Any) -> Figure:
         tools="",
         toolbar_location=None,
     )
-    plot.quad(
-        left=[start for _, start, _ in drawing.steps], right=[end for _, _, end in drawing.steps], bottom=0, top=1,
-        fill_color=["#eef2f6" if number % 2 else "#dde4ec" for number in range(len(drawing.steps))], line_color=None,
-    )  # fmt: skip
+    for place, colour in enumerate((palette.EVEN_STEP, palette.ODD_STEP)):
+        steps = drawing.steps[place::2]
+        plot.quad(
+            left=[start for _, start, _ in steps], right=[end for _, _, end in steps], bottom=0, top=1,
+            fill_color=colour, line_color=None,
+        )  # fmt: skip
     every = max(len(drawing.steps) // 20, 1)
     labelled = drawing.steps[::every]
     plot.text(
+        name="overview-labels",
         x=[(start + end) / 2 for _, start, end in labelled], y=[0.5] * len(labelled),
         text=[str(step) for step, _, _ in labelled], text_align="center", text_baseline="middle",
         text_color=palette.INK, text_font_size="11px", text_font=value(palette.FONT),
@@ -233,7 +241,7 @@ def dress(plot: Figure) -> None:
     plot.background_fill_color = plot.border_fill_color = "white"
     for axis in plot.axis:
         if axis not in plot.above:
-            axis.axis_line_color = axis.major_tick_line_color = "#c3cad3"
+            axis.axis_line_color = axis.major_tick_line_color = palette.AXIS
         axis.minor_tick_line_color = None
         axis.major_label_text_color = palette.INK
         axis.axis_label_text_color = palette.MUTED

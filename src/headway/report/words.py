@@ -9,6 +9,8 @@ from typing import NamedTuple
 MAX_NAME = 200  # characters of a foreign name that the page holds
 
 _UNITS_MS = ((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms"), (1e3, "s"))
+QUANTITY = re.compile(r"((?<![\w.])[+-]?\d[\d.,]* (?:%|(?:[kMGT]?i?B|[nµum]?s|min|[kMGT]?bit/s)\b))")
+"""A number and its unit, which belong on one line."""
 _BLANKS = re.compile(r"[\t\n\v\f\r\x85\u2028\u2029]")
 # Control characters, marks that turn the direction of what follows, halves of surrogate pairs.
 _UNSHOWABLE = re.compile(

@@ -45,7 +45,9 @@ class RankInfo(BaseModel):
     could not be recorded there; ``other_models`` were wrapped in addition to the recorded one; ``fully_sharded`` says
     that the job uses ``fully_shard``. ``groups`` are the ranks of the process groups that it used and that do not
     include all ranks of the job; a manifest has those of all ranks together. ``refusals`` says, by the name of a
-    strategy or pass, why the recorded model cannot be trained under it.
+    strategy or pass, why the recorded model cannot be trained under it. ``device`` is where the model's parameters are,
+    ``threads`` how many torch computes with there (0 where nobody knows), ``cores`` the runs of cores (first and last)
+    that the process may use, and ``load`` the host's load average of the last minute as the recording ended.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +68,10 @@ class RankInfo(BaseModel):
     fully_sharded: bool = False
     groups: dict[str, tuple[int, ...]] = {}
     refusals: dict[str, str] = {}
+    device: str = Field(default="", max_length=200)
+    threads: int = Field(default=0, ge=0)
+    cores: tuple[tuple[int, int], ...] = Field(default=(), max_length=4096)
+    load: float | None = Field(default=None, ge=0)
 
     @model_validator(mode="before")
     @classmethod

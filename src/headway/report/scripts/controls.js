@@ -73,13 +73,14 @@ const controls = (() => {
     const rows = Array.from(table.tBodies[0].rows);
     const rowOf = (event) => rows.indexOf(event.target.closest("tr"));
     rows.forEach((row, index) => { row.tabIndex = index ? -1 : 0; });
-    table.addEventListener("click", (event) => { if (rowOf(event) >= 0) act(rowOf(event)); });
+    const actOn = (index) => act(Number(rows[index].dataset.piece));
+    table.addEventListener("click", (event) => { if (rowOf(event) >= 0) actOn(rowOf(event)); });
     table.addEventListener("keydown", (event) => {
       const index = rowOf(event);
       const by = {ArrowDown: 1, ArrowUp: -1}[event.key] ?? 0;
       if (index < 0 || (by === 0 && event.key !== "Enter" && event.key !== " ")) return;
       event.preventDefault();
-      if (by === 0) { act(index); return; }
+      if (by === 0) { actOn(index); return; }
       const next = rows[Math.min(Math.max(index + by, 0), rows.length - 1)];
       rows[index].tabIndex = -1;
       next.tabIndex = 0;
@@ -98,6 +99,15 @@ const controls = (() => {
     const frame = model("history-view");
     frame.visible = bars.length > 0;
     if (bars.length) frame.setv({left: bars[0] - 0.5, right: bars.at(-1) + 0.5});
+  }
+
+  // Of the overview's numbers as many as there is room for.
+  function thinOut() {
+    const source = model("overview-labels").data_source;
+    const wide = document.getElementById("timeline").clientWidth - 104;
+    const every = Math.max(Math.ceil((36 * source.get_length()) / Math.max(wide, 1)), 1);
+    source.data = Object.fromEntries(Object.entries(source.data).map(
+      ([name, column]) => [name, Array.from(column).filter((_, at) => at % every === 0)]));
   }
 
   // Ticks in one unit, with as many digits as tell them apart.
@@ -133,6 +143,7 @@ const controls = (() => {
       const bar = Math.round(event.x);
       if (bar >= 0 && bar < page.bars.length) lookAtStep(...page.bars[bar]);
     });
+    thinOut();
     labelTicks(model("timeline").below[0]);
     view.onChange(tellView);
   }

@@ -3,9 +3,8 @@
 
 (async () => {
   Bokeh.set_log_level("error");
-  const item = (id) => JSON.parse(document.getElementById(id).textContent);
-  await Bokeh.embed.embed_item(item("timeline-data"), "timeline");
-  await Bokeh.embed.embed_item(item("history-data"), "history");
+  await theme.embed("timeline");
+  await theme.embed("history");
   search.open();
   ranks.open();
   controls.open();

@@ -1,8 +1,6 @@
 // The timeline's view: which stretch of time it shows. Times are milliseconds from the drawing's start.
 "use strict";
 
-const page = JSON.parse(document.getElementById("page-data").textContent);
-
 function duration(ms) {
   const size = Math.abs(ms);
   if (size === 0) return "0 ms";
@@ -13,14 +11,6 @@ function duration(ms) {
     return `${value.toFixed(digits)} ${unit}`;
   }
   return `${(ms / 6e4).toFixed(1)} min`;
-}
-
-function model(name) {
-  for (const one of Bokeh.documents) {
-    const found = one.get_model_by_name(name);
-    if (found !== null) return found;
-  }
-  throw new Error(`the page has no ${name}`);
 }
 
 const view = (() => {

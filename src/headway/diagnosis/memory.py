@@ -1,0 +1,163 @@
+"""What a rank holds in memory over a step, from what the recording watched of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from headway.diagnosis.breakdown import NS_A_MS
+from headway.diagnosis.buckets import in_steps
+from headway.diagnosis.timeline import RankTime
+from headway.model import ModelSpec, ModuleMemory, StageMemory
+from headway.strategies.footprint import AFTER, FORWARD, UPDATE, Footprint, constant_bytes, held_moments
+from headway.trace.events import Kind
+from headway.trace.format import Trace
+
+MAX_POINTS = 2000  # of a curve, in a document and on a page
+
+
+class MemoryPoint(NamedTuple):
+    """What is held until ``ms`` after the step's start: gradients, and what passes need besides. ``what`` ends then."""
+
+    ms: float
+    gradient_bytes: int
+    working_bytes: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What a rank holds over a mean step: ``constant_bytes`` by what it is, and ``points`` in addition.
+
+    ``ranks`` are those that it applies to. Of a stage of a pipeline only the ``peak_bytes`` are known, without points.
+    """
+
+    ranks: tuple[int, ...]
+    constant_bytes: Mapping[str, int]
+    peak_bytes: int
+    points: tuple[MemoryPoint, ...] = ()
+
+    @property
+    def peak(self) -> MemoryPoint | None:
+        """The point at which most is held."""
+        return max(self.points, key=lambda one: one.gradient_bytes + one.working_bytes, default=None)
+
+    def to_document(self) -> dict[str, Any]:
+        """As ``headway diagnose --json`` prints it."""
+        return {
+            "ranks": list(self.ranks),
+            "peak_bytes": self.peak_bytes,
+            "constant_bytes": dict(self.constant_bytes),
+            "points": [{**point._asdict(), "ms": round(point.ms, 6)} for point in self.points[:MAX_POINTS]],
+        }
+
+
+def step_memory(trace: Trace, times: Mapping[int, RankTime]) -> tuple[StepMemory, ...]:
+    """What ranks hold; a value for each stage of a pipeline; empty where no pass was watched."""
+    if trace.stages:
+        of_stages = trace.ranks_of_stages
+        pairs = zip(of_stages.values(), trace.stages, strict=False)
+        found = (_of_stage(ranks, model, model.stage_memory) for ranks, model in pairs)
+        return tuple(one for one in found if one is not None)
+    model = trace.model
+    if model.pass_memory is None:
+        return ()
+    held = Footprint(
+        buffers_bytes=model.size_bytes,  # only stock DDP's passes are watched, whose buckets hold every gradient
+        state_bytes=model.optimizer_state_bytes,
+        gradients_apart=model.pass_memory.gradients_apart,
+        updated_share=1.0,
+    )
+    moments = list(held_moments(model, held))
+    most = max(each.gradient_bytes + each.working_bytes for each in moments)
+    constant = {**_constant(model), "DDP's buckets": held.buffers_bytes}
+    return (
+        StepMemory(
+            ranks=tuple(sorted(trace.events)),
+            constant_bytes={what: size_bytes for what, size_bytes in constant.items() if size_bytes},
+            peak_bytes=constant_bytes(model, held) + most,
+            points=_points(model, held, _mean_moments_ms(trace, times)),
+        ),
+    )
+
+
+def _constant(model: ModelSpec) -> dict[str, int]:
+    return {
+        "parameters": model.size_bytes + model.frozen_bytes,
+        "optimizer state": model.optimizer_state_bytes,
+        "buffers": model.buffer_bytes,
+    }
+
+
+def _of_stage(ranks: tuple[int, ...], model: ModelSpec, memory: StageMemory | None) -> StepMemory | None:
+    if memory is None or not memory.step_bytes:
+        return None
+    constant = {what: size_bytes for what, size_bytes in _constant(model).items() if size_bytes}
+    return StepMemory(ranks, constant, sum(constant.values()) + memory.step_bytes)
+
+
+def _points(model: ModelSpec, held: Footprint, at_ms: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
+    """The curve of one step in the order of time; what has no time of its own lies where the one before it does."""
+    assert model.pass_memory is not None
+    found: list[MemoryPoint] = []
+    now_ms = at_ms.get(Kind.FORWARD_PASS, 0.0)
+    for moment in held_moments(model, held):
+        if moment.what == FORWARD:
+            found.append(MemoryPoint(now_ms, moment.gradient_bytes, 0, ""))
+            for call in _innermost(model.pass_memory.modules):
+                now_ms = max(now_ms, at_ms.get(f"{Kind.FORWARD} {call.module}", now_ms))
+                found.append(MemoryPoint(now_ms, moment.gradient_bytes, call.peak_bytes, call.module))
+            if not model.pass_memory.modules:
+                now_ms = max(now_ms, at_ms.get(FORWARD, now_ms))
+                found.append(MemoryPoint(now_ms, *moment[1:], FORWARD))
+            continue
+        now_ms = max(now_ms, at_ms.get(moment.what, now_ms))
+        what = f"gradient of {moment.what}" if moment.what in model.by_name else moment.what
+        found.append(MemoryPoint(now_ms, moment.gradient_bytes, moment.working_bytes, what))
+    every = -(-len(found) // MAX_POINTS)
+    groups = (found[at : at + every] for at in range(0, len(found), every))
+    return tuple(
+        max(group, key=lambda one: one.gradient_bytes + one.working_bytes)._replace(ms=group[-1].ms)
+        for group in groups
+    )
+
+
+def _innermost(calls: tuple[ModuleMemory, ...]) -> list[ModuleMemory]:
+    """The calls that no other lies inside of: the one that begins next has another module's name in front."""
+    following = chain(calls[1:], [None])
+    return [
+        call
+        for call, after in zip(calls, following, strict=True)
+        if after is None or not after.module.startswith(f"{call.module}.")
+    ]
+
+
+def _mean_moments_ms(trace: Trace, times: Mapping[int, RankTime]) -> dict[str, float]:
+    """When a mean step of the first rank ends what is held for: forwards of modules, gradients and the update."""
+    rank = min(times)
+    time = times[rank]
+    moments: dict[str, list[int]] = {}
+    wanted = (Kind.FORWARD_PASS, Kind.FORWARD, Kind.GRADIENT_READY, Kind.OPTIMIZER)
+    rows = trace.events[rank].of_kind(*wanted)
+    within, step = in_steps(time, rows.start_ns)
+    since = rows.start_ns - time.step_start_ns[step]
+    for kind, name, start_ns, length_ns, inside in zip(
+        rows.kind.tolist(), rows.name.tolist(), since.tolist(), rows.duration_ns.tolist(), within.tolist(), strict=True
+    ):  # fmt: skip
+        if not inside:
+            continue
+        end_ns = start_ns + length_ns
+        if kind == Kind.FORWARD_PASS:
+            moments.setdefault(Kind.FORWARD_PASS, []).append(start_ns)
+            moments.setdefault(FORWARD, []).append(end_ns)
+        elif kind == Kind.FORWARD:
+            moments.setdefault(f"{Kind.FORWARD} {name}", []).append(end_ns)
+        elif kind == Kind.OPTIMIZER:
+            moments.setdefault(AFTER, []).append(start_ns)
+            moments.setdefault(UPDATE, []).append(end_ns)
+        else:
+            moments.setdefault(name, []).append(start_ns)
+    return {what: fmean(own) / NS_A_MS for what, own in moments.items()}

@@ -1,0 +1,172 @@
+"""What a page says of two recordings side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headway.diagnosis import Diagnosis
+from headway.diagnosis.breakdown import PARTS
+from headway.diagnosis.comparison import Comparison
+from headway.diagnosis.side_by_side import Pair, StepSpread, side_by_side
+from headway.report import words
+from headway.report.job_view import plan_words
+
+MAX_BUCKETS = 40
+MAX_DOTS = 400
+STANDS_OUT = 0.01  # of the step
+WIDTH, LANE, LEFT, AXIS = 1000.0, 46.0, 64.0, 22.0
+TICKS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The recording that a page compares with: its name, its diagnosis, and the comparison with the page's own."""
+
+    name: str
+    diagnosis: Diagnosis
+    comparison: Comparison
+
+    @classmethod
+    def of(
+        cls, folder: Path | None, before: Diagnosis | None, comparison: Comparison | None
+    ) -> Baseline | None:
+        """The recording in ``folder``; None where nothing is compared."""
+        if folder is None or before is None or comparison is None:
+            return None
+        return cls(folder.resolve().name, before, comparison)
+
+
+class Strip(NamedTuple):
+    """The steps of one recording as dots along one axis, with a box of the middle half and a line at the median."""
+
+    name: str
+    top: float
+    dots: tuple[tuple[float, float], ...]
+    box: tuple[float, float]
+    median: float
+    title: str
+
+
+class StepsPicture(NamedTuple):
+    """Strips below each other, and marks of time, the first at ``floor_ms``."""
+
+    strips: tuple[Strip, ...]
+    floor_ms: float
+    marks: tuple[tuple[float, str], ...]
+    width: float
+    height: float
+    lane: float
+
+
+def comparison_values(baseline: Baseline, after: Diagnosis, name: str) -> dict[str, Any]:
+    """What the template says of ``after``, whose trace is ``name``, against ``baseline``."""
+    if name == baseline.name:
+        baseline = replace(baseline, name=f"{name} (before)")
+    pair = side_by_side(baseline.diagnosis, after)
+    sides = ((baseline.name, pair.parts.before), (name, pair.parts.after))
+    parts = {
+        side: {part: getattr(parts, part) for part in PARTS} for side, parts in sides if parts is not None
+    }
+    longest_ms = max(sum(row.values()) for row in parts.values())
+    buckets = sorted(pair.buckets, key=_exposed_ms, reverse=True)[:MAX_BUCKETS]
+    step_ms = max(baseline.comparison.step_ms, baseline.comparison.baseline_step_ms)
+    picture = steps_picture(pair.steps, (baseline.name, name))
+    return {
+        "baseline": baseline,
+        "comparison": baseline.comparison,
+        "pair": pair,
+        "sides": parts,
+        "side_names": list(parts),
+        "longest_side_ms": max(longest_ms, 1e-9),
+        "changed": [(one.name, _shown(one.before), _shown(one.after)) for one in pair.changed],
+        "steps_picture": picture,
+        "floor_ms": picture.floor_ms,
+        "bucket_pairs": [one for one in pair.buckets if one in buckets],
+        "bucket_pairs_left_out": len(pair.buckets) - len(buckets),
+        "causes": _causes(baseline.comparison),
+        "signed": signed,
+        "judged": lambda then_ms, now_ms: judged(then_ms, now_ms, step_ms),
+    }
+
+
+def judged(before_ms: float | None, after_ms: float | None, step_ms: float) -> str:
+    """The class of a cell: ``better`` or ``worse`` where what changed is a hundredth of the step or more."""
+    difference_ms = 0.0 if before_ms is None or after_ms is None else after_ms - before_ms
+    if abs(difference_ms) < STANDS_OUT * step_ms:
+        return ""
+    return "worse" if difference_ms > 0 else "better"
+
+
+def signed(before_ms: float | None, after_ms: float | None) -> str:
+    """The difference in words; empty where one of both is missing."""
+    if before_ms is None or after_ms is None:
+        return ""
+    difference_ms = after_ms - before_ms
+    return f"{'+' if difference_ms > 0 else ''}{words.duration(difference_ms)}"
+
+
+def steps_picture(steps: Pair[StepSpread], names: tuple[str, str]) -> StepsPicture:
+    """Both recordings' steps on one axis; what is longer than four medians lies at its end."""
+    spreads = [
+        (name, spread) for name, spread in zip(names, (steps.before, steps.after), strict=True) if spread
+    ]
+    top_ms = max(min(spread.most_ms, 4 * spread.median_ms) for _, spread in spreads)
+    least_ms = min(spread.least_ms for _, spread in spreads)
+    margin_ms = max(0.05 * (top_ms - least_ms), 0.01 * top_ms, 1e-6)
+    floor_ms, top_ms = max(least_ms - margin_ms, 0.0), top_ms + margin_ms
+
+    def x(ms: float) -> float:
+        return LEFT + (WIDTH - LEFT) * (min(ms, top_ms) - floor_ms) / (top_ms - floor_ms)
+
+    return StepsPicture(
+        strips=tuple(_strip(name, spread, at, x) for at, (name, spread) in enumerate(spreads)),
+        floor_ms=floor_ms,
+        marks=tuple((x(float(ms)), words.duration(float(ms))) for ms in np.linspace(floor_ms, top_ms, TICKS + 1)),
+        width=WIDTH,
+        height=len(spreads) * LANE + AXIS,
+        lane=LANE,
+    )  # fmt: skip
+
+
+def _strip(name: str, spread: StepSpread, at: int, x: Callable[[float], float]) -> Strip:
+    every = -(-len(spread.steps_ms) // MAX_DOTS)
+    shown = spread.steps_ms[::every]
+    dots = tuple(
+        (x(ms), at * LANE + LANE / 2 + 9 * ((number * 0.618) % 1 - 0.5)) for number, ms in enumerate(shown)
+    )
+    title = (
+        f"{name}: {len(spread.steps_ms)} steps, median {words.duration(spread.median_ms)}, half of them from "
+        f"{words.duration(spread.quarter_ms)} to {words.duration(spread.three_quarters_ms)}"
+    )
+    box = x(spread.quarter_ms), x(spread.three_quarters_ms)
+    return Strip(name, at * LANE, dots, box, x(spread.median_ms), title)
+
+
+def _exposed_ms(pair: Pair[Any]) -> float:
+    return max(one.exposed_ms for one in (pair.before, pair.after) if one is not None)
+
+
+def _causes(comparison: Comparison) -> list[str]:
+    found = []
+    for what, causes in (("New", comparison.new_causes), ("Gone", comparison.gone_causes)):
+        if causes:
+            found.append(f"{what}: {', '.join(cause.replace('_', ' ') for cause in causes)}.")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A fact as a cell of the table shows it."""
+    if isinstance(value, Mapping):
+        return plan_words(value) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return (
+            words.plain(", ".join(map(str, value[:8])) + (", …" if len(value) > 8 else ""), 300) or "unknown"
+        )
+    if isinstance(value, int):
+        return f"{value:,}" if value else "unknown"
+    return words.plain(str(value), 600) or "unknown"
