@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,8 +64,13 @@ def launch(
     timeout_s: float = 60,
     group_timeout_s: float = 30,
     backend: str = "gloo",
+    lost: Sequence[int] = (),
 ) -> list[Worker]:
-    """As ``run``, but for tests in which ranks are meant to die: return how each ended."""
+    """As ``run``, but for tests in which ranks are meant to die: return how each ended.
+
+    Nobody waits for the ranks ``lost``: they are killed when the others have ended. With the backend "" the function
+    forms the process group by itself.
+    """
     with tempfile.TemporaryDirectory() as folder:
         group_limit_s = limits.stretched(group_timeout_s)
         started = [
@@ -74,7 +80,8 @@ def launch(
         _await_start(Path(folder), started)
         limit = limits.Limit(timeout_s, lambda: [process.pid for process in started])
         overdue = False
-        while any(process.poll() is None for process in started) and not (overdue := limit.over()):
+        awaited = [process for rank, process in enumerate(started) if rank not in lost]
+        while any(process.poll() is None for process in awaited) and not (overdue := limit.over()):
             time.sleep(0.005)
         for process in started:
             process.kill()
@@ -138,10 +145,11 @@ def work(described: str) -> None:
     store = FileStore(str(folder / "store"), world_size)
     (folder / f"started-{rank}").touch()
     meet(store, rank, world_size, limits.stretched(START_LIMIT_S))
-    dist.init_process_group(
-        job["backend"], store=store, rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=job["group_timeout_s"]),
-    )  # fmt: skip
+    if job["backend"]:
+        dist.init_process_group(
+            job["backend"], store=store, rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=job["group_timeout_s"]),
+        )  # fmt: skip
     result = function(rank, world_size, *job["arguments"])
     (folder / f"result-{rank}").write_text(json.dumps(result))
     if dist.is_initialized():

@@ -106,11 +106,12 @@ def leave_refusal(error: UserError) -> bool:
     """Leave one of Headway's own errors for the launchers of this job; returns whether this host's will show it."""
     from headway import torch_private
 
+    first = reports.said("refused") or str(error)  # what comes of it later is not the cause
+    is_heard = reports.say(refused=first)
     with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
         if not torch_private.kept_in_a_file():
-            torch_private.default_store().set(REFUSED_KEY, str(error))
-    first = reports.said("refused") or str(error)  # what comes of it later is not the cause
-    return reports.say(refused=first)
+            torch_private.default_store(torch_private.SHORT_LIMIT_S).set(REFUSED_KEY, str(error))
+    return is_heard
 
 
 def _end_cleanly_on_own_errors() -> None:
@@ -124,16 +125,16 @@ def _end_cleanly_on_own_errors() -> None:
 
     @functools.wraps(before)
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        own = _own_error(error)
-        left = own is not None and leave_refusal(own)
-        if own is None:
-            _look_for_a_peers_refusal()
+        refusal = _own_error(error)
+        is_heard = refusal is not None and leave_refusal(refusal)
         if not isinstance(error, HeadwayError):
             before(kind, error, trace)
-        elif not left:
+        elif not is_heard:
             rank = reports.said("rank")
-            where = "" if rank is None else f"rank {rank}: "
+            where = f"rank {rank}: " if rank is not None and not str(error).startswith("rank ") else ""
             print(f"headway: {where}{error}", file=sys.stderr, flush=True)
+        if refusal is None:
+            _look_for_a_peers_refusal()
 
     def at_exit() -> None:
         own = _own_error(getattr(sys, "last_value", None))
@@ -163,6 +164,6 @@ def _look_for_a_peers_refusal() -> None:
 
     with contextlib.suppress(Exception):  # no group, or the store went with the rank that kept it
         if os.environ.get(PLAN_VARIABLE) and not torch_private.kept_in_a_file():
-            store = torch_private.default_store()
+            store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
             if store.check([REFUSED_KEY]):
                 reports.say(refused=store.get(REFUSED_KEY).decode(errors="replace"))

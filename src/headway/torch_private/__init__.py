@@ -56,7 +56,6 @@ from headway.torch_private.groups import (
     abort_group,
     backends_of,
     before_group_shutdown,
-    default_store,
     exchange_on_backend,
     gather_on_backend,
     gloo_context,
@@ -64,13 +63,13 @@ from headway.torch_private.groups import (
     gloo_devices,
     group_name,
     group_timeout,
-    kept_in_a_file,
     let_gloo_finish,
     let_gloo_finish_in_time,
     new_gloo_group,
     process_group,
     sum_on_backend,
 )
+from headway.torch_private.job_store import SHORT_LIMIT_S, JobStore, default_store, kept_in_a_file
 from headway.torch_private.loading import data_loader_iterator
 from headway.torch_private.optimizers import (
     Unscaling,
@@ -105,8 +104,10 @@ from headway.torch_private.works import source_of, wait_for_work, when_work_comp
 
 __all__ = [
     "COMPUTE_LOSS",
+    "SHORT_LIMIT_S",
     "CompiledForward",
     "DispatchMode",
+    "JobStore",
     "KernelOverlay",
     "StandsInForParameter",
     "Unscaling",

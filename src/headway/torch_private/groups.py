@@ -9,37 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _get_default_store
 
 GLOO_S = 0.2  # what its threads need at the most, unless the machine is very busy
-
-_stores = cast(Any, dist)  # its stores are public, and missing from its annotations
 
 
 def process_group(boxed: Any) -> dist.ProcessGroup:
     """A process group as operators are handed it."""
     return dist.ProcessGroup.unbox(boxed)
-
-
-def default_store() -> Any:
-    """The key-value store of the default process group."""
-    return _get_default_store()
-
-
-def kept_in_a_file() -> bool:
-    """Whether the default group met in a file: its store's operations never end where the file's folder is gone."""
-    return dist.is_initialized() and isinstance(_without_prefixes(_get_default_store()), _stores.FileStore)
-
-
-def _without_prefixes(store: Any) -> Any:
-    while isinstance(store, _stores.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -91,7 +91,7 @@ def _of_connection(failure: BaseException) -> str | None:
 
 def _told() -> int | None:
     """The rank that somebody has missed first; None where nobody says so in time."""
-    store = torch_private.default_store()
+    store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
     with contextlib.suppress(RuntimeError):
         store.wait([_KEY], _PATIENCE)
     try:
@@ -106,7 +106,9 @@ def _told() -> int | None:
 def _first_lost(neighbour: int) -> int:
     """The rank that was missed first; ``neighbour`` where the store of the job is gone as well."""
     try:
-        said: bytes = torch_private.default_store().compare_set(_KEY, "", str(neighbour))
+        said: bytes = torch_private.default_store(torch_private.SHORT_LIMIT_S).compare_set(
+            _KEY, "", str(neighbour)
+        )
     except RuntimeError:
         return neighbour
     text = said.decode()
