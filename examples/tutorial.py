@@ -44,7 +44,9 @@ def main() -> None:
     model = DDP(Transformer(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     files = sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:100]
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    text = torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    ).long()
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)

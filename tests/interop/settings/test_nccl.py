@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from headway.interop.settings.settings import Settings
 from tests.interop.settings.plans import BY_NAME, asked, meshed, of_tables, piped
 from tests.interop.settings.tuner_reader import COLLECTIVES, Choice, answer
 
@@ -13,7 +14,6 @@ from headway.collectives.selection import SizeClass
 from headway.errors import PlanError, UserError
 from headway.interop.settings import nccl
 from headway.interop.settings.asked import Asked, CollectiveOptions, unexpressed
-from headway.interop.settings.settings import Settings
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 
