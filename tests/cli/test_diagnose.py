@@ -101,21 +101,6 @@ def test_the_next_command_is_named(traces: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_more_workers_are_compared_by_samples_a_second(
-    traces: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["replay", str(traces / "same"), "--what-if", "workers=8"]
-    assert run([*asked, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["workers"] == 8
-    assert document["throughput_ratio"] == pytest.approx(8 / JOB.world_size * document["efficiency"])
-    assert document["efficiency"] == pytest.approx(document["recorded_step_ms"] / document["predicted_ms"])
-    assert run(asked) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert f"{document['throughput_ratio']:.2f} times the samples a second of the recorded" in first
-    assert f"efficiency {document['efficiency']:.0%}" in first
-
-
 def test_markdown_without_a_baseline(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diagnose", str(traces / "slower"), "--markdown"]) == 0
     text = capsys.readouterr().out

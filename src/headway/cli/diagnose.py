@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -15,6 +16,9 @@ from rich.text import Text
 
 from headway import files
 from headway.errors import one_line
+
+if TYPE_CHECKING:
+    from headway.diagnosis import Diagnosis
 
 PATIENCE_S = 2.0  # what takes longer says so
 
@@ -79,7 +83,8 @@ def diagnose(
         trace = load_trace(folder)
     with _patience(words, "Diagnosing"):
         found = diagnose_trace(trace, cluster)
-        before, differs = [], []
+        before: list[Diagnosis] = []
+        differs: list[str] = []
         for baseline in baselines:
             base = load_trace(baseline)
             differs.append(unlike(trace, base))
