@@ -1,4 +1,4 @@
-"""Local SGD and asynchronous servers on the command line: replayed and predicted over a time, proposed by nobody; more workers."""
+"""Local SGD and asynchronous servers on the command line, over a time, proposed by nobody; and more workers."""
 
 from __future__ import annotations
 
