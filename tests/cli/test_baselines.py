@@ -1,4 +1,4 @@
-"""Local SGD and asynchronous servers on the command line: replayed and predicted over a time, proposed by nobody."""
+"""Local SGD and asynchronous servers on the command line, over a time, proposed by nobody; and more workers."""
 
 from __future__ import annotations
 
@@ -86,3 +86,19 @@ def test_wrong_options_are_refused_in_a_line(capsys: pytest.CaptureFixture[str])
         said = capsys.readouterr().err
         assert "Traceback" not in said
         assert len(said.strip().splitlines()) <= 2
+
+
+def test_more_workers_are_compared_by_samples_a_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(JOB, tmp_path / "trace")
+    asked = ["replay", str(tmp_path / "trace"), "--what-if", "workers=8"]
+    assert run([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["workers"] == 8
+    assert document["throughput_ratio"] == pytest.approx(8 / JOB.world_size * document["efficiency"])
+    assert document["efficiency"] == pytest.approx(document["recorded_step_ms"] / document["predicted_ms"])
+    assert run(asked) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert f"{document['throughput_ratio']:.2f} times the samples a second of the recorded" in first
+    assert f"efficiency {document['efficiency']:.0%}" in first

@@ -22,7 +22,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_trace(JOB, folder / "before")
     write_trace(replace(JOB, seed=1), folder / "same")
     write_trace(replace(JOB, forward_ms=14.0), folder / "slower")
-    write_trace(replace(JOB, forward_ms=7.0), folder / "faster")
+    write_trace(replace(JOB, forward_ms=6.0), folder / "faster")
     write_trace(replace(JOB, steps=1, forward_ms=14.0), folder / "short")
     return folder
 
@@ -43,7 +43,7 @@ def said(traces: Path, new: str, *arguments: str, capsys: pytest.CaptureFixture[
         ("slower", (), 1, "Slower by 12 %"),
         ("slower", ("--threshold", "10"), 1, "Slower by 12 %"),
         ("slower", ("--threshold", "15"), 0, "Slower by 12 %"),
-        ("faster", (), 0, "Faster by 9 %"),
+        ("faster", (), 0, "Faster by 12 %"),
         ("short", (), 0, "One step says nothing about noise"),
     ],
 )
@@ -72,8 +72,8 @@ def test_one_document_with_the_baseline_in_it(traces: Path, capsys: pytest.Captu
     assert document["kind"] == "diagnosis"
     baseline = document["baseline"]
     assert set(baseline) == {
-        "sentence", "regressed", "baseline_step_ms", "change", "noise_ms", "threshold", "parts_ms", "new_causes",
-        "gone_causes",
+        "sentence", "regressed", "baseline_step_ms", "change", "noise_ms", "baselines", "threshold", "parts_ms",
+        "new_causes", "gone_causes",
     }  # fmt: skip
     assert baseline["threshold"] == pytest.approx(0.025)
     assert baseline["change"] == pytest.approx(
@@ -82,6 +82,23 @@ def test_one_document_with_the_baseline_in_it(traces: Path, capsys: pytest.Captu
     assert set(baseline["parts_ms"]) == set(PARTS)
     assert run(["diagnose", str(traces / "slower"), "--json"]) == 0
     assert "baseline" not in json.loads(capsys.readouterr().out)
+
+
+def test_several_baselines_show_how_much_runs_differ(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = said(traces, "slower", "--baseline", str(traces / "same"), "--json", capsys=capsys)
+    several = json.loads(text)["baseline"]
+    assert several["baselines"] == 2
+    assert several["regressed"] is bool(status)
+    assert "unknown from one baseline" not in several["sentence"]
+
+
+def test_the_next_command_is_named(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diagnose", str(traces / "same")]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == f"Next: headway optimize {traces / 'same'} -o plan.yaml"
+    )
 
 
 def test_markdown_without_a_baseline(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:

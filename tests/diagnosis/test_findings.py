@@ -14,6 +14,7 @@ from tests.synthetic import Connections, Extra, SyntheticJob, synthetic_trace, w
 
 from headway.diagnosis import diagnose
 from headway.diagnosis.findings import Finding, listed, milliseconds, superseded
+from headway.diagnosis.stragglers import UNKNOWN
 from headway.model import ModelSpec
 from headway.trace.events import Kind
 from headway.trace.format import ClockFit, Trace
@@ -289,3 +290,65 @@ def test_who_cannot_be_planned_for_is_told_what_to_record() -> None:
     bare = replace(trace, model=trace.model.model_copy(update={"parameters": ()}))
     assert "(headway optimize)" in diagnose(trace).verdict
     assert "(headway optimize finds them from a trace of headway record)" in diagnose(bare).verdict
+
+
+# Words and weight
+
+
+@settings(max_examples=30, deadline=None)
+@given(any_traces())
+def test_there_is_one_bottleneck_at_most_and_what_does_not_stand_out_asks_for_nothing(trace: Trace) -> None:
+    found = diagnose(trace)
+    told = [one for one in found.findings if "bottleneck" in one.sentence]
+    assert len(told) <= 1
+    assert all(one is found.findings[0] and one.stands_out for one in told)
+
+
+def test_what_does_not_stand_out_is_said_in_so_many_words() -> None:
+    found = diagnose(synthetic_trace(replace(JOB, input_ms=1.0)))
+    (input_,) = [one for one in found.findings if one.cause == "input"]
+    assert not input_.stands_out
+    assert input_.sentence.startswith("Input: ")
+    assert input_.sentence.endswith(" step waits for the data loader.")
+
+
+def test_no_rank_is_blamed_for_a_part_in_which_it_is_not_slower() -> None:
+    """Rank 0 is late in three steps for their optimizer, and faster in it in all others."""
+    for seed in range(3):
+        job = replace(JOB, world_size=2, steps=20, seed=seed, optimizer_ms=6.0, slow={(1, "optimizer"): 4.0})
+        late = tuple(Extra(0, "optimizer", 16.0, (step,)) for step in (3, 8, 14))
+        blamed = {one.rank: one for one in diagnose(synthetic_trace(replace(job, extras=late))).stragglers}
+        assert blamed[0].cause == UNKNOWN
+        assert blamed[1].own_ms > blamed[1].others_ms
+
+
+def test_noise_above_five_percent_is_told_as_noise() -> None:
+    job = replace(JOB, world_size=2, steps=5, slow={(1, "forward"): 3.0})
+    found = diagnose(synthetic_trace(job))
+    if not standing(found):
+        assert found.verdict.startswith("Nothing stands out: ")
+        assert (
+            "for rank 1, which is within noise: in so many steps, equal ranks may differ by" in found.verdict
+        )
+
+
+def searching(trace: Trace) -> Trace:
+    return replace(trace, model=trace.model.model_copy(update={"find_unused_parameters": True}))
+
+
+def test_a_needless_search_for_unused_parameters_is_told() -> None:
+    trace = searching(synthetic_trace(JOB))
+    found = diagnose(trace)
+    (finding,) = [one for one in found.findings if one.cause == "needless_find_unused"]
+    assert (
+        f"in the {JOB.steps} recorded steps all {len(trace.model.parameters)} parameters" in finding.sentence
+    )
+    assert finding.sentence in found.verdict
+    rank = max(trace.events)
+    events = trace.events[rank]
+    ready = np.flatnonzero(events.kind == Kind.GRADIENT_READY)
+    keep = np.ones(len(events), dtype=bool)
+    keep[ready[-1]] = False  # one parameter, in one step of one rank
+    partly = replace(trace, events={**trace.events, rank: events.where(keep)})
+    for other in (partly, synthetic_trace(JOB)):
+        assert "needless_find_unused" not in [one.cause for one in diagnose(other).findings]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.text import Text
 
 from headway import files
+from headway.errors import one_line
+
+if TYPE_CHECKING:
+    from headway.diagnosis import Diagnosis
 
 PATIENCE_S = 2.0  # what takes longer says so
 
@@ -30,9 +36,12 @@ PATIENCE_S = 2.0  # what takes longer says so
 )
 @click.option(
     "--baseline",
+    "baselines",
+    multiple=True,
     metavar="TRACE",
     type=click.Path(path_type=Path),
-    help="Compare with this trace; exit with status 1 if the step became longer than --threshold allows.",
+    help="Compare with this trace; exit with status 1 if the step became longer than --threshold and noise allow. "
+    "May be repeated: several runs of the job show by how much runs differ.",
 )
 @click.option(
     "--threshold",
@@ -47,7 +56,7 @@ def diagnose(
     folder: Path,
     html: Path | None,
     cluster_file: Path | None,
-    baseline: Path | None,
+    baselines: tuple[Path, ...],
     threshold: float,
     as_markdown: bool,
     as_json: bool,
@@ -74,14 +83,15 @@ def diagnose(
         trace = load_trace(folder)
     with _patience(words, "Diagnosing"):
         found = diagnose_trace(trace, cluster)
-        before, differs = None, ""
-        if baseline is not None:
+        before: list[Diagnosis] = []
+        differs: list[str] = []
+        for baseline in baselines:
             base = load_trace(baseline)
-            differs = unlike(trace, base)
-            before = diagnose_trace(base)
-    comparison = compare(found, before, threshold / 100) if before else None
-    if differs:
-        words.print(differs, markup=False, highlight=False, soft_wrap=True)
+            differs.append(unlike(trace, base))
+            before.append(diagnose_trace(base))
+    comparison = compare(found, *before, threshold=threshold / 100) if before else None
+    for sentence in dict.fromkeys(filter(None, differs)):
+        words.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         from headway.report.comparison_view import Baseline
         from headway.report.page import write_html
@@ -100,9 +110,17 @@ def diagnose(
         if comparison is not None:
             console.print(Text(comparison.sentence, style="bold"), soft_wrap=True)
         print_diagnosis(found, console)
+        _print_next(console, folder, plannable=bool(trace.model.parameters))
     if html is not None:
         words.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
     return int(comparison is not None and comparison.regressed)
+
+
+def _print_next(console: Console, folder: Path, *, plannable: bool) -> None:
+    """Name the next command, unless it would refuse the trace."""
+    if plannable:
+        command = f"headway optimize {shlex.quote(str(folder))} -o plan.yaml"
+        console.print(Text(f"Next: {one_line(command)}"), soft_wrap=True)
 
 
 @contextmanager

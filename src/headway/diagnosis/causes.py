@@ -23,7 +23,7 @@ from headway.diagnosis.skew import find_skew, skew_finding
 from headway.diagnosis.stalls import Stalls, find_stalls, stall_finding
 from headway.diagnosis.stragglers import CAUSES, Blame, Straggler
 from headway.diagnosis.timeline import REST, RankTime
-from headway.diagnosis.verdict import Waits, usual_findings
+from headway.diagnosis.verdict import Waits, needless_search, usual_findings
 from headway.trace.format import Trace
 
 
@@ -55,6 +55,8 @@ def find_causes(
     if (skewed := find_skew(trace, step_ms)) is not None:
         slow = any(one.cause == "straggler" and skewed.rank in one.ranks for one in found)
         found.append(skew_finding(skewed, slow=slow))
+    if (needless := needless_search(trace, steps)) is not None:
+        found.append(needless)
     return ranked(found, step_ms, plannable=bool(trace.model.parameters))
 
 

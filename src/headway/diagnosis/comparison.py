@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -23,14 +24,18 @@ PART_WORDS = {
 }
 DEFAULT_THRESHOLD = 0.05
 SURE = 2.0  # standard errors that a change has to exceed to count
+ONE_RUN = 0.10  # of the step: how much runs of one job are taken to differ where only one was recorded
+# Student's t, 95 % on both sides, by degrees of freedom from one on; SURE beyond.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A diagnosis held against a baseline's. Differences are new minus old, of mean steps in ms.
 
-    ``noise_ms`` is how much two recordings of the same job may differ by chance: two standard errors of their steps.
-    ``steps`` is how many the shorter of both recordings has.
+    ``noise_ms`` is how much two recordings of the same job may differ by chance: by what the ``baselines`` differ among
+    themselves, or ``ONE_RUN`` of the step where there is one, and at least by two standard errors of the steps.
+    ``steps`` is how many the shortest of the recordings has.
     """
 
     baseline_step_ms: float
@@ -41,6 +46,7 @@ class Comparison:
     parts_ms: dict[str, float]
     new_causes: tuple[str, ...]
     gone_causes: tuple[str, ...]
+    baselines: int = 1
 
     @property
     def change(self) -> float:
@@ -60,15 +66,28 @@ class Comparison:
         if self.steps < 2:
             return f"One step says nothing about noise: the step went from {steps}; record more steps to compare."
         if abs(difference_ms) <= self.noise_ms:
-            return f"No change that exceeds noise: the step went from {steps} (noise {milliseconds(self.noise_ms)})."
+            return (
+                f"No change that exceeds noise: the step went from {steps} (noise {milliseconds(self.noise_ms)})."
+                f"{self._of_one_run}"
+            )
         part = max(self.parts_ms, key=lambda one: self.parts_ms[one] * difference_ms)
         most = f"most of it {PART_WORDS[part]} ({self.parts_ms[part]:+.3g} ms)"
         if difference_ms < 0:
-            return f"Faster by {percent(-self.change)}: the step went from {steps}, {most}."
+            return f"Faster by {percent(-self.change)}: the step went from {steps}, {most}.{self._of_one_run}"
         beyond = "above" if self.regressed else "within"
         return (
             f"Slower by {percent(self.change)}: the step went from {steps}, {most}; that is {beyond} the threshold of "
-            f"{percent(self.threshold)}."
+            f"{percent(self.threshold)}.{self._of_one_run}"
+        )
+
+    @property
+    def _of_one_run(self) -> str:
+        """What must be said where nothing is known of how runs differ."""
+        if self.baselines > 1:
+            return ""
+        return (
+            f" How much runs of this job differ is unknown from one baseline, and taken as {percent(ONE_RUN)}; the "
+            "load of the machine may change more: give --baseline several times."
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -79,6 +98,7 @@ class Comparison:
             "baseline_step_ms": round(self.baseline_step_ms, 6),
             "change": round(self.change, 6),
             "noise_ms": round(self.noise_ms, 6),
+            "baselines": self.baselines,
             "threshold": self.threshold,
             "parts_ms": {part: round(value, 6) for part, value in self.parts_ms.items()},
             "new_causes": list(self.new_causes),
@@ -107,23 +127,41 @@ def unlike(new: Trace, baseline: Trace) -> str:
     return f"These are not recordings of the same job: {' and '.join(said)}." if said else ""
 
 
-def compare(new: Diagnosis, baseline: Diagnosis, threshold: float = DEFAULT_THRESHOLD) -> Comparison:
-    """Hold ``new`` against ``baseline``; ``threshold`` is the share by which a step may become longer."""
-    now, then = (
-        mean_breakdown(list(new.breakdown.values())),
-        mean_breakdown(list(baseline.breakdown.values())),
+def compare(new: Diagnosis, *baselines: Diagnosis, threshold: float = DEFAULT_THRESHOLD) -> Comparison:
+    """Hold ``new`` against one or more earlier runs; ``threshold`` is the share by which a step may become longer.
+
+    Causes are new if no baseline has them, and gone if all of them had them.
+    """
+    now = mean_breakdown(list(new.breakdown.values()))
+    then = mean_breakdown([mean_breakdown(list(one.breakdown.values())) for one in baselines])
+    causes, earlier = _causes(new), [_causes(one) for one in baselines]
+    steps_ms = [one.step_ms for one in baselines]
+    within_ms = SURE * math.hypot(
+        _error(new.step_times_ms),
+        math.hypot(*(_error(one.step_times_ms) for one in baselines)) / len(baselines),
     )
-    causes, earlier = _causes(new), _causes(baseline)
     return Comparison(
-        baseline_step_ms=baseline.step_ms,
+        baseline_step_ms=fmean(steps_ms),
         step_ms=new.step_ms,
-        noise_ms=SURE * math.hypot(_error(new.step_times_ms), _error(baseline.step_times_ms)),
+        noise_ms=max(within_ms, _between_runs_ms(steps_ms)),
         threshold=threshold,
-        steps=min(len(new.steps), len(baseline.steps)),
+        steps=min(len(one.steps) for one in (new, *baselines)),
         parts_ms={part: getattr(now, part) - getattr(then, part) for part in PARTS},
-        new_causes=tuple(cause for cause in causes if cause not in earlier),
-        gone_causes=tuple(cause for cause in earlier if cause not in causes),
+        new_causes=tuple(cause for cause in causes if not any(cause in own for own in earlier)),
+        gone_causes=tuple(
+            cause for cause in earlier[0] if cause not in causes and all(cause in own for own in earlier)
+        ),
+        baselines=len(baselines),
     )
+
+
+def _between_runs_ms(steps_ms: Sequence[float]) -> float:
+    """By how much one more run may differ from the mean of these by chance, in 19 of 20 cases (prediction interval)."""
+    count = len(steps_ms)
+    if count < 2:
+        return ONE_RUN * fmean(steps_ms)
+    sure = STUDENT[count - 2] if count - 2 < len(STUDENT) else SURE
+    return sure * stdev(steps_ms) * math.sqrt(1 + 1 / count)
 
 
 def _causes(diagnosis: Diagnosis) -> list[str]:

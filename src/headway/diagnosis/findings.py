@@ -16,8 +16,8 @@ MOST_CHARACTERS = 1000  # of a sentence: names in traces may be of any length
 class Finding:
     """One cause. ``cost_ms`` estimates by how much a mean step would be shorter without it; ``ranks`` are to blame.
 
-    ``sentence`` names the cause, who is to blame, the cost and what to do. ``stands_out`` says whether it is large
-    enough to be told first.
+    ``sentence`` names the cause, who is to blame and the cost. ``stands_out`` says whether it is large enough to be
+    told; then the sentence also says what to do.
     """
 
     cause: str
@@ -58,6 +58,19 @@ def unexplained(
     ]
 
 
+THE_BOTTLENECK = " is the bottleneck: "
+
+
+def _of_its_weight(finding: Finding, *, first: bool) -> str:
+    """Only what is told first is the bottleneck, and what does not stand out asks for nothing."""
+    head, bottleneck, rest = finding.sentence.partition(THE_BOTTLENECK)
+    if not bottleneck or (first and finding.stands_out):
+        return finding.sentence
+    if not finding.stands_out:
+        rest = rest.partition(";")[0].rstrip(".") + "."
+    return f"{head}: {rest}"
+
+
 PLANS = " (headway optimize)"
 
 
@@ -71,17 +84,14 @@ def ranked(found: Sequence[Finding], step_ms: float, *, plannable: bool = True) 
     None costs more than the step, and what a sentence quotes of the trace can break no line. Where a trace names no
     parameters it is not ``plannable``, and sentences do not send readers to where it would be refused.
     """
-    within = [
-        replace(
-            one,
-            cost_ms=min(max(one.cost_ms, 0.0), step_ms),
-            sentence=one_line(
-                one.sentence if plannable else _without_plans(one.sentence), limit=MOST_CHARACTERS
-            ),
-        )
-        for one in found
-    ]
-    return sorted(within, key=lambda one: (not one.stands_out, -one.cost_ms))
+    ordered = sorted(found, key=lambda one: (not one.stands_out, -min(max(one.cost_ms, 0.0), step_ms)))
+    told = []
+    for place, one in enumerate(ordered):
+        sentence = _of_its_weight(one, first=place == 0)
+        sentence = sentence if plannable else _without_plans(sentence)
+        cost_ms = min(max(one.cost_ms, 0.0), step_ms)
+        told.append(replace(one, cost_ms=cost_ms, sentence=one_line(sentence, limit=MOST_CHARACTERS)))
+    return told
 
 
 def percent(share: float) -> str:

@@ -23,6 +23,7 @@ from headway.trace.events import Kind
 
 FLOOR_SHARE = 0.02  # of the step
 FLOOR_MS = 0.5
+LEAST_EXPLAINED = 0.1  # of the blame: a part of the work that explains less is not its cause
 MAX_EXPLAINED = 200  # late arrivals, the costliest first, that are looked at to find the cause
 
 CAUSES = ("forward", "backward", "input", "optimizer", REST)
@@ -34,8 +35,9 @@ class Straggler:
     """A rank that others wait for.
 
     ``blame_ms`` is the time that the other ranks lose to it in each step, averaged over all of them. ``cause`` is the
-    part of its work that grew before its late arrivals, compared with the median of the other ranks; ``late_ms`` is
-    by how much. ``own_ms`` and ``others_ms`` are that part in a mean step, on it and (median) on the others.
+    part of its work that is longer before its late arrivals and in its mean step, compared with the median of the other
+    ranks, or ``unknown``; ``late_ms`` is by how much before its late arrivals. ``own_ms`` and ``others_ms`` are that
+    part in a mean step, on it and (median) on the others.
     """
 
     rank: int
@@ -162,12 +164,22 @@ def _explained(
         late += costs[instance] * (spent[rank] - typical)
         weight += costs[instance]
     late_ms = late / max(weight, 1) / NS_A_MS
+    means_ms = {one: np.array(_mean_parts(time)) / NS_A_MS for one, time in times.items()}
+    others_ms = np.median([means for one, means in means_ms.items() if one != rank], axis=0)
+    # What is longer before single late arrivals, but not in the mean step, is chance.
+    explaining_ms = np.minimum(late_ms, means_ms[rank] - others_ms)
+    late_ms[explaining_ms <= LEAST_EXPLAINED * blame_ms] = 0.0
     worst = int(np.argmax(late_ms))
-    if late_ms[worst] <= 0.1 * blame_ms:
+    if late_ms[worst] <= 0:
         return Straggler(rank, blame_ms, UNKNOWN, 0.0, 0.0, 0.0)
-    means = {one: _mean_parts(time)[worst] / NS_A_MS for one, time in times.items()}
-    typical_ms = float(np.median([mean for one, mean in means.items() if one != rank]))
-    return Straggler(rank, blame_ms, CAUSES[worst], float(late_ms[worst]), float(means[rank]), typical_ms)
+    return Straggler(
+        rank,
+        blame_ms,
+        CAUSES[worst],
+        float(late_ms[worst]),
+        float(means_ms[rank][worst]),
+        float(others_ms[worst]),
+    )
 
 
 def _barriers(times: dict[int, RankTime], rows: Communications) -> Ints:

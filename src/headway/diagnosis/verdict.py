@@ -11,9 +11,13 @@ from headway.diagnosis.findings import HALF, Finding, listed, milliseconds, of_e
 from headway.diagnosis.gradients import CommunicationShape
 from headway.diagnosis.pauses import Pause, pause_advice
 from headway.diagnosis.stragglers import UNKNOWN, Straggler
+from headway.trace.events import Kind
+from headway.trace.format import Trace
 
 STANDS_OUT = 0.10  # of the step
 REST_STANDS_OUT = 0.25
+TOLD_OF_NOISE = 0.05  # of the step
+NEEDLESS_SEARCH = "needless_find_unused"
 
 _ADVICE = {
     "forward": "look at what else that machine runs, its clock rate and temperature",
@@ -71,15 +75,22 @@ def usual_findings(
     found = []
     if stragglers and not moving:
         worst = stragglers[0]
-        sentence = _straggler(stragglers, step_ms, UNKNOWN if not mean.computation else worst.cause)
         stands_out = worst.blame_ms >= waits.least_blame_ms
+        cause = UNKNOWN if not mean.computation else worst.cause
+        sentence = (
+            _straggler(stragglers, step_ms, cause)
+            if stands_out
+            else f"The other ranks wait {of_each_step(worst.blame_ms, step_ms)} for rank {worst.rank}, which is within "
+            f"noise: in so many steps, equal ranks may differ by {milliseconds(waits.least_blame_ms)}."
+        )
         # Part of what it is late by is hidden under what others wait for anyway, and would be gained as well.
         cost_ms = max(worst.blame_ms, min(worst.late_ms, worst.own_ms - worst.others_ms))
         found.append(Finding("straggler", cost_ms, sentence, (worst.rank,), stands_out))
     else:
-        sentence = (
-            f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, each time for a different one; "
-            "no single rank is to blame: look for uneven inputs or noisy machines."
+        sentence = f"Ranks wait for one another for {of_each_step(waits.mean_ms, step_ms)}, " + (
+            "each time for a different one; no single rank is to blame: look for uneven inputs or noisy machines."
+            if waits.uneven
+            else "which is within noise: equal ranks may do so."
         )
         found.append(Finding("moving_imbalance", waits.mean_ms, sentence, (), waits.uneven))
     of_step = f"{percent(mean.exposed_communication / step_ms)} of each {milliseconds(step_ms)} step"
@@ -125,15 +136,44 @@ def _rest(mean: Breakdown, pause: Pause | None) -> Finding:
     return Finding("rest", mean.rest, sentence, (), stands_out)
 
 
+def needless_search(trace: Trace, steps: Sequence[int]) -> Finding | None:
+    """DDP's search for unused parameters, where every recorded backward of every rank has used all of them."""
+    if not trace.model.find_unused_parameters or trace.missing_ranks or trace.stages:
+        return None
+    names = set(trace.model.by_name)
+    for events in trace.events.values():
+        passes = events.of_kind(Kind.BACKWARD_PASS)
+        ready = events.of_kind(Kind.GRADIENT_READY)
+        if not set(steps) <= set(passes.step.tolist()):
+            return None
+        for start_ns, end_ns in zip(passes.start_ns.tolist(), passes.end_ns.tolist(), strict=True):
+            within = (ready.start_ns >= start_ns) & (ready.start_ns <= end_ns)
+            if not names <= set(ready.name[within].tolist()):
+                return None
+    sentence = (
+        f"DDP is told find_unused_parameters=True, but in the {len(steps)} recorded steps all {len(names)} parameters "
+        "got gradients on every rank: without it DDP need not search the graph in each step, and can rebuild its "
+        "buckets in the order of gradients; leave it out if no step leaves a parameter unused (Hugging Face: "
+        "ddp_find_unused_parameters=False)."
+    )
+    return Finding(NEEDLESS_SEARCH, 0.0, sentence)
+
+
 def verdict(
     mean: Breakdown, findings: Sequence[Finding], stragglers: Sequence[Straggler], *, world_size: int
 ) -> str:
-    """The first sentence: the costliest finding that stands out, and what comes next to it."""
+    """The first sentence: the costliest finding that stands out, and what comes next to it.
+
+    Waiting for other ranks that is within noise is told where nothing else is and where it is longer than
+    ``TOLD_OF_NOISE`` of the step.
+    """
     step_ms = mean.total_ms
     if step_ms <= 0:
         return "Nothing can be said: the recorded steps have no length."
     skewed = [one.sentence for one in findings if one.cause == "clock_skew"]
-    return " ".join([*skewed, _costliest(mean, findings, stragglers, world_size)])
+    cheap = [one.sentence for one in findings if one.cause == NEEDLESS_SEARCH]
+    others = [one for one in findings if one.cause != NEEDLESS_SEARCH]
+    return " ".join([*skewed, _costliest(mean, others, stragglers, world_size), *cheap])
 
 
 def _costliest(
@@ -142,7 +182,12 @@ def _costliest(
     step_ms = mean.total_ms
     standing = [one for one in findings if one.stands_out]
     if not standing:
-        return _nothing(mean, step_ms, world_size)
+        noise = [
+            one.sentence
+            for one in findings
+            if one.cause in ("straggler", "moving_imbalance") and one.cost_ms >= TOLD_OF_NOISE * step_ms
+        ]
+        return " ".join([_nothing(mean, step_ms, world_size), *noise])
     first, *others = standing
     second = next((one for one in others if one.cause == "straggler"), None)
     if second is None:
@@ -161,7 +206,7 @@ def _straggler(stragglers: tuple[Straggler, ...], step_ms: float, cause: str) ->
             own, others = milliseconds(worst.own_ms), milliseconds(worst.others_ms)
             sentence += f" ({own} a step, the others {others})"
     else:
-        sentence += ", and no recorded part of its own work explains it"
+        sentence += "; it arrives last, and the trace does not show why"
     if len(stragglers) > 1:
         also = ", ".join(str(one.rank) for one in stragglers[1:4])
         sentence += f"; rank{'s' if len(stragglers) > 2 else ''} {also} to a lesser degree"

@@ -9,6 +9,7 @@ from rich.text import Text
 from headway.diagnosis import Diagnosis
 from headway.diagnosis.averaging import Averaging
 from headway.diagnosis.breakdown import PARTS
+from headway.diagnosis.stragglers import UNKNOWN
 from headway.report.palette import short_label
 from headway.report.words import plain
 from headway.units import format_rate
@@ -20,6 +21,9 @@ MAX_PATH = 24
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print ``diagnosis``. What came from the trace is shown as plain text, never as markup or control."""
     console.print(Text(plain(diagnosis.verdict), style="bold"), soft_wrap=True)
+    for finding in diagnosis.findings:
+        if finding.stands_out and finding.sentence.rstrip(".") not in diagnosis.verdict:
+            console.print(Text(plain(f"Also: {finding.sentence}")), soft_wrap=True)
     for note in diagnosis.notes:
         console.print(Text(plain(f"Note: {note}"), style="yellow"), soft_wrap=True)
     console.print()
@@ -71,7 +75,8 @@ def _stragglers(diagnosis: Diagnosis) -> Table:
         ("cause", False),
     )
     for one in diagnosis.stragglers:
-        table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(plain(one.cause)))
+        cause = "not seen in the trace" if one.cause == UNKNOWN else plain(one.cause)
+        table.add_row(str(one.rank), f"{one.blame_ms:.2f}", Text(cause))
     return table
 
 
