@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from headway.ext.testing import check_pass
 from headway.passes.accumulate import Accumulate
 from headway.passes.applied import applied_to, apply_all
 from headway.passes.base import Pass
@@ -25,6 +26,18 @@ def gradients(model: Any) -> list[torch.Tensor]:
     model.zero_grad()
     model(torch.ones(6, 4)).square().mean().backward()
     return [each.grad for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Recompute(modules=("0", "2")), Accumulate(micro_batches=2), Precision(dtype="bfloat16"),
+        OptimizerImplementation(implementation="foreach"),
+    ],
+    ids=lambda changed: changed.name,
+)  # fmt: skip
+def test_passes_are_what_the_test_kit_asks_for(changed: Pass) -> None:
+    check_pass(changed)
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,8 @@ def _in_processes(world_size: int, name: str, options: dict[str, Any], injected:
         ]  # fmt: skip
         try:
             outputs = [rank.communicate(timeout=RANK_TIMEOUT_S)[0] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"ranks under {name} do not end within {RANK_TIMEOUT_S:g} s") from None
         finally:
             for rank in ranks:
                 rank.kill()
