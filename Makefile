@@ -25,7 +25,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headway needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==$(TORCH)
+	$(BIN)/python -m pip install --quiet $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
@@ -68,7 +68,8 @@ coverage: $(STAMP)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort=cover
 
-# Another torch or Python, in a folder of its own: make test-with TORCH=2.10.0 PYTHON=python3.12
+# Another torch or Python, in a folder of its own: make test-with TORCH=2.10.0 PYTHON=python3.12. TORCH=newest is what
+# pip installs by itself, which takes gigabytes.
 test-with:
 	$(MAKE) quick unit VENV=.venv-$(TORCH)-$(notdir $(PYTHON))
 

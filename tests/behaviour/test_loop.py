@@ -144,7 +144,7 @@ def test_a_plan_runs_and_trains_what_the_stock_script_trains(
     assert done.returncode == 0, done.stderr
     begin, end = (line for line in done.stderr.splitlines() if line.startswith("headway: "))
     assert re.fullmatch(r"headway: running under .*, on 2 ranks; predicted .* ± .* ms a step", begin)
-    assert re.match(r"headway: [\d.]+ ms a step, over the last \d+; predicted .*, recorded without it ", end)
+    assert re.match(r"headway: [\d.]+ ms a step, over the last \d+; predicted .*, recorded before ", end)
     stock, planned = json.loads((recorded / "stock.json").read_text()), json.loads(losses.read_text())
     assert planned["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert planned["checksum"] == pytest.approx(stock["checksum"], rel=1e-4)

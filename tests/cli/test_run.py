@@ -34,7 +34,7 @@ def changed(**fields: object) -> Report:
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        (RANK_0, "over the last 115; predicted 70.0 ± 8.0, recorded without it 100.0: 1.39 times as fast"),
+        (RANK_0, "over the last 115; predicted 70.0 ± 8.0, recorded before 100.0: 1.39 times as fast"),
         (changed(step_ms=98.0), "no difference that stands out from noise, and not as predicted"),
         (changed(step_ms=150.0), "slower, 1.50 times as long, and not as predicted"),
         (changed(spread_ms=200.0), "no difference that stands out from noise"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headway import files
+from headway.coordination.generators.factory import names
 from headway.errors import PlanError
 
 if TYPE_CHECKING:
@@ -22,25 +23,25 @@ DEFAULT_LISTEN = "127.0.0.1:29650"
 
 @click.command()
 @click.option("--listen", metavar="HOST:PORT", default=DEFAULT_LISTEN, show_default=True,
-              help="Where workers reach it; port 0 takes a free one.")  # fmt: skip
+              help="The address at which workers reach it; port 0 takes a free one.")  # fmt: skip
 @click.option("--secret-file", type=click.Path(path_type=Path, dir_okay=False),
-              help="What workers have to know; needed on any address but loopback.")  # fmt: skip
+              help="A file with the secret that workers must know; needed on any address but loopback.")  # fmt: skip
 @click.option("--new-secret", type=click.Path(path_type=Path, dir_okay=False),
               help="Write a new secret into this file, and end.")  # fmt: skip
 @click.option("--journal", type=click.Path(path_type=Path, dir_okay=False),
-              help="Keep in this file what has to outlive a crash, and go on from it.")  # fmt: skip
+              help="Keep the state in this file, and go on from it after a crash.")  # fmt: skip
 @click.option("--lease", metavar="TIME", default="10s", show_default=True,
-              help="Workers that are silent for so long are taken for dead.")  # fmt: skip
+              help="How long a worker may be silent before it is taken for dead.")  # fmt: skip
 @click.option("--generator", metavar="NAME[:OPTION=VALUE,…]", default="first-come", show_default=True,
-              help="Which workers average together.")  # fmt: skip
+              help=f"Which workers average together: {', '.join(names())}.")  # fmt: skip
 @click.option("--plan", type=click.Path(path_type=Path, dir_okay=False),
-              help="Take generator, its options and the seed from a plan with partial all-reduce.")  # fmt: skip
+              help="Take generator, options and seed from this plan, of partial all-reduce.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-              help="Of what the generator draws.")  # fmt: skip
+              help="The seed of random groups.")  # fmt: skip
 @click.option(
     "--metrics", metavar="[HOST:]PORT", help="Serve metrics for Prometheus there; on loopback by default."
 )
-@click.option("--json", "as_json", is_flag=True, help="Say the address as one line of JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the address as one line of JSON.")
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
 def coordinate(
     listen: str,

@@ -141,7 +141,7 @@ def steps_in_words(plan: Plan, report: Report) -> str:
     if report.world_size != plan.world_size:
         return f"{line}; the plan's prediction is for {counted(plan.world_size, 'rank')}"
     before_ms = expected.baseline_ms
-    line += f"; predicted {expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f}, recorded without it {before_ms:.1f}: "
+    line += f"; predicted {expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f}, recorded before {before_ms:.1f}: "
     noise_ms = max(NOISE * before_ms, 2 * report.spread_ms / math.sqrt(report.timed_steps))
     is_as_predicted = abs(measured_ms - expected.step_ms) <= max(expected.uncertainty_ms, noise_ms)
     if abs(measured_ms - before_ms) <= noise_ms:

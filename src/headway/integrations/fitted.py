@@ -41,13 +41,16 @@ def strategy_for(plan: Plan, model: nn.Module, process_group: Any = None) -> Str
     if found is None:
         return plan.strategy
     if dist.get_rank(process_group) == 0:
-        why = f"the plan is for {counted(plan.world_size, 'worker')}, and the job has {workers}"
-        print(f"headway: {why}: its schedule is tuned anew", file=sys.stderr)
-        if (journal := Journal.wanted()) is not None:
-            before, order = plan.strategy.describe(), found.describe()
-            journal.add(
-                Entry(step=0, before=before, order=order, reason=f"{why}: tuned anew", measured_ms=0.0)
-            )
+        why = (
+            f"the plan is for {counted(plan.world_size, 'worker')}, and the job has {workers}: "
+            "its schedule is tuned anew"
+        )
+        before, order = plan.strategy.describe(), found.describe()
+        journal = Journal.wanted()
+        if journal is not None:
+            journal.add(Entry(step=0, before=before, order=order, reason=why, measured_ms=0.0))
+        if journal is None or not journal.prints:
+            print(f"headway: {why}", file=sys.stderr)
     return found
 
 

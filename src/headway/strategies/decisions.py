@@ -75,7 +75,7 @@ class Journal:
 
     def __init__(self, path: Path | None, *, prints: bool = False) -> None:
         self._path = path
-        self._prints = prints
+        self.prints = prints
         self._printed: set[tuple[str, str, str]] = set()
         self._job = {"attempt": _number("TORCHELASTIC_RESTART_COUNT"), "workers": _number("WORLD_SIZE")}
         if path is not None:
@@ -91,7 +91,7 @@ class Journal:
     def add(self, entry: Entry) -> None:
         """Write one decision."""
         self._write(entry.model_copy(update=self._job).model_dump_json() + "\n")
-        if self._prints and (entry.switches or entry.kind not in self._printed):
+        if self.prints and (entry.switches or entry.kind not in self._printed):
             self._printed.add(entry.kind)
             print(f"headway: {entry.sentence()}", file=sys.stderr, flush=True)
 
