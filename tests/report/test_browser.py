@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from tests.report.pages import HOSTILE, HOSTILE_JOB, MANY_RANKS_JOB, browser, de
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.diagnosis import Diagnosis, diagnose
+from headway.diagnosis.comparison import compare
+from headway.report.comparison_view import Baseline
+from headway.report.decisions import decisions_page
 from headway.report.page import write_html
+from headway.strategies.decisions import Entry
 from headway.trace.format import Trace
 
 pytestmark = pytest.mark.browser
@@ -83,6 +88,35 @@ def test_the_page_opens_and_says_what_it_must(page: Any, tmp_path: Path) -> None
     assert page.locator("#history canvas").count() >= 1
     assert page.evaluate("document.querySelectorAll('img').length") == 0
     assert complaints == []
+
+
+def test_narrow_and_dark_pages_fit(chromium: Any, tmp_path: Path) -> None:
+    before, trace = synthetic_trace(HOSTILE_JOB), synthetic_trace(replace(HOSTILE_JOB, forward_ms=25.0))
+    then, now = diagnose(before), diagnose(trace)
+    write_html(
+        trace, now, tmp_path / "page.html", Baseline(("a " + "long" * 30,), (then,), compare(now, then))
+    )
+    entry = Entry(step=3, before="a plan", order="b" * 300, reason=HOSTILE * 5, measured_ms=3.0)
+    (tmp_path / "decisions.html").write_text(decisions_page([entry], HOSTILE))
+    for name, figure in (("page", "timeline"), ("decisions", "decisions")):
+        for scheme, paper in (("dark", "#1a2129"), ("light", "white")):
+            context = chromium.new_context(viewport={"width": 400, "height": 900}, color_scheme=scheme)
+            opened = context.new_page()
+            complaints = open_offline(opened, tmp_path / f"{name}.html")
+            assert opened.evaluate("document.documentElement.scrollWidth") <= 400
+            assert colour_of(opened, figure) == paper
+            ink = opened.evaluate("getComputedStyle(document.body).color")
+            assert (ink == "rgb(31, 41, 51)") == (scheme == "light")
+            if name == "page" and scheme == "dark":
+                opened.emulate_media(color_scheme="light")  # as when it is printed
+                opened.wait_for_function("model('timeline').background_fill_color === 'white'")
+            assert complaints == []
+            context.close()
+
+
+def colour_of(page: Any, figure: str) -> str:
+    """The background of a figure."""
+    return str(page.evaluate(f"model('{figure}').background_fill_color"))
 
 
 def test_the_wheel_zooms_and_dragging_moves(page: Any, tmp_path: Path) -> None:

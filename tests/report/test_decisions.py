@@ -86,6 +86,10 @@ def test_the_page_shows_every_step_and_escapes_reasons(written: Path) -> None:
     pytest.importorskip("bokeh")
     page = decisions_page(read_journal(written))
     assert "1 switch after 3 decisions" in page
+    assert 'id="switches"' in page
+    assert page.partition('id="all"')[2].count("</b> in step") == 0
+    assert page.partition('id="all"')[2].count("&lt;b&gt;changed") == 3
+    assert "default-src 'none'" in page
     assert "changed" in page
     assert "</script><b>changed" not in page
     assert "<script src" not in page

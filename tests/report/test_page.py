@@ -17,13 +17,15 @@ from tests.report.pages import (
     part_of,
     served_trace,
 )
-from tests.synthetic import SyntheticJob, synthetic_trace
+from tests.synthetic import SyntheticJob, synthetic_trace, with_ranks
 
 from headway.diagnosis import diagnose
+from headway.diagnosis.comparison import compare
 from headway.diagnosis.findings import Finding
 from headway.errors import UserError
-from headway.report import decisions
+from headway.report import decisions, templates
 from headway.report.choice import blamed_ranks
+from headway.report.comparison_view import Baseline
 from headway.report.page import SCRIPTS, render_html, write_html
 from headway.trace.format import Trace
 
@@ -141,6 +143,70 @@ def test_findings_besides_the_verdict_are_told_and_their_ranks_marked() -> None:
     assert "is to blame for 3.00 ms of each step (slow link)" in html
     assert "▸ rank 1<" in html
     assert "▸ rank 2<" in html
+
+
+def test_the_job_its_buckets_and_modules_are_told() -> None:
+    job = replace(HOSTILE_JOB, bucket_bytes=(1_000_000,) * 4)
+    trace = synthetic_trace(job)
+    buckets = tuple((f"{HOSTILE}{number}", "b") for number in range(3))
+    trace = with_ranks(
+        trace, {0: {"buckets": buckets, "device": HOSTILE}, 1: {"threads": 64, "cores": ((0, 1),)}}
+    )
+    trace = replace(trace, model=trace.model.model_copy(update={"class_name": HOSTILE}))
+    html = rendered(trace)
+    own = DATA.sub("", html)
+    assert HOSTILE not in own
+    for section in ('id="job"', 'id="not-observed"', 'id="buckets"', 'id="modules"'):
+        assert section in own
+    assert "<title>Headway diagnosis: synthetic (&lt;script&gt;" in own
+    assert "compute with 64 threads on" in own
+    assert "headway optimize synthetic" in own
+
+
+def test_thousands_of_buckets_and_modules_stay_small() -> None:
+    modules = tuple(f"encoder.layer.{number}.attention" for number in range(1500))
+    job = SyntheticJob(world_size=2, steps=1, bucket_bytes=(10_000,) * 1500, modules=modules)
+    html = rendered(synthetic_trace(job))
+    assert len(html) < 5_000_000
+    shown = DATA.sub("", html)
+    assert "1,460 more buckets are left out here" in shown
+    assert "1,488 more modules" in shown
+    assert shown.count("encoder.layer.") < 700
+
+
+def test_two_recordings_are_compared_on_one_page() -> None:
+    job = replace(HOSTILE_JOB, bucket_bytes=(1_000_000,) * 4)
+    trace, slower = synthetic_trace(job), synthetic_trace(replace(job, forward_ms=25.0))
+    slower = with_ranks(slower, {0: {"backend": HOSTILE}})
+    before, after = diagnose(trace), diagnose(slower)
+    comparison = compare(after, before)
+    html = render_html(slower, after, Baseline((HOSTILE,), (before,), comparison))
+    own = DATA.sub("", html)
+    assert HOSTILE not in own
+    assert "<title>Headway comparison: " in own
+    for part in ("parts", "steps", "changed", "buckets", "modules"):
+        assert f'id="comparison-{part}"' in own
+    assert comparison.sentence in re.sub("<[^>]*>", "", own)
+    baseline = Baseline.of([Path("some/synthetic"), Path(HOSTILE)], [before, before], comparison)
+    again = DATA.sub("", render_html(slower, after, baseline))
+    assert HOSTILE not in again
+    assert "mean of 2 baselines" in again
+    assert Baseline.of([], [], None) is None
+
+
+def test_numbers_and_their_units_stay_together() -> None:
+    html = templates.template("decisions.html.jinja").environment.from_string("{{ text|together }}")
+    said = html.render(text="is 14 % of each 120 ms step, <b> 1 switch")
+    assert said == (
+        'is <span class="nobreak">14 %</span> of each <span class="nobreak">120 ms</span> step, &lt;b&gt; 1 switch'
+    )
+
+
+def test_no_row_of_the_critical_path_is_nothing() -> None:
+    own = DATA.sub("", rendered(synthetic_trace(HOSTILE_JOB)))
+    table = own.partition('id="path"')[2].partition("</table>")[0]
+    assert table.count("data-piece=") >= 3
+    assert ">0 %<" not in table
 
 
 def test_without_bokeh_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

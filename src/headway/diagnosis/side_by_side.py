@@ -1,4 +1,4 @@
-"""Two diagnoses of one job side by side: what was changed, and where steps, buckets and modules differ."""
+"""Recordings of one job side by side: what was changed, and where steps, buckets and modules differ."""
 
 from __future__ import annotations
 
@@ -57,28 +57,37 @@ class Pair(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """The recording before and the one after. ``changed`` are the facts that differ, by what they are.
+    """Baselines and the recording after them. ``changed`` are the facts that differ, by what they are.
 
-    ``buckets`` are in the order of the recording after, ``modules`` are those that differ most in forward and backward
-    together, ``modules_left_out`` how many others there are.
+    ``parts_before`` are the mean of all baselines, ``steps_before`` has the steps of each. Whatever else was before is
+    of the ``typical`` baseline, the one of median step, by its place. ``buckets`` are in the order of the recording
+    after, ``modules`` those that differ most in forward and backward together, without ``modules_left_out``.
     """
 
+    typical: int
     changed: tuple[Pair[Any], ...]
-    parts: Pair[Breakdown]
-    steps: Pair[StepSpread]
+    parts_before: Breakdown
+    parts_after: Breakdown
+    steps_before: tuple[StepSpread, ...]
+    steps_after: StepSpread
     buckets: tuple[Pair[BucketTimes], ...]
     modules: tuple[Pair[ModuleTimes], ...]
     modules_left_out: int
 
 
-def side_by_side(before: Diagnosis, after: Diagnosis) -> SideBySide:
-    """Hold ``after`` against ``before``."""
-    details = [one.details for one in (before, after)]
+def side_by_side(baselines: Sequence[Diagnosis], after: Diagnosis) -> SideBySide:
+    """Hold ``after`` against ``baselines``, at least one."""
+    by_step = sorted(range(len(baselines)), key=lambda place: baselines[place].step_ms)
+    typical = by_step[len(by_step) // 2]
+    details = [one.details for one in (baselines[typical], after)]
     modules = _modules(*(one.modules if one is not None else () for one in details))
     return SideBySide(
+        typical=typical,
         changed=_changed(*(one.job if one is not None else None for one in details)),
-        parts=Pair("mean step", *(mean_breakdown(list(one.breakdown.values())) for one in (before, after))),
-        steps=Pair("steps", *(_spread(one.step_times_ms or (one.step_ms,)) for one in (before, after))),
+        parts_before=mean_breakdown([_mean(one) for one in baselines]),
+        parts_after=_mean(after),
+        steps_before=tuple(_spread(one) for one in baselines),
+        steps_after=_spread(after),
         buckets=_buckets(*(one.buckets if one is not None else () for one in details)),
         modules=modules[:MOST_MODULES],
         modules_left_out=max(len(modules) - MOST_MODULES, 0),
@@ -92,8 +101,13 @@ def _changed(before: JobIdentity | None, after: JobIdentity | None) -> tuple[Pai
     return tuple(pair for pair in pairs if pair.before != pair.after)
 
 
-def _spread(steps_ms: Sequence[float]) -> StepSpread:
-    return StepSpread(tuple(steps_ms), *np.quantile(steps_ms, (0, 0.25, 0.5, 0.75, 1)).tolist())
+def _mean(diagnosis: Diagnosis) -> Breakdown:
+    return mean_breakdown(list(diagnosis.breakdown.values()))
+
+
+def _spread(diagnosis: Diagnosis) -> StepSpread:
+    steps_ms = diagnosis.step_times_ms or (diagnosis.step_ms,)
+    return StepSpread(steps_ms, *np.quantile(steps_ms, (0, 0.25, 0.5, 0.75, 1)).tolist())
 
 
 def _buckets(before: Sequence[BucketTimes], after: Sequence[BucketTimes]) -> tuple[Pair[BucketTimes], ...]:

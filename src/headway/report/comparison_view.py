@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ import numpy as np
 from headway.diagnosis import Diagnosis
 from headway.diagnosis.breakdown import PARTS
 from headway.diagnosis.comparison import Comparison
-from headway.diagnosis.side_by_side import Pair, StepSpread, side_by_side
+from headway.diagnosis.side_by_side import Pair, SideBySide, StepSpread, side_by_side
 from headway.report import words
 from headway.report.job_view import plan_words
 
 MAX_BUCKETS = 40
 MAX_DOTS = 400
+MAX_STRIPS = 8  # of baselines
 STANDS_OUT = 0.01  # of the step
 WIDTH, LANE, LEFT, AXIS = 1000.0, 46.0, 64.0, 22.0
 TICKS = 5
@@ -25,20 +26,20 @@ TICKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The recording that a page compares with: its name, its diagnosis, and the comparison with the page's own."""
+    """What a page compares with: recordings by their names, their diagnoses, and the comparison with the page's own."""
 
-    name: str
-    diagnosis: Diagnosis
+    names: tuple[str, ...]
+    diagnoses: tuple[Diagnosis, ...]
     comparison: Comparison
 
     @classmethod
     def of(
-        cls, folder: Path | None, before: Diagnosis | None, comparison: Comparison | None
+        cls, folders: Sequence[Path], diagnoses: Sequence[Diagnosis], comparison: Comparison | None
     ) -> Baseline | None:
-        """The recording in ``folder``; None where nothing is compared."""
-        if folder is None or before is None or comparison is None:
+        """The recordings in ``folders``; None where nothing is compared."""
+        if comparison is None:
             return None
-        return cls(folder.resolve().name, before, comparison)
+        return cls(tuple(folder.resolve().name for folder in folders), tuple(diagnoses), comparison)
 
 
 class Strip(NamedTuple):
@@ -65,23 +66,27 @@ class StepsPicture(NamedTuple):
 
 def comparison_values(baseline: Baseline, after: Diagnosis, name: str) -> dict[str, Any]:
     """What the template says of ``after``, whose trace is ``name``, against ``baseline``."""
-    if name == baseline.name:
-        baseline = replace(baseline, name=f"{name} (before)")
-    pair = side_by_side(baseline.diagnosis, after)
-    sides = ((baseline.name, pair.parts.before), (name, pair.parts.after))
+    pair = side_by_side(baseline.diagnoses, after)
+    before = baseline.names[pair.typical]
+    before = f"{before} (before)" if before == name else before
+    many = len(baseline.names)
+    mean = before if many == 1 else f"mean of {many} baselines"
     parts = {
-        side: {part: getattr(parts, part) for part in PARTS} for side, parts in sides if parts is not None
+        side: {part: getattr(row, part) for part in PARTS}
+        for side, row in ((mean, pair.parts_before), (name, pair.parts_after))
     }
     longest_ms = max(sum(row.values()) for row in parts.values())
     buckets = sorted(pair.buckets, key=_exposed_ms, reverse=True)[:MAX_BUCKETS]
     step_ms = max(baseline.comparison.step_ms, baseline.comparison.baseline_step_ms)
-    picture = steps_picture(pair.steps, (baseline.name, name))
+    picture = steps_picture(pair, (*baseline.names, name))
     return {
-        "baseline": baseline,
+        "baseline": before if many == 1 else f"{many} baselines",
+        "typical": before if many > 1 else "",
         "comparison": baseline.comparison,
         "pair": pair,
         "sides": parts,
-        "side_names": list(parts),
+        "mean_name": mean,
+        "side_names": [before, name],
         "longest_side_ms": max(longest_ms, 1e-9),
         "changed": [(one.name, _shown(one.before), _shown(one.after)) for one in pair.changed],
         "steps_picture": picture,
@@ -110,11 +115,13 @@ def signed(before_ms: float | None, after_ms: float | None) -> str:
     return f"{'+' if difference_ms > 0 else ''}{words.duration(difference_ms)}"
 
 
-def steps_picture(steps: Pair[StepSpread], names: tuple[str, str]) -> StepsPicture:
-    """Both recordings' steps on one axis; what is longer than four medians lies at its end."""
-    spreads = [
-        (name, spread) for name, spread in zip(names, (steps.before, steps.after), strict=True) if spread
-    ]
+def steps_picture(pair: SideBySide, names: Sequence[str]) -> StepsPicture:
+    """The steps of the first baselines and of the recording after on one axis, under these ``names``.
+
+    What is longer than four medians lies at its end.
+    """
+    whole = list(zip(names, (*pair.steps_before, pair.steps_after), strict=True))
+    spreads = [*whole[:-1][:MAX_STRIPS], whole[-1]]
     top_ms = max(min(spread.most_ms, 4 * spread.median_ms) for _, spread in spreads)
     least_ms = min(spread.least_ms for _, spread in spreads)
     margin_ms = max(0.05 * (top_ms - least_ms), 0.01 * top_ms, 1e-6)

@@ -161,7 +161,7 @@ def _path(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _next_command(trace: Trace) -> str:
     """What to type next; empty where the trace names no parameters, without which no plan can be made."""
-    return f"headway optimize {shlex.quote(str(trace.path))}" if trace.model.parameters else ""
+    return f"headway optimize {shlex.quote(str(trace.path))} -o plan.yaml" if trace.model.parameters else ""
 
 
 def _by_rank(trace: Trace, diagnosis: Diagnosis, drawing: Drawing, blamed: tuple[int, ...]) -> dict[str, Any]:
