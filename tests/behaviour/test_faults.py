@@ -18,8 +18,8 @@ RANKS = 3
 GROUP_LIMIT_S = 4.0
 MOST_GROUP_LIMIT_S = 12.0  # of a busy machine: every rank that stops costs as much
 AFTERWARDS_S = 20.0
-"""Of which an exit takes some seconds in Gloo, who is lost is asked for five, and a stopped keeper of the store is given
-up after as many."""
+"""An exit takes some seconds of it in Gloo, the question who is lost five, and to give up a stopped keeper of the store
+as many."""
 
 GO_ON = ("static", "first-come", "stale", "global-division")
 NAME_THE_LOST = ("servers", "int8", "asynchronous", "pipeline", "following")
