@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -238,7 +240,9 @@ def followed(rank: int, world_size: int) -> dict[str, Any]:
             values[-1] += flat(own)
         decided = [(each.step, each.before, each.candidate) for each in follower.decisions]
         found[name] = {"values": values, "decided": decided, "alive": follower.has_tuner}
-        follower.close()
+        del own, stage, steps, taken_over, runtime, follower, optimizer
+        gc.collect()
+        found[name]["left behind"] = len(psutil.Process().children())
     return found
 
 

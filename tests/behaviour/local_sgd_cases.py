@@ -244,7 +244,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     say("join", wrapped.join)
     say("a hook", lambda: wrapped.register_comm_hook(None, print))
     say("compile", wrapped.compile)
-    say("a copy", lambda: copy.deepcopy(wrapped))
     say("an option", lambda: LocalSGD(net(), strategy=LocalSGDStrategy(), mixed_precision=object()))
     say("wrapped", lambda: LocalSGD(wrapped, strategy=LocalSGDStrategy()))
     say("no checkpoint", lambda: wrapped.restore({"kind": "another"}))

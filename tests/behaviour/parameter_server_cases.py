@@ -15,7 +15,7 @@ from torch import nn
 
 import headway
 from headway.compression.cast import Cast
-from headway.errors import PlanError, UnsupportedError
+from headway.errors import CommunicationError, UnsupportedError, UserError
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
 from headway.strategies.base import Strategy
@@ -86,13 +86,19 @@ def trained(_rank: int, _world_size: int, strategies: list[dict[str, Any]]) -> d
     return found
 
 
-def with_shares_of_three(_rank: int, _world_size: int) -> str:
-    """What a plan that was made for three workers says to two."""
-    try:
-        wrapped_of(ParameterServerStrategy(shares=(1, 2, 3)))
-    except PlanError as error:
-        return str(error)
-    return "nothing"
+def misfits(rank: int, _world_size: int) -> list[str]:
+    """What two ranks are told of a plan that was made for three, and of parameters in another order on one of them."""
+    said = []
+    parameters = [nn.Linear(7, 33), nn.Linear(33, 7)]
+    for module, strategy in (
+        (net(), ParameterServerStrategy(shares=(1, 2, 3))),
+        (nn.ModuleList(parameters[:: -1 if rank else 1]), ParameterServerStrategy()),
+    ):
+        try:
+            parallelize(module, optimizer_of(module), strategy)
+        except UserError as error:
+            said.append(str(error))
+    return said
 
 
 def divided_by_those_left(_rank: int, _world_size: int) -> list[str]:
@@ -133,7 +139,7 @@ def bereft(_rank: int, _world_size: int) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss_of(wrapped, step, dist.get_rank()).backward()
             optimizer.step()
-    except RuntimeError as error:
+    except CommunicationError as error:
         print(f"SAID {error}", flush=True)
         os._exit(3)
     return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,20 +17,18 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 RANKS = 3
 GROUP_LIMIT_S = 4.0
 MOST_GROUP_LIMIT_S = 12.0  # of a busy machine: every rank that stops costs as much
-AFTERWARDS_S = (
-    20.0  # of which an exit takes some seconds in Gloo, and the store's keeper as many to be given up
-)
+AFTERWARDS_S = 20.0
+"""An exit takes some seconds of it in Gloo, the question who is lost five, and to give up a stopped keeper of the store
+as many."""
 
-ENDS = (
-    "ddp",
-    "int8",
-    "parameters",
-    "gradients",
-    "servers",
-    "asynchronous",
-    "local-sgd",
-    "pipeline",
-    "following",
+GO_ON = ("static", "first-come", "stale", "global-division")
+NAME_THE_LOST = ("servers", "int8", "asynchronous", "pipeline", "following")
+KINDS = ("KILL", "STOP", "TERM", "raise", "os._exit", "sys.exit")
+CHEAPEST = (
+    ("ddp", "STOP", 0),
+    ("pipeline", "STOP", 2),
+    ("servers", "os._exit", 2),
+    ("static", "KILL", 2),
 )
 
 
@@ -54,7 +53,9 @@ def left_behind(trial: str) -> list[str]:
     limit = limits.Limit(10.0)
     while (found := _processes_of(trial)) and not limit.over():
         time.sleep(0.1)
-    return found + [path.name for path in Path(trial).iterdir() if path.name != "fault"]
+    # Where the process that started a coordinator is killed, its folder goes when the next one starts.
+    files = [path.name for path in Path(trial).iterdir()]
+    return found + [name for name in files if name != "fault" and not name.startswith("headway-coordinator-")]
 
 
 def _processes_of(trial: str) -> list[str]:
@@ -71,8 +72,26 @@ def _processes_of(trial: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "servers", "pipeline"])
-def test_a_rank_0_that_stops_and_keeps_the_store_is_given_up(name: str, tmp_path: Path) -> None:
-    for survivor in trial(name, "STOP", 0, tmp_path):
-        assert survivor.status == 1
-        assert "rank 0" in survivor.output or "Traceback" in survivor.output
+def trials() -> list[Any]:
+    """Every strategy with every kind of fault of the last rank, and those of rank 0, which keeps the store."""
+    names = [name for name in fault_cases.STRATEGIES if name != "stock"]
+    every = [(name, kind, RANKS - 1) for name in names for kind in KINDS]
+    every += [(name, kind, 0) for name in names for kind in ("KILL", "STOP")]
+    every += [(name, "leaves", RANKS - 1) for name in (*GO_ON, "asynchronous")]
+    return [pytest.param(*each, marks=() if each in CHEAPEST else pytest.mark.exhaustive) for each in every]
+
+
+@pytest.mark.parametrize(("name", "kind", "lost"), trials())
+def test_the_others_end_or_go_on_in_time(name: str, kind: str, lost: int, tmp_path: Path) -> None:
+    serves_first = name == "asynchronous" and kind in ("sys.exit", "leaves")  # its exit waits for the others
+    goes_on = name in GO_ON or serves_first
+    for survivor in trial(name, kind, lost, tmp_path):
+        if goes_on:
+            assert survivor.status == 0, survivor.output
+            assert survivor.result == {"steps": fault_cases.STEPS}
+        else:
+            assert survivor.status == 1, survivor.output
+            said = survivor.output.rpartition("step ")[2]
+            assert "Traceback" in said or "headway: " in said
+            if name in NAME_THE_LOST:
+                assert f"rank {lost} has ended" in said

@@ -77,6 +77,7 @@ def test_orders_that_follow_a_tuner_train_as_one_process_does() -> None:
     assert told["thinking"]["alive"]
     assert not told["killed"]["alive"]
     assert not found[1]["thinking"]["decided"]
+    assert {run["left behind"] for own in found for run in own.values()} == {0}, "processes"
 
 
 def test_all_name_the_stage_that_was_killed_and_none_hangs() -> None:

@@ -66,7 +66,7 @@ def test_what_would_train_wrongly_is_refused_on_all_ranks() -> None:
     for found in workers.run(2, f"{CASES}:refused"):
         said = {
             "a scaler": "leave out steps", "join": "join()", "a hook": "register_comm_hook",
-            "compile": "before wrapping", "a copy": ".module", "an option": "mixed_precision",
+            "compile": "before wrapping", "an option": "mixed_precision",
             "wrapped": "already wrapped",
             "no checkpoint": "no checkpoint", "state": "1 steps apart", "uneven": "same number of steps",
             "another optimizer": "same tensors", "another plan": "do not agree",

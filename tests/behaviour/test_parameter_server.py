@@ -57,9 +57,10 @@ def test_a_recording_says_the_strategy_and_replays(tmp_path: Path) -> None:
     assert replayer.replay(DistributedDataParallelStrategy(), WhatIf(workers=4)).step_ms > 0
 
 
-def test_shares_of_another_number_of_ranks_are_refused() -> None:
-    for said in workers.run(2, f"{CASES}:with_shares_of_three"):
-        assert "got 3 shares" in said
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    for shares, order in workers.run(2, f"{CASES}:misfits"):
+        assert "got 3 shares" in shares
+        assert "ranks do not agree on the model's parameters" in order
 
 
 def test_a_divisor_that_hooks_are_not_told_is_refused() -> None:

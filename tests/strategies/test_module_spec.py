@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
+from headway.errors import UnsupportedError
+from headway.strategies.data_parallel.asynchronous_servers.checks import check_parameters
+from headway.strategies.data_parallel.ddp import wire
+from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.decoupled import checks
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.runtime import check_module
 
 
 def test_parameters_in_registration_order_without_frozen_ones() -> None:
@@ -27,3 +36,19 @@ def test_tied_parameters_count_once_and_own_parameters_have_no_module() -> None:
     spec = model_spec(model)
     assert [p.name for p in spec.parameters] == ["weight", "bias", "again.bias"]
     assert spec.by_name["weight"].module == ""
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        check_module, check_parameters, checks.check_module,
+        lambda module: wire.check(module, DistributedDataParallelStrategy(wire=[{"codec": "int8"}])),
+    ],
+    ids=["servers", "asynchronous servers", "decoupled", "codecs"],
+)  # fmt: skip
+def test_sparse_gradients_are_refused_by_name(refuse: Callable[[nn.Module], None]) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    with pytest.raises(UnsupportedError, match="sparse gradients are not supported; got 0, with sparse=True"):
+        refuse(model)
+    model[0].weight.requires_grad = False
+    refuse(model)

@@ -115,6 +115,8 @@ def _planned_new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
     if _installed is None or _installed.wrapper is None:
         return object.__new__(cls)
     model = kwargs.get("module", args[0] if args else None)
+    if model is None:  # a copy, or one that is loaded
+        return object.__new__(cls)
     if isinstance(model, nn.Module) and not _is_planned(_installed.plan, model):
         return object.__new__(cls)
     if cls is DistributedDataParallel:

@@ -26,6 +26,8 @@ from headway.torch_private.compiled import (
 from headway.torch_private.ddp import (
     buckets_rebuilt,
     check_reduced,
+    copied_as_itself,
+    copied_without_hook,
     ddp_bucket_assignment,
     ddp_bucket_cap_mb,
     ddp_bucket_caps_mb,
@@ -36,6 +38,7 @@ from headway.torch_private.ddp import (
     join_config_disabled,
     let_go_of_reducer,
     moved_as_ddp_does,
+    reduced_to_stock,
     sharded_by_fully_shard,
     stock_ddp,
 )
@@ -121,6 +124,8 @@ __all__ = [
     "compile_in_parts_of",
     "compiled_from",
     "compiled_in_parts",
+    "copied_as_itself",
+    "copied_without_hook",
     "data_loader_iterator",
     "ddp_bucket_assignment",
     "ddp_bucket_cap_mb",
@@ -172,6 +177,7 @@ __all__ = [
     "process_group",
     "put_gradient_hook_first",
     "queue_backward_callback",
+    "reduced_to_stock",
     "returns_given_memory",
     "returns_view",
     "sharded_by_fully_shard",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import sys
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,44 @@ def stock_ddp(
             if id(parameter) in accumulated:
                 ddp.reducer._autograd_hook(index)  # type: ignore[attr-defined]
     return ddp
+
+
+def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
+    """Have copies of ``ddp``, and what is pickled of it, be an ordinary DDP again.
+
+    They have neither its communication hook, whose state cannot be copied, nor the attributes ``added`` to it.
+    """
+    reference = weakref.ref(ddp)
+
+    def state() -> dict[str, Any]:
+        copied: Any = reference()
+        assert copied is not None
+        found: dict[str, Any] = type(copied).__getstate__(copied)
+        found["_comm_hooks"] = []
+        return {name: value for name, value in found.items() if name not in (*added, "__getstate__")}
+
+    ddp.__dict__["__getstate__"] = state
+
+
+def copied_as_itself(ddp: DistributedDataParallel) -> None:
+    """Undo ``copied_without_hook``."""
+    del ddp.__dict__["__getstate__"]
+
+
+def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
+    """What ``__reduce_ex__`` of a class in the place of DDP returns, so that a copy is an ordinary DDP.
+
+    As with torch's own, it needs no other rank. Raises RuntimeError where the process group is not the default one.
+    """
+    options = {
+        "init_sync": False, "process_group": wrapper.process_group, "device_ids": wrapper.device_ids,
+        "find_unused_parameters": wrapper.find_unused_parameters,
+    }  # fmt: skip
+    plain = stock_ddp(None, wrapper.module, options)
+    state = plain.__getstate__()  # type: ignore[no-untyped-call]
+    let_go_of_reducer(plain)
+    state["training"] = wrapper.training
+    return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
 
 
 def divides_by_ranks_left(ddp: DistributedDataParallel) -> bool:

@@ -69,6 +69,11 @@ class JobStore:
         """Return when all ``keys`` are set; raises what the store raises after ``timeout``."""
         self._ask(lambda: self._store.wait(list(keys), timeout), timeout)
 
+    @property
+    def is_kept_by_rank_0(self) -> bool:
+        """Whether it goes with rank 0, rather than with the launcher of host 0."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true"
+
     def _ask(self, operation: Callable[[], Any], patience: timedelta = timedelta()) -> Any:
         before = list(_deadlines.values())  # a client does one thing after the other
         now = time.monotonic()
@@ -105,9 +110,7 @@ class JobStore:
     def _keeper(self) -> str:
         store = without_prefixes(self._store)
         where = f" at {store.host}:{store.port}" if isinstance(store, _stores.TCPStore) else ""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-            return f"the launcher of host 0{where}"
-        return f"rank 0{where}"
+        return f"{'rank 0' if self.is_kept_by_rank_0 else 'the launcher of host 0'}{where}"
 
 
 def default_store(limit_s: float = LIMIT_S) -> JobStore:

@@ -7,15 +7,18 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests import limits
 
 from headway.coordination.client import CoordinatorClient
 from headway.coordination.membership import Member
+from headway.coordination.service import child
 from headway.coordination.service.child import CoordinatorProcess, from_environment
 from headway.coordination.service.generator_choice import GeneratorChoice
 from headway.errors import LaunchError
@@ -82,3 +85,44 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         return not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
 
     wait_until(gone)
+
+
+class Crashing:
+    """A process that ends at once, again and again."""
+
+    pid, stdin, stdout = 1, None, None
+
+    def wait(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("steady_s", "starts"), [(3600.0, child.MAX_RESTARTS), (-1.0, 3 * child.MAX_RESTARTS)]
+)
+def test_crashes_count_that_follow_each_other(
+    steady_s: float, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One a day, of a job that lasts for weeks, is none that would go on."""
+    monkeypatch.setattr(child, "STEADY_S", steady_s)
+    monkeypatch.setattr(child, "RESTART_PAUSE_S", 0.0)
+    process: Any = object.__new__(child.CoordinatorProcess)
+    process._process, process._closing, process.address = Crashing(), threading.Event(), ""
+    started: list[str] = []
+
+    def start(listen: str) -> tuple[Crashing, str]:
+        started.append(listen)
+        if len(started) == 3 * child.MAX_RESTARTS:
+            process._closing.set()
+            process._process = Ended()
+        return process._process, listen
+
+    process._started = start
+    process._restart()
+    assert len(started) == starts
+
+
+class Ended(Crashing):
+    """One that is asked to end."""
+
+    def terminate(self) -> None:
+        pass

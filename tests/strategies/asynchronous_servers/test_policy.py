@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import threading
+
 import pytest
+import torch
 from tests.models import layered_model
 
 from headway.cluster import Cluster, Host
@@ -11,9 +15,11 @@ from headway.graph.build import GraphBuilder
 from headway.graph.computation import Computation
 from headway.graph.timeline import Item, Part, Point, Timeline
 from headway.job import Job
+from headway.scheduling.buckets import Part as BucketPart
 from headway.strategies.data_parallel.asynchronous_servers.horizon import over_a_horizon, staleness_of
 from headway.strategies.data_parallel.asynchronous_servers.plugin import PLUGIN
 from headway.strategies.data_parallel.asynchronous_servers.policy import AsynchronousServersStrategy
+from headway.strategies.data_parallel.asynchronous_servers.shard import Shard
 
 STEP_NS, UPDATE_NS = 10_000_000, 1_000_000
 
@@ -80,3 +86,16 @@ def test_no_steps_are_laid_out_and_a_share_is_held() -> None:
         PLUGIN.reactions(GraphBuilder(of.on, schedule), of, strategy)
     assert PLUGIN.propose(of).strategies == ()
     assert PLUGIN.footprint(of, schedule, 0).updated_share == 0.25
+
+
+def test_workers_that_neither_push_nor_leave_are_waited_for_no_longer() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    shard = Shard([BucketPart("weight", 0, 2)], {"weight": weight}, 3, None)
+    shard.left(0)
+    with pytest.raises(
+        TimeoutError, match=re.escape("ranks that have not left (1, 2) none pushed for 0.01 s")
+    ):
+        shard.await_everyone_left(0.01)
+    shard.left(1)
+    threading.Timer(0.02, shard.left, (2,)).start()
+    shard.await_everyone_left(60)

@@ -27,8 +27,10 @@ SECRET_VARIABLE = "HEADWAY_COORDINATOR_SECRET"
 START_S = 60.0
 END_S = 5.0
 MAX_RESTARTS = 10
-"""How often it is started again in all; what crashes more often would go on to."""
-RESTART_PAUSE_S = 0.5
+"""How often in a row it is started again; what crashes more often would go on to."""
+STEADY_S = 60.0
+"""After so long its next crash is the first in a row."""
+RESTART_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # doubled from one to the next: a full disk may get room
 _JOURNAL, _SECRET = "journal", "secret"
 _LINE_BYTES = 4096
 
@@ -97,16 +99,19 @@ class CoordinatorProcess:
 
     def _restart(self) -> None:
         """Start it again whenever it has crashed."""
-        for left in reversed(range(MAX_RESTARTS + 1)):
+        crashes, started_s = 0, time.monotonic()
+        while True:
             status = self._process.wait()
             _close_pipes(self._process)
             if self._closing.is_set():
                 return
-            if not left:
+            crashes = 1 if time.monotonic() > started_s + STEADY_S else crashes + 1
+            if crashes > MAX_RESTARTS:
                 break
             _log.warning("the coordinator has ended with status %d: it is started again", status)
-            if self._closing.wait(RESTART_PAUSE_S):
+            if self._closing.wait(min(RESTART_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)):
                 return
+            started_s = time.monotonic()
             try:
                 self._process, _ = self._started(self.address)
             except (LaunchError, OSError) as failure:

@@ -15,8 +15,8 @@ from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
+from headway.strategies.data_parallel import replicas
 from headway.strategies.data_parallel.channels.wiring import wiring_of
-from headway.strategies.data_parallel.decoupled import replicas
 from headway.strategies.data_parallel.decoupled.checks import check_device_ids
 from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
@@ -136,8 +136,8 @@ class UnreducedDataParallel(DistributedDataParallel):
         return {"world_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Raises UnsupportedError: a copy would not take part."""
-        raise UnsupportedError(f"a model under {self.called} cannot be copied", fix="Copy its .module.")
+        """A copy is an ordinary DistributedDataParallel: it takes no part in what this wrapper does."""
+        return torch_private.reduced_to_stock(self)
 
 
 class _Loaded:

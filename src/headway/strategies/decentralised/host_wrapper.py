@@ -194,8 +194,8 @@ class HostDataParallel(DistributedDataParallel):
         )  # fmt: skip
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """Refuse to be copied: a copy would be another worker. Raises UnsupportedError."""
-        raise UnsupportedError("a wrapped model cannot be copied", fix="Copy its .module.")
+        """A copy is an ordinary DistributedDataParallel, and no other worker."""
+        return torch_private.reduced_to_stock(self)
 
 
 def _hosts(meeting: Meeting, module: nn.Module, strategy: PartialAllReduceStrategy) -> Hosts:

@@ -160,6 +160,10 @@ class PartialDataParallel(PartialAllReduce, DistributedDataParallel):
             "register_comm_hook() has no gradients to reduce under partial all-reduce", fix=FIX
         )
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """A copy is an ordinary DistributedDataParallel, and no other worker."""
+        return torch_private.reduced_to_stock(self)
+
     def _set_static_graph(self) -> None:
         """Nothing: no gradients are reduced."""
 

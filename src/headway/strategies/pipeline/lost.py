@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from headway import torch_private
 from headway.errors import CommunicationError, HeadwayError, one_line
+from headway.strategies.silent import gives_up, in_words, silent_ranks
 
 _KEY = "headway/pipeline/lost"
-_PATIENCE = timedelta(seconds=10)  # in which a rank that waits for a message of the lost one notices
-_NOBODY_KNOWS = "-"
 _CONNECTION = "gloo"  # in what it raises where a connection is gone
+_IN_VAIN = "timed out"  # in what it raises where nothing came in time
 
 
 @contextlib.contextmanager
 def named(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]:
     """Raise CommunicationError instead of what ``group`` raises in here, where ``what`` is done with ``neighbour``.
 
-    Whoever loses a neighbour first says so to all, and ends its own connections: those who wait for it fail in turn,
-    and name the rank that was lost first rather than the one that raised because of it.
+    Whoever loses a neighbour ends its own connections: those who wait for it fail in turn. All say so, and name the
+    ranks that do not.
     """
     try:
         yield
     except HeadwayError:
         raise
     except RuntimeError as failure:
-        rank, lost = dist.get_rank(), _first_lost(dist.get_global_rank(group, neighbour))
-        with contextlib.suppress(RuntimeError):
-            torch_private.abort_group(group)
+        _abort(group)
+        lost = silent_ranks(_KEY, range(dist.get_world_size())) or (dist.get_global_rank(group, neighbour),)
         raise CommunicationError(
-            f"rank {rank}: {what} failed: rank {lost} has ended or cannot be reached "
+            f"rank {dist.get_rank()}: {what} failed: {in_words(lost)} "
             f"({one_line(str(failure), 200)}). Restart the job from its last checkpoint."
         ) from failure
 
@@ -54,14 +52,17 @@ def among(what: str, ranks: Sequence[int] = (), group: dist.ProcessGroup | None 
         if said is None:
             raise
         rank = dist.get_rank()
-        others = [each for each in ranks or range(dist.get_world_size()) if each != rank]
-        lost = _first_lost(others[0]) if len(others) == 1 else _told()
+        everyone = range(dist.get_world_size())
+        others = [each for each in ranks or everyone if each != rank]
         if group is not None:
-            with contextlib.suppress(RuntimeError):
-                torch_private.abort_group(group)
-        who = "another rank" if lost is None else f"rank {lost}"
+            _abort(group)
+        # Who waits for a rank that is left meets the failure when that ends, unless all wait in vain.
+        meet_together = group is not None or len(everyone) == 2 or _IN_VAIN in said.lower()
+        lost = silent_ranks(_KEY, everyone, decides=meet_together)
+        if not lost and len(others) == 1:
+            lost = (others[0],)
         raise CommunicationError(
-            f"rank {rank}: {what} failed: {who} has ended or cannot be reached "
+            f"rank {rank}: {what} failed: {in_words(lost)} "
             f"({one_line(said, 200)}). Restart the job from its last checkpoint."
         ) from failure
 
@@ -75,7 +76,7 @@ def leaving(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[Non
         if _CONNECTION in str(failure).lower():
             with named(group, neighbour, what):
                 raise
-        _first_lost(dist.get_rank())
+        gives_up(_KEY)
         raise
 
 
@@ -89,27 +90,7 @@ def _of_connection(failure: BaseException) -> str | None:
     return None
 
 
-def _told() -> int | None:
-    """The rank that somebody has missed first; None where nobody says so in time."""
-    store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
+def _abort(group: dist.ProcessGroup) -> None:
+    """Have those who wait for this rank in ``group`` meet the failure, too."""
     with contextlib.suppress(RuntimeError):
-        store.wait([_KEY], _PATIENCE)
-    try:
-        text = store.compare_set(
-            _KEY, "", _NOBODY_KNOWS
-        ).decode()  # those who fail in turn need not wait as long
-    except RuntimeError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _first_lost(neighbour: int) -> int:
-    """The rank that was missed first; ``neighbour`` where the store of the job is gone as well."""
-    try:
-        said: bytes = torch_private.default_store(torch_private.SHORT_LIMIT_S).compare_set(
-            _KEY, "", str(neighbour)
-        )
-    except RuntimeError:
-        return neighbour
-    text = said.decode()
-    return int(text) if text.isdigit() else neighbour
+        torch_private.abort_group(group)

@@ -255,7 +255,8 @@ class PipelinedModel(nn.Module):
             stages = sorted({stage for name in names for stage in self._cut.stages_of(name)})
             if len(stages) == 1:
                 continue
-            groups = [dist.new_group([own[each] for each in stages]) for own in self._place.ranks]
+            ranks = [[own[each] for each in stages] for own in self._place.ranks]
+            groups = [dist.new_group(each, torch_private.group_timeout(dist.group.WORLD)) for each in ranks]
             if self._rank in stages:
                 group = groups[self._place.pipeline]
                 found.append((next(own[name] for name in names if name in own), (stages[0], group)))

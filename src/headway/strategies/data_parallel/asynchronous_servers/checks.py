@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.asynchronous_servers.shard import options_of
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
+from headway.strategies.data_parallel.module_spec import check_dense_gradients
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raise UnsupportedError for parameters that cannot lie in shards."""
+    """Raise UnsupportedError for parameters that cannot lie in shards, and for sparse gradients."""
+    check_dense_gradients(module, "Leave out sparse=True, or use ddp.")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and (parameter.device.type != "cpu" or not parameter.is_contiguous()):
             raise UnsupportedError(

@@ -26,7 +26,7 @@ class Part:
     def __init__(
         self, group: dist.ProcessGroup, schedule: ShardSchedule, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank, world_size = self._rank, _ = dist.get_rank(group), dist.get_world_size(group)
         timeout = torch_private.group_timeout(group)
         self._timeout_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self.shard = Shard(schedule.shards[rank], parameters, world_size, schedule.staleness)
@@ -47,6 +47,10 @@ class Part:
         dist.barrier(group)  # a rank may end immediately, and a process that ends accepts nobody
         atexit.register(self._end)
 
+    def await_everyone_left(self) -> None:
+        """Wait until no worker pushes anything more. Raises TimeoutError as ``Shard`` does, by the group's timeout."""
+        self.shard.await_everyone_left(self._timeout_s)
+
     def close(self) -> None:
         """Serve nobody any more."""
         atexit.unregister(self._end)
@@ -61,5 +65,8 @@ class Part:
         if getattr(sys, "last_value", None) is None:
             self.shard.begin()  # where this worker made no step
             self.servers.leave()
-            self.shard.await_everyone_left()
+            try:
+                self.await_everyone_left()
+            except TimeoutError as error:
+                print(f"headway: rank {self._rank}: {error}: this rank serves no longer", file=sys.stderr)
         self.close()

@@ -96,15 +96,16 @@ class AsynchronousServers(UnreducedDataParallel):
     def finish(self) -> None:
         """Give all ranks the parameters that the servers end with, and the mean of their statistics. Collective.
 
-        Training is over then: the optimizer steps as an ordinary one. It waits for the slowest worker without a limit.
-        Raises CommunicationError where a worker was lost or ended without ``finish()``.
+        Training is over then: the optimizer steps as an ordinary one. It waits for the slowest worker as long as that
+        makes steps. Raises CommunicationError where a worker was lost or ended without ``finish()``, and where none of
+        those that others wait for makes a step within the group's timeout.
         """
         if self.finished:
             return
         self.shard.begin()  # where this worker made no step
         self._part.servers.leave()  # so that nobody waits for this worker
-        self.shard.await_everyone_left()  # the barrier has a time limit
         try:
+            self._part.await_everyone_left()
             dist.barrier(self.process_group)
             self._take(self._part.servers.pull())
             with torch.no_grad():

@@ -17,6 +17,7 @@ from headway.strategies.decentralised import frames
 from headway.strategies.decentralised.frame_server import FrameServer
 from headway.strategies.decentralised.frames import FrameError
 from headway.strategies.decentralised.peers import endpoint
+from headway.strategies.silent import in_words
 
 IDLE_S = 7 * 24 * 3600.0  # a worker that computes says nothing; one that is lost closes its connection
 LONGEST_ANSWER_S = 24 * 3600.0
@@ -152,12 +153,15 @@ class Servers:
 
     def _asked(self, server: int, header: Mapping[str, Any], gradients: torch.Tensor) -> Answer:
         deadline = time.monotonic() + self._timeout_s
-        connection = self._connection(server, deadline)
         said = {**header, "worker": self._worker, "wait_s": self._timeout_s}
-        frames.send(connection, said, as_bytes(gradients), deadline)
-        answer, message = frames.receive(
-            connection, deadline + 5.0, max_payload_bytes=self._sizes_bytes[server]
-        )
+        try:
+            connection = self._connection(server, deadline)
+            frames.send(connection, said, as_bytes(gradients), deadline)
+            answer, message = frames.receive(
+                connection, deadline + 5.0, max_payload_bytes=self._sizes_bytes[server]
+            )
+        except OSError as error:
+            raise ConnectionError(f"{in_words([server])} ({error})") from error
         if "failed" in answer:
             raise ConnectionError(str(answer["failed"])[:200])
         if len(message) != self._sizes_bytes[server]:

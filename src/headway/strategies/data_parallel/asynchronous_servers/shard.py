@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,10 +166,25 @@ class Shard:
             self._clocks.pop(worker, None)
             self._changed.notify_all()
 
-    def await_everyone_left(self) -> None:
-        """Wait until no worker pushes anything more, however long that takes."""
+    def await_everyone_left(self, timeout_s: float) -> None:
+        """Wait until no worker pushes anything more.
+
+        Raises TimeoutError, which names them, where none of those left pushes or leaves for ``timeout_s``.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._clocks)
+            while self._clocks:
+                before = self._progress()
+                if not self._changed.wait_for(partial(self._has_moved_on, before), timeout_s):
+                    silent = ", ".join(map(str, sorted(self._clocks)))
+                    raise TimeoutError(
+                        f"of ranks that have not left ({silent}) none pushed for {timeout_s:g} s"
+                    )
+
+    def _progress(self) -> tuple[int, int]:
+        return self.version, len(self._clocks)
+
+    def _has_moved_on(self, before: tuple[int, int]) -> bool:
+        return self._progress() != before
 
     def _may_go_on(self, iteration: int) -> bool:
         return self._staleness is None or iteration - min(self._clocks.values()) <= self._staleness

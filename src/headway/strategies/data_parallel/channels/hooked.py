@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import secrets
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import CommunicationError, HeadwayError, UnsupportedError
 from headway.strategies.data_parallel.channels import retirement
-from headway.strategies.data_parallel.channels.communication import Channels, Job
+from headway.strategies.data_parallel.channels.communication import Channels, Culprit, Job
 from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
+from headway.strategies.silent import in_words, silent_ranks
 
 
 class HookedChannels:
@@ -33,13 +34,23 @@ class HookedChannels:
         self.rank, self.world_size = group.rank(), group.size()
         self.group = group
         self._groups = groups_of_our_own(group, wiring, channels)
-        self._channels = Channels(
-            self._groups, lambda own: own or "a peer ended or fell silent", wiring.streams, strategy
-        )
+        self._channels = Channels(self._groups, self._culprit(), wiring.streams, strategy)
         self._channels.use(channels)
         self._departure = _departure(self._groups.host[0])
         self._stopped = False
         _watch(self)
+
+    def _culprit(self) -> Culprit:
+        ranks = dist.get_process_group_ranks(self.group)
+        groups = (*self._groups.host, *self._groups.second)
+        key = f"headway/{torch_private.group_name(groups[0])}"
+
+        def culprit(own_fault: str) -> str:
+            for group in groups:  # those who wait for this rank are to meet the failure, too
+                torch_private.abort_group(group)
+            return own_fault or in_words(silent_ranks(key, ranks), "a peer")
+
+        return culprit
 
     def serves(self, group: dist.ProcessGroup) -> bool:
         """Whether this cannot go on without ``group``."""
@@ -65,6 +76,9 @@ class HookedChannels:
 
         job.then = then
         self._channels.submit(job)
+        if torch_private.inside_backward():
+            # DDP cannot raise what a future failed with, and says that it is no tensor: this comes before it.
+            torch_private.queue_backward_callback(partial(_raise_failure, job))
         return future
 
     def check_divisor(self) -> None:
@@ -106,6 +120,11 @@ class HookedChannels:
     def end(self) -> None:
         """Give back the connections."""
         self._groups.end()
+
+
+def _raise_failure(job: Job) -> None:
+    job.done.wait()
+    job.check()
 
 
 def _departure(group: dist.ProcessGroup) -> Departure:

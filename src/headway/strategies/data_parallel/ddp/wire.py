@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from headway import torch_private
 from headway.compression.cast import Cast
 from headway.compression.codec import FLOATS
 from headway.errors import UnsupportedError
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.ddp.compressed import Compressing, send_bucket
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.strategies.data_parallel.module_spec import check_dense_gradients
 
 _SENT_AS = "_headway_sent_as"
 _COMPRESSING = "_headway_compressing"
@@ -31,12 +33,7 @@ def check(module: nn.Module, strategy: DistributedDataParallelStrategy) -> None:
                 "only gradients of real numbers can be sent as something else",
                 got=f"{name}: {parameter.dtype}", expected=" or ".join(FLOATS), fix="Leave out wire.",
             )  # fmt: skip
-    for name, each in module.named_modules():
-        if getattr(each, "sparse", False) is True:
-            raise UnsupportedError(
-                "sparse gradients cannot be sent as something else", got=f"{name}: {type(each).__name__}",
-                expected="sparse=False", fix="Leave out wire.",
-            )  # fmt: skip
+    check_dense_gradients(module, "Leave out wire.")
     elsewhere = sorted({str(p.device) for _, p in trained if p.device.type != "cpu"})
     others = [each.describe() for each in strategy.wire if each is not None and not _only_cast(each)]
     if elsewhere and others:
@@ -60,6 +57,7 @@ def install(wrapped: DistributedDataParallel, strategy: DistributedDataParallelS
         )  # fmt: skip
     dumped = strategy.model_dump(mode="json")["wire"]
     setattr(wrapped, _SENT_AS, dumped)
+    torch_private.copied_without_hook(wrapped, _SENT_AS, _COMPRESSING)
     retirement.end_unused()
     if wrapped.process_group.size() == 1:
         return

@@ -14,6 +14,7 @@ from headway import torch_private
 from headway.errors import UnsupportedError, UserError
 from headway.scheduling.buckets import BucketSchedule
 from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.module_spec import check_dense_gradients
 
 DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -33,14 +34,9 @@ def check_module(module: nn.Module, mine: Collection[int] = ()) -> None:
                 "modules that are compiled in place are not supported", got=where,
                 fix="Compile with model = torch.compile(model) before wrapping, or use stock DDP.",
             )  # fmt: skip
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
-            raise UnsupportedError(
-                "sparse gradients are not supported",
-                got=where,
-                fix="Leave out sparse=True, or use stock DDP.",
-            )
         if isinstance(child, torch.jit.ScriptModule):
             raise UnsupportedError("TorchScript modules are not supported", got=where, fix="Use stock DDP.")
+    check_dense_gradients(module, "Leave out sparse=True, or use stock DDP.")
     if torch_private.ddp_ignores_some_of(module):
         raise UnsupportedError(
             "parameters that DDP is told to ignore are not supported", fix="Use stock DDP."

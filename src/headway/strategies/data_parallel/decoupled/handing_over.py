@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from headway.errors import CommunicationError, UnsupportedError, one_line
 from headway.scheduling.buckets import BucketSchedule
+from headway.strategies.data_parallel import replicas
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled import lifecycle, replicas
+from headway.strategies.data_parallel.decoupled import lifecycle
 from headway.strategies.data_parallel.decoupled.checks import trainable_now, trainable_parameters
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.policy import OnStockDdp, has_wire

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.decoupled import replicas
+from headway.strategies.data_parallel import replicas
 from headway.strategies.data_parallel.decoupled.engine import Engine
 
 

@@ -15,10 +15,11 @@ from headway import torch_private
 from headway.errors import CommunicationError, HeadwayWarning, UnsupportedError
 from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, restricted
+from headway.strategies.data_parallel import replicas
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.data_parallel.ddp.policy import cap_bytes as cap_bytes_of_ddp
-from headway.strategies.data_parallel.decoupled import lifecycle, replicas
+from headway.strategies.data_parallel.decoupled import lifecycle
 from headway.strategies.data_parallel.decoupled.checks import (
     check_casts,
     check_device_ids,

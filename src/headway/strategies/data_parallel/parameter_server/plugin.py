@@ -99,7 +99,7 @@ class _Injection(Injection[ParameterServerStrategy]):
     ) -> None:
         from headway.strategies.data_parallel.parameter_server import runtime
 
-        runtime.check_module(module)
+        runtime.check(module, strategy, given)
         init(wrapped, module, **{**given, **runtime.options(strategy)})
         runtime.take_over(wrapped, strategy, given)
 

@@ -10,16 +10,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from headway import torch_private
 from headway.collectives import live
 from headway.collectives.algorithms import ALL_REDUCE, SERVERS
 from headway.collectives.program import scratch_numel_of
 from headway.collectives.servers import Serving
 from headway.errors import UnsupportedError
+from headway.strategies.data_parallel import replicas
 from headway.strategies.data_parallel.channels import retirement
 from headway.strategies.data_parallel.channels.communication import Job
 from headway.strategies.data_parallel.channels.hooked import HookedChannels
-from headway.strategies.data_parallel.channels.wiring import OwnGroups
+from headway.strategies.data_parallel.channels.wiring import OwnGroups, wiring_of
 from headway.strategies.data_parallel.ddp import runtime as ddp_runtime
+from headway.strategies.data_parallel.existing_group import existing_group
+from headway.strategies.data_parallel.module_spec import check_dense_gradients, model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 from headway.strategies.plugin import InForce
 
@@ -29,12 +33,25 @@ _STRATEGY = "_headway_strategy"
 def wrap(module: nn.Module, strategy: ParameterServerStrategy, **ddp_options: Any) -> DistributedDataParallel:
     """Wrap ``module`` in DDP that communicates through servers; bucket sizes are those of ``strategy``.
 
-    Raises UnsupportedError for parameters that are not on the CPU, and for process groups without Gloo.
+    Raises as ``check`` does, and UnsupportedError for process groups without Gloo.
     """
-    check_module(module)
+    check(module, strategy, ddp_options)
     wrapped = DistributedDataParallel(module, **{**ddp_options, **options(strategy)})
     take_over(wrapped, strategy, ddp_options)
     return wrapped
+
+
+def check(module: nn.Module, strategy: ParameterServerStrategy, given: Mapping[str, Any]) -> None:
+    """Refuse, on all ranks, what servers could not add up. ``given`` are the arguments of DDP. Collective.
+
+    Raises UnsupportedError for parameters that are not on the CPU and for sparse gradients, UserError where ranks have
+    other parameters, or the same in another order: DDP itself says so on one rank alone, and others wait for it.
+    """
+    check_module(module)
+    group = existing_group(given.get("process_group"))
+    replicas.check_agreement(
+        model_spec(module), strategy, group, wiring_of(torch.device("cpu"), group).messages
+    )
 
 
 def check_module(module: nn.Module) -> None:
@@ -44,6 +61,7 @@ def check_module(module: nn.Module) -> None:
         raise UnsupportedError(
             "parameter servers are for parameters on the CPU", got=", ".join(elsewhere), fix="Use ddp or decoupled.",
         )  # fmt: skip
+    check_dense_gradients(module, "Leave out sparse=True, or use ddp.")
 
 
 def options(strategy: ParameterServerStrategy) -> dict[str, Any]:
@@ -73,6 +91,7 @@ class Served:
             servers = self._servers = Servers(wrapped, strategy.channels, strategy.serving)
             self._abandoning = retirement.when_collected(wrapped, servers.abandon)
         setattr(wrapped, _STRATEGY, strategy)
+        torch_private.copied_without_hook(wrapped, _STRATEGY)
         self.hook(wrapped)
 
     def hook(self, wrapped: DistributedDataParallel) -> None:
@@ -83,6 +102,7 @@ class Served:
     def end(self, wrapped: DistributedDataParallel) -> None:
         """Leave ``wrapped``, which has let go of its reducer, without servers."""
         delattr(wrapped, _STRATEGY)
+        torch_private.copied_as_itself(wrapped)
         if self._servers is not None and self._abandoning.detach():
             self._servers.abandon()
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.strategies.decisions import Entry, Journal
 from headway.strategies.pipeline import lost
@@ -80,7 +81,9 @@ class Follower:
         self._columns = [Columns(each, steps.rank) for each in self._schedules]
         ranks = dist.get_process_group_ranks(steps.group)
         self._ranks = len(ranks)
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._group = dist.new_group(
+            ranks, torch_private.group_timeout(steps.group), backend="gloo", use_local_synchronization=True
+        )
         self._length = max(
             Columns(each, rank).length for each in self._schedules for rank in range(self._ranks)
         )

@@ -9,8 +9,11 @@ import json
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from subprocess import Popen
 from typing import IO, Any
 
 from headway.strategies import helper_process
@@ -18,18 +21,22 @@ from headway.strategies.pipeline.policy import PipelineStrategy
 from headway.strategies.pipeline.tuning.observed import Columns, ObservedStep, number_and_candidate
 from headway.strategies.pipeline.tuning.tuner import Decision, Tuner
 
+UNSENT = 64  # steps that the tuner has not read, after which it is told of no others
 ARROW = ">"  # between the ranks of a way, in JSON's keys
 
 
 class TunerProcess:
-    """A tuner in a process of its own."""
+    """A tuner in a process of its own, which ends with this object. It is not told of steps that it is too slow for."""
 
     def __init__(self, tuner: Tuner) -> None:
-        self._process = helper_process.begin(__name__)
+        self._process = process = helper_process.begin(__name__)
         self._decisions: queue.SimpleQueue[Decision | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="headway-decisions", daemon=True).start()
+        self._unsent: queue.Queue[bytes] = queue.Queue(UNSENT)
+        for pump, ours in ((_read, self._decisions), (_write, self._unsent)):
+            threading.Thread(target=pump, args=(process, ours), name="headway-tuner", daemon=True).start()
+        self._end = weakref.finalize(self, _end, process, self._unsent)
         self.is_alive = True
-        self._write(
+        self._tell(
             {
                 "candidates": [each.model_dump(mode="json") for each in tuner.candidates],
                 "boundary_bytes": tuner.boundary_bytes,
@@ -39,7 +46,7 @@ class TunerProcess:
 
     def tell(self, rows: Sequence[Sequence[int]]) -> None:
         """A step is over: the rows of its ranks."""
-        self._write({"rows": rows})
+        self._tell({"rows": rows})
 
     def decisions(self) -> list[Decision]:
         """What it has decided since it was asked last."""
@@ -54,22 +61,37 @@ class TunerProcess:
 
     def close(self) -> None:
         """End it."""
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
-    def _write(self, document: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(document).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            self.is_alive = False
+    def _tell(self, document: dict[str, Any]) -> None:
+        with suppress(queue.Full):  # a tuner that is stopped must not stop training
+            self._unsent.put_nowait(json.dumps(document).encode() + b"\n")
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._decisions.put(decision_from(json.loads(line)))
-        self._decisions.put(None)
+
+# What threads hold must not hold the TunerProcess: its end is theirs.
+
+
+def _read(process: Popen[bytes], decisions: queue.SimpleQueue[Decision | None]) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            decisions.put(decision_from(json.loads(line)))
+    decisions.put(None)
+
+
+def _write(process: Popen[bytes], unsent: queue.Queue[bytes]) -> None:
+    assert process.stdin is not None
+    with suppress(OSError), process.stdin:  # it has ended, which its output says
+        while line := unsent.get():
+            process.stdin.write(line)
+            process.stdin.flush()
+
+
+def _end(process: Popen[bytes], unsent: queue.Queue[bytes]) -> None:
+    process.kill()
+    process.wait()
+    with suppress(queue.Full):  # then the thread writes, which fails
+        unsent.put_nowait(b"")
 
 
 def decision_document(decision: Decision) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from headway.scheduling.pipeline.messages import Message
 from headway.scheduling.pipeline.schedule import Action
 from headway.strategies.pipeline.tuning.observed import RankStep, Span
+
+_Asked = tuple[Sequence[dist.Work], "Future[int]"]
 
 
 class StepWatch:
@@ -87,11 +90,12 @@ class StepWatch:
 
 
 class _Arrivals:
-    """Waits for one sender's messages, in their order, on a thread that ends with the process."""
+    """Waits for one sender's messages, in their order, on a thread that ends with this object."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Sequence[dist.Work], Future[int]]] = queue.SimpleQueue()
-        threading.Thread(target=self._wait, name="headway-arrivals", daemon=True).start()
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        threading.Thread(target=_wait, args=(self._asked,), name="headway-arrivals", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
 
     def of(self, works: Sequence[dist.Work]) -> Future[int]:
         """When what ``works`` receive has arrived, or what waiting for it raises."""
@@ -99,12 +103,13 @@ class _Arrivals:
         self._asked.put((works, future))
         return future
 
-    def _wait(self) -> None:
-        while True:
-            works, future = self._asked.get()
-            try:
-                for work in works:
-                    work.wait()
-                future.set_result(time.monotonic_ns())
-            except Exception as failure:  # raised again where the message is needed
-                future.set_exception(failure)
+
+def _wait(asked: queue.SimpleQueue[_Asked | None]) -> None:
+    while (one := asked.get()) is not None:
+        works, future = one
+        try:
+            for work in works:
+                work.wait()
+            future.set_result(time.monotonic_ns())
+        except Exception as failure:  # raised again where the message is needed
+            future.set_exception(failure)

@@ -16,7 +16,6 @@ from headway.job import Job
 from headway.scheduling.buckets import BucketSchedule, GatherMode, restricted
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy, OnStockDdp
-from headway.strategies.data_parallel.decoupled.replicas import is_so_anywhere
 from headway.strategies.data_parallel.decoupled.tuning import links
 from headway.strategies.data_parallel.decoupled.tuning.agreement import Agreement
 from headway.strategies.data_parallel.decoupled.tuning.counting import (
@@ -44,6 +43,7 @@ from headway.strategies.data_parallel.decoupled.tuning.turns import ASKED_EVERY_
 from headway.strategies.data_parallel.decoupled.tuning.watch import StepWatch
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
+from headway.strategies.data_parallel.replicas import is_so_anywhere
 from headway.strategies.decisions import Journal
 
 WARM_STEPS = 3
