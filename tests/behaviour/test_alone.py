@@ -30,4 +30,14 @@ def test_what_one_rank_does_alone_is_recorded_and_understood(recorded: Path, cas
     assert not [note for note in trace.manifest.notes if "observer" in note]
     assert headway.diagnose(trace).verdict
     assert headway.replay(trace).step_ms > 0
-    assert headway.optimize(trace).plan
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(each, marks=() if each == "everything" else pytest.mark.exhaustive)
+        for each in alone_cases.CASES
+    ],
+)
+def test_plans_are_made_from_it(recorded: Path, case: str) -> None:
+    assert headway.optimize(recorded / case).plan

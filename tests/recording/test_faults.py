@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import headway
 from headway.errors import HeadwayError
@@ -34,7 +34,7 @@ from headway.recording.updates import UpdateWatch
 
 STEPS, FIRST, STOP = 7, 2, 6
 
-FAULTS = [
+FAULTS: list[tuple[Any, str]] = [
     (Recorder, "watch"), (Recorder, "_close_step"), (Recorder, "_open_step"), (Recorder, "_forget"),
     (Recorder, "_write"), (StepClock, "counts"), (ModuleWatch, "_enter_pass"),
     (ModuleWatch, "_leave_pass"), (ModuleWatch, "mark_begin"), (ModuleWatch, "backward"), (modules, "_holds"),
@@ -44,7 +44,7 @@ FAULTS = [
     (MessageWatch, "_waited"), (UpdateWatch, "step_begins"), (UpdateWatch, "step_ends"), (UpdateWatch, "_begin"),
     (InputWatch, "_is_recording"),
 ]  # fmt: skip
-HARMLESS = [
+HARMLESS: list[tuple[Any, str]] = [
     (ChainWatch, "_ends"), (_Look, "put_out"), (_Look, "begins"), (MemoryWatch, "_begin"),
     (PassMemoryWatch, "module_begins"), (PassMemoryWatch, "gradient_done"), (Allocations, "_look"),
 ]  # fmt: skip
@@ -60,26 +60,33 @@ def group(tmp_path: Path) -> Iterator[None]:
 def trained() -> list[float]:
     """The losses of a job that does what observers look at: it evaluates, clips, logs, collects and waits."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    first, last = nn.Linear(8, 16), nn.Linear(16, 4)
+    net = nn.Sequential(first, nn.ReLU(), last)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for step, x in enumerate(DataLoader(torch.randn(4 * STEPS, 8), batch_size=4)):
+    for step, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(4 * STEPS, 8)), batch_size=4)):
         with torch.inference_mode():
             model(x)
         losses.append(model(x).square().mean())
         losses[-1].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        losses.append(net[2].weight.grad.norm())
+        losses.append(gradient_of(last.weight))
         if step % 2:
             optimizer.step()
         else:
             optimizer.step(lambda x=x: model(x).square().mean())
-        losses.append(net[0].weight.sum())
+        losses.append(first.weight.sum())
         optimizer.zero_grad()
         dist.all_reduce(torch.ones(4), async_op=True).wait()
         gc.collect(0)
     return [float(loss.detach()) for loss in losses]
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.norm()
 
 
 def stock() -> tuple[Any, ...]:

@@ -539,6 +539,7 @@ class Recorder:
         recorded = self._with_profile(kept, fit)
         if self.in_order:
             self._in_force = self._strategies_in_force()
+        assert self._in_force is not None, "a step has ended"
         (name, in_force), (order, in_order) = self._in_force
         strategies = {name: in_force, order: in_order}
         strategies.pop("", None)
