@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ class Small(BaseModel):
         ("count: 2026-02-30", "not valid YAML"),
         ("count: !!bool maybe", "not valid YAML"),
         ("count: !!int ''", "not valid YAML"),
-        (f"count: {'9' * 5000}", "not valid YAML"),
+        (f"count: {'9' * 5000}", "a number of 5000 characters"),
     ],
 )
 def test_yaml_that_does_not_fit_is_one_line(text: str, said: str) -> None:
@@ -138,11 +139,47 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("key: &a [*a]\n", "stands for more than"),
         ("key: 1\nother: 2\nkey: 3\n", "has the key 'key' twice, again at line 3"),
         ("#" * (files.MAX_YAML_BYTES + 1), "is too large"),
+        ("hosts: " + "1:" * 200_000 + "1", "has a number of 400001 characters at line 1"),
+        ("hosts: 0x" + "f" * 500_000, "has a number of 500002 characters"),
+        ("hosts: 12:30", "has '12:30' at line 1, which is a number in base 60: write it in quotes"),
+        ("hosts: 1:1.5", "a number in base 60"),
+        ("hosts: !!timestamp foo", "is not valid YAML"),
+        ("hosts: !!float ''", "is not valid YAML"),
+        ("hosts: !!python/object:os.system 3", "is not valid YAML"),
     ],
 )
 def test_yaml_that_nobody_means_is_refused_before_it_is_built(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         files.parse_yaml(text, Cluster, UserError, "it")
+
+
+def test_json_shows_in_a_terminal_what_it_says() -> None:
+    data = {"name": "a\u202eb\x9b31m\x7f\u2028\u200bé"}
+    text = files.dump_json(data)
+    assert json.loads(text) == data
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "é" in text
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    with files.temporary_folder("headway-x-", tmp_path) as held:
+        assert held.stat().st_mode & 0o777 == 0o700
+        abandoned, younger, other = (
+            tmp_path / name for name in ("headway-x-1", "headway-x-2", "headway-y-3")
+        )
+        for each in (abandoned, younger, other):
+            each.mkdir()
+            (each / "secret").touch()
+        for each in (abandoned, other):
+            (each / files.HELD).touch()
+        (tmp_path / "headway-x-link").symlink_to(other)
+        with files.temporary_folder("headway-x-", tmp_path) as second:
+            assert held.exists()
+            assert not abandoned.exists()
+            assert younger.exists()  # its maker has not come to lock it
+            assert (other / "secret").exists()
+        assert not second.exists()
+    assert not held.exists()
 
 
 def test_aliases_and_merged_keys_mean_what_they_mean_in_yaml() -> None:

@@ -4,12 +4,31 @@ The loop in code: ``record`` a job's steps, ``load_trace`` and ``diagnose`` them
 ``optimize``, and ``parallelize`` a model with the plan that was found. ``predict`` needs no recording.
 """
 
-from __future__ import annotations
+import os
+import sys
 
-import importlib
-from typing import TYPE_CHECKING, Any
 
-from headway.errors import (
+def _leave_out_the_current_folder() -> None:
+    """Have ``python -m headway...`` import nothing from the folder that it is called in, as ``headway`` does not.
+
+    Python puts that folder first on the path, and a module in it that is called ``random`` would run.
+    """
+    words = sys.orig_argv[1:] if sys.argv[:1] == ["-m"] else []
+    for at, word in enumerate(words):
+        if word.startswith("-m") or (word[:1] == "-" and word[1:].isalpha() and word[-1] == "m"):
+            module = word[2:] if word[:2] == "-m" and word != "-m" else "".join(words[at + 1 : at + 2])
+            here = sys.path[:1] in ([""], [os.getcwd()])
+            if module.partition(".")[0] == "headway" and here and not sys.flags.safe_path:
+                del sys.path[0]
+            return
+
+
+_leave_out_the_current_folder()
+
+import importlib  # noqa: E402 - from here on it is safe to
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from headway.errors import (  # noqa: E402
     ClusterError,
     CommunicationError,
     HeadwayError,
@@ -24,7 +43,7 @@ from headway.errors import (
     UnsupportedError,
     UserError,
 )
-from headway.version import __version__
+from headway.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from headway.api import Optimized, Replayed, diagnose, optimize, predict, replay, strategy

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -22,9 +24,14 @@ from headway.version import __version__
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_YAML_BYTES = 8 * 2**20
 MAX_YAML_VALUES = 2_000_000  # that a document stands for, aliases written out
+MAX_NUMBER_CHARACTERS = 100
 REMOVALS = 20
+HELD = ".held"  # a file in a temporary folder, locked by who made it
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# C1 controls, and what has lines run the other way, breaks them or takes no room: a terminal would obey.
+_UNSAFE_TO_PRINT = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -142,6 +149,43 @@ def remove_folder(path: Path) -> None:
             return
 
 
+@contextmanager
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder of ours alone in ``parent``, by default the system's; it goes when the block ends.
+
+    Whoever makes it holds a lock on a file in it for as long as it lives. So what killed processes left under the same
+    ``prefix`` is told from what is in use, whatever container that is in, and removed. Raises OSError.
+    """
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    _remove_abandoned(prefix, parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with (folder / f"{HELD}.new").open("wb") as held:
+            with suppress(OSError):  # file systems without locks: nobody removes what nobody can hold
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(held.name).replace(folder / HELD)
+            yield folder
+    finally:
+        remove_folder(folder)
+
+
+def _remove_abandoned(prefix: str, parent: Path) -> None:
+    """Remove this user's folders that begin with ``prefix`` and whose lock nobody holds any more."""
+    with suppress(OSError):
+        for entry in os.scandir(parent):
+            if not entry.name.startswith(prefix) or not entry.is_dir(follow_symlinks=False):
+                continue
+            with suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    continue
+                handle = os.open(Path(entry.path, HELD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_folder(Path(entry.path))
+                finally:
+                    os.close(handle)
+
+
 def check_absent(path: Path, error: type[UserError] = UserError) -> None:
     """Refuse to write where something stands already: an earlier recording is worth keeping."""
     try:
@@ -173,7 +217,15 @@ def plain_yaml(text: str, error: type[UserError], what: str) -> object:
     except _RefusedError as refused:
         raise error(f"{what} {refused}") from None
     # Dates, numbers and truth values that are none raise plain errors.
-    except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError) as failure:
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as failure:
         mark = getattr(failure, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise error(f"{what} is not valid YAML{where}", expected="a YAML mapping") from None
@@ -199,8 +251,7 @@ def _plain(text: str) -> Any:
 def _values_of(node: Any, known: dict[int, int]) -> int:
     """How many values a node stands for. Raises _RefusedError where they are too many, or keys stand twice."""
     if isinstance(node, yaml.ScalarNode):
-        if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise _RefusedError(f"has an invalid character at line {node.start_mark.line + 1}")
+        _check_scalar(node)
         return 1
     values = known.get(id(node))
     if values is None:
@@ -214,6 +265,21 @@ def _values_of(node: Any, known: dict[int, int]) -> int:
     if values > MAX_YAML_VALUES:
         raise _RefusedError(f"stands for more than {MAX_YAML_VALUES} values: write fewer aliases (*name)")
     return values
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    where = f"at line {node.start_mark.line + 1}"
+    if any("\ud800" <= character <= "\udfff" for character in node.value):
+        raise _RefusedError(f"has an invalid character {where}")
+    if node.tag in _NUMBERS:
+        if len(node.value) > MAX_NUMBER_CHARACTERS:
+            raise _RefusedError(f"has a number of {len(node.value)} characters {where}")
+        if (
+            ":" in node.value
+        ):  # YAML 1.1 has numbers in base 60, which take the square of their length to read
+            raise _RefusedError(
+                f"has {node.value!r} {where}, which is a number in base 60: write it in quotes"
+            )
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
@@ -262,5 +328,6 @@ def document(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def dump_json(data: object) -> str:
-    """Write JSON that any reader takes: no NaN, no infinity."""
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, indent=2) + "\n"
+    """Write JSON that any reader takes, without NaN and infinity, and that any terminal can show."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=2) + "\n"
+    return _UNSAFE_TO_PRINT.sub(lambda unsafe: f"\\u{ord(unsafe[0]):04x}", text)

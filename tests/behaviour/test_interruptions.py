@@ -8,19 +8,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from tests.commands import SCRIPTS, communicate, last_line, torchrun
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from headway.diagnosis.diagnosis import diagnose
+from headway.integrations import interruption
 from headway.plan import Plan
+from headway.recording import collectives
+from headway.recording.attach import record_this_rank
+from headway.recording.recorder import RecordOptions
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.trace.folder import load_trace
+from headway.trace.folder import assemble, load_trace
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
+BUSY = ("--layers", "60")  # nearly always in a backward, and there in kernels that observe collectives
 JOB = ("--steps", "100000", "--pause-s", "0.02")
 
 
@@ -65,22 +74,32 @@ def interrupted(
 @pytest.mark.parametrize(
     ("send", "number", "how"),
     [
-        (to_all, signal.SIGINT, torchrun("train_launched.py", "plain")),
-        (to_headway, signal.SIGTERM, torchrun("train_launched.py", "plain")),
+        (to_all, signal.SIGINT, torchrun("train_launched.py", "plain", *BUSY)),
+        (to_headway, signal.SIGTERM, torchrun("train_launched.py", "plain", "--pause-s", "0.02")),
+        *[
+            pytest.param(
+                to_all,
+                number,
+                torchrun("train_launched.py", "plain", *BUSY),
+                marks=pytest.mark.exhaustive,
+                id=f"{number.name} {time}",
+            )
+            for number in (signal.SIGINT, signal.SIGTERM)
+            for time in range(10)
+        ],
         pytest.param(
             to_all,
             signal.SIGINT,
-            (sys.executable, str(SCRIPTS / "train_launched.py"), "spawn"),
+            (sys.executable, str(SCRIPTS / "train_launched.py"), "spawn", "--pause-s", "0.02"),
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["torchrun, Ctrl-C", "torchrun, SIGTERM", "spawn, Ctrl-C"],
 )
 def test_the_steps_so_far_are_kept(
     send: Callable[[subprocess.Popen[str], int], None], number: int, how: tuple[str, ...], tmp_path: Path
 ) -> None:
     out = tmp_path / "trace"
-    status, said = interrupted(send, number, "record", "-o", out, "--steps", "3:100000", "--", *how, *JOB)
+    status, said = interrupted(send, number, "record", "-o", out, "--steps", "3:100000", "--", *how, *JOB[:2])
     assert status == 128 + number, said
     trace = load_trace(out)
     assert set(trace.events) == {0, 1}, said
@@ -108,3 +127,49 @@ def test_a_run_under_a_plan_ends_with_the_signals_status(tmp_path: Path) -> None
     )
     assert status == 143
     assert "headway:" not in said
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_an_interrupt_inside_ddps_reducer_keeps_the_steps_and_leaves_ddp_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    model = DistributedDataParallel(net, bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (tmp_path / "rank").mkdir()
+    recorder = record_this_rank(RecordOptions(folder=tmp_path / "rank", first_step=2, stop_step=1000))
+    interruption.call_first(recorder)
+    recorder.watch(model, net)
+    size, sent, steps = collectives._size_bytes, [0], [0]
+
+    def interrupts(payload: Any) -> int:
+        sent[0] += recorder.step == 5
+        if sent[0] == 3:  # in the kernel that DDP's reducer calls while it holds its lock
+            os.kill(os.getpid(), signal.SIGINT)
+        return int(size(payload))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        steps[0] += 1
+
+    monkeypatch.setattr(collectives, "_size_bytes", interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(1000):
+            step()
+    assert steps == [5]
+    assert sent[0] >= 3
+    assert all(p.grad is not None for p in net.parameters())  # the backward has ended as without Headway
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert assemble(tmp_path / "rank").steps == (2, 3, 4)
+    buckets = load_trace(tmp_path / "rank").manifest.ranks[0].buckets
+    assert len(buckets) > 3
+    step()  # goes on

@@ -41,6 +41,23 @@ def started(how: str, folder: Path) -> tuple[object, ...]:
     return ("bash", "-c", f"{tasks} & wait")
 
 
+@pytest.mark.exhaustive
+def test_an_evaluation_that_a_rank_starts_is_neither_recorded_nor_planned(tmp_path: Path) -> None:
+    job = torchrun("train_with_evaluation.py")
+    out = tmp_path / "trace"
+    recorded = headway("record", "-o", out, "--steps", "3:8", "--", *job, timeout_s=PATIENCE_S)
+    assert recorded.returncode == 0, recorded.stderr
+    trace = load_trace(out)
+    assert (trace.world_size, trace.steps) == (2, (3, 4, 5, 6, 7))
+    planned = model_spec(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    Plan.data_parallel(DistributedDataParallelStrategy(), 2, planned).save(tmp_path / "plan.yaml")
+    ran = headway("run", "--plan", tmp_path / "plan.yaml", "--", *job, timeout_s=PATIENCE_S)
+    assert ran.returncode == 0, ran.stderr
+    for each in (recorded, ran):
+        assert "evaluation ended with 0" in each.stdout
+        assert each.stderr.count("is not the job's, and is left alone") == 1
+
+
 @pytest.mark.parametrize(
     "how", ["spawn", pytest.param("fork", marks=pytest.mark.exhaustive), "slurm", "lightning"]
 )

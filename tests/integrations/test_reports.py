@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from headway.integrations import reports
+from headway.integrations import activate, reports
+from headway.integrations.launch import PLAN_VARIABLE, RECORD_VARIABLE, injected_environment
 from headway.integrations.reports import MAX_REPORT_BYTES, REPORTS_VARIABLE, read_reports
 
 
@@ -66,3 +68,30 @@ def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "process-c.json").write_text(json.dumps({"rank": 1, "pid": 3, "more": 1}))
     (tmp_path / "process-d.json").write_text(json.dumps({"rank": 0}))
     assert [(report.rank, report.pid) for report in read_reports(tmp_path)] == [(0, 0), (1, 3)]
+
+
+def test_what_a_rank_has_started_is_left_alone_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(RECORD_VARIABLE, "no options at all")
+    monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "no plan"))
+    monkeypatch.setenv(reports.RANK_VARIABLE, str(os.getppid()))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    told: list[bool] = []
+    done: set[int] = set()
+    for _ in range(2):
+        activate._put_in_place(done, lambda: told.append(True))
+    assert told
+    assert not reports.say(refused="an error of its own")
+    assert list(tmp_path.iterdir()) == []
+    said = capsys.readouterr().err
+    assert said.count("headway: a process group of 1 rank that rank process") == 1
+    assert len(said.splitlines()) == 1
+    assert reports.RANK_VARIABLE not in injected_environment(os.environ)
+
+
+def test_a_rank_is_not_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(reports.RANK_VARIABLE, str(os.getpid()))
+    assert not reports.is_below_a_rank()

@@ -102,7 +102,18 @@ def test_bad_specs_are_refused_in_one_line(data: Any, says: str) -> None:
     assert str(caught.value).startswith("lab file x.yaml")
 
 
-@pytest.mark.parametrize("text", ["hosts: [", "- 1", "hosts: 2\nhosts: !!python/object:os.system 3", "\0"])
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hosts: [", "- 1", "hosts: 2\nhosts: !!python/object:os.system 3", "\0", f"{BOMB}rate: *i", "hosts: !!int ''",
+        "hosts: 2\nhosts: 2", "hosts: !!bool foo", "rate: 1:1:1",
+    ],
+)  # fmt: skip
 def test_files_that_are_not_yaml_mappings_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "lab.yaml").write_text(text)
     with pytest.raises(LabError, match=r"lab\.yaml"):

@@ -162,6 +162,23 @@ def test_a_folder_others_may_write_is_refused(tmp_path: Path) -> None:
         state.labs()
 
 
+def test_a_name_that_another_user_has_taken_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(state.tempfile, "gettempdir", lambda: str(tmp_path))
+    taken = tmp_path / f"headway-{os.getuid()}"
+    taken.mkdir()
+    taken.chmod(0o777)
+    assert state.folder() == tmp_path / f"headway-{os.getuid()}-2" / "labs"
+    assert state.labs() == []
+    for number in range(2, 10):
+        (tmp_path / f"headway-{os.getuid()}-{number}").mkdir(exist_ok=True)
+        (tmp_path / f"headway-{os.getuid()}-{number}").chmod(0o777)
+    with pytest.raises(LabError, match="Set XDG_RUNTIME_DIR"):
+        state.folder()
+
+
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "headway").symlink_to(tmp_path / "elsewhere")

@@ -61,6 +61,16 @@ def test_what_a_job_wrote_before_it_was_started_again_stays(
     assert "1 of start 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "changed", ['"step": 1e400', f'"step": {10**300}', '"links_gbps": {"0>1": NaN}', f'"workers": {2**60}']
+)
+def test_numbers_that_are_none_are_refused(written: Path, changed: str) -> None:
+    entry = '{"step": 1, "before": "a", "order": "b", "reason": "c", "measured_ms": 1, ' + changed + "}\n"
+    written.write_text(entry)
+    with pytest.raises(UserError, match="line 1 of"):
+        read_journal(written)
+
+
 def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DECISIONS_VARIABLE, raising=False)
     monkeypatch.delenv(PRINT_VARIABLE, raising=False)

@@ -31,10 +31,11 @@ def data(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    deep = [nn.Linear(8, 8) for _ in range(arguments.layers)]
+    model: nn.Module = nn.Sequential(*deep, nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     if dist.is_initialized() and not arguments.unwrapped:
         with contextlib.suppress(ValueError) if arguments.catches else contextlib.nullcontext():
-            model = DDP(model)
+            model = DDP(model, bucket_cap_mb=1e-4 if deep else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, (batch,) in enumerate(data(arguments.steps)):
         optimizer.zero_grad()
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--layers", type=int, default=0)  # in buckets of their own
     parser.add_argument("--dies-at", type=int)
     parser.add_argument("--unwrapped", action="store_true")
     parser.add_argument("--catches", action="store_true")

@@ -17,8 +17,8 @@ import pytest
 from tests import limits
 from tests.synthetic import SyntheticJob, write_trace
 
-from headway.errors import TraceError
-from headway.trace import rank_columns
+from headway.errors import TraceError, UnitError
+from headway.trace import rank_columns, unpacking
 from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, Event
 from headway.trace.folder import assemble, load_trace, rank_file
 from headway.trace.page_sizes import unpacked_bytes
@@ -92,15 +92,29 @@ def test_what_a_trace_comes_to_is_counted_over_its_files(
     allowance = Allowance()
     with RankColumns(folder / rank_file(0), allowance) as file:
         file.read(Event._fields)
-    monkeypatch.setattr(rank_columns, "most_bytes", lambda stored_bytes: int(1.5 * allowance.decoded_bytes))
+    monkeypatch.setattr(rank_columns, "most_bytes", lambda *_: int(1.5 * allowance.decoded_bytes))
     with pytest.raises(TraceError, match=r"rank-00001\.parquet takes more memory"):
         load_trace(folder)
+
+
+def test_how_much_a_file_may_unpack_to_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 2**20
+    assert unpacking.most_bytes(mib) == 100 * mib
+    assert unpacking.most_bytes(500 * mib) == 2048 * mib
+    assert unpacking.most_bytes(3000 * mib) == 3000 * mib  # what is not packed
+    assert unpacking.most_bytes(500 * mib, files=10) == 20480 * mib
+    monkeypatch.setenv(unpacking.LIMIT_VARIABLE, "8GiB")
+    assert unpacking.most_bytes(mib) == 8192 * mib
+    assert unpacking.most_bytes(mib, files=2) == 16384 * mib
+    monkeypatch.setenv(unpacking.LIMIT_VARIABLE, "much")
+    with pytest.raises(UnitError, match="HEADWAY_MAX_UNPACKED cannot be read"):
+        unpacking.most_bytes(mib)
 
 
 def test_pages_that_unpack_to_much_are_not_unpacked_whatever_the_footer_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_columns, "most_bytes", lambda stored_bytes: 3 * 2**19)
+    monkeypatch.setattr(rank_columns, "most_bytes", lambda *_: 3 * 2**19)
     path = folder / rank_file(1)
     table = pq.read_table(path).slice(0, 1)
     texts = pa.array(["x" * 2_000_000], type=pa.large_string())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from contextlib import suppress
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from headway.coordination.service.generator_choice import GeneratorChoice
 
 DEFAULT_LISTEN = "127.0.0.1:29650"
+MOST_DESCRIPTORS = 65_536
 
 
 @click.command()
@@ -97,11 +99,21 @@ def coordinate(
             text = f"coordinator at {address}" + (f", metrics on port {port.port}" if port else "")
         print(text, flush=True, file=sys.stdout)
 
+    _raise_descriptor_limit()
     try:
         serve(listen, choice, options, observer, ready, until_input_ends=with_parent)
     finally:
         if port:
             port.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """Each worker and each stranger takes a descriptor: have as many as the system allows, instead of some 1000."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _say(line: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,22 +125,18 @@ def record(
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
     """A folder next to ``output`` for this launcher alone; what launchers that crashed on this host left is removed."""
-    stem = f".{output.name}.recording.{socket.gethostname()}."
-    for left in output.parent.glob(f"{glob.escape(stem)}*"):
-        pid = left.name.removeprefix(stem).partition(".")[0]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            files.remove_folder(left)
-    staging = output.parent / f"{stem}{os.getpid()}.{os.urandom(3).hex()}"
-    try:
-        (staging / REPORTS).mkdir(parents=True)
-    except OSError as failure:
-        raise TraceError(
-            f"{output} cannot be written", got=failure.strerror, fix="Check its folder."
-        ) from None
-    try:
+    with ExitStack() as kept:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            stem = f".{output.name}.recording.{socket.gethostname()}."
+            staging = kept.enter_context(files.temporary_folder(stem, output.parent))
+            staging.chmod(0o755)  # as other folders are
+            (staging / REPORTS).mkdir()
+        except OSError as failure:
+            raise TraceError(
+                f"{output} cannot be written", got=failure.strerror, fix="Check its folder."
+            ) from None
         yield staging
-    finally:
-        files.remove_folder(staging)
 
 
 class _Silence:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from headway import files
 from headway.cli.command import trailing_command
 from headway.errors import LaunchError, PlanError, one_line
 from headway.integrations.launch import CommandOutcome, injected_environment, run_command
@@ -68,12 +68,12 @@ def run(ctx: click.Context, plan_path: Path, decisions: Path | None, adapt: bool
         folder = None
     with (
         _kept_with(plan, command) as served,
-        tempfile.TemporaryDirectory(prefix=".headway-run-", dir=folder) as kept,
+        files.temporary_folder(".headway-run-", folder) as kept,
     ):
-        reports, followed = Path(kept) / "reports", plan_path.absolute()
+        reports, followed = kept / "reports", plan_path.absolute()
         reports.mkdir()
         if adapt:
-            followed = Path(kept) / "plan.yaml"
+            followed = kept / "plan.yaml"
             plan.save(followed)
         environment = {**injected_environment(os.environ, plan=str(followed)), **noted, **served}
         ended = run_command(command, {**environment, **story.environment}, reports, story.look)

@@ -101,7 +101,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
     lab = _Lab(options)
     progress("measuring the links")
     cluster_path = options.folder / "cluster.yaml"
-    lab.run([sys.executable, "-m", "headway", "probe", "-o", str(cluster_path)])
+    lab.run([sys.executable, "-P", "-m", "headway", "probe", "-o", str(cluster_path)])
     cluster = Cluster.load(cluster_path)
     progress("recording stock DDP")
     trace = lab.record(options.folder / "trace")
@@ -178,7 +178,7 @@ class _Lab:
     def _command(self) -> list[str]:
         batch = {"gpt": "32", "digits": "96"}[self._options.model]
         steps = str(self._options.steps)
-        return [sys.executable, "-m", MODELS[self._options.model], "--steps", steps, "--batch", batch]
+        return [sys.executable, "-P", "-m", MODELS[self._options.model], "--steps", steps, "--batch", batch]
 
 
 def _plans_to_try(folder: Path, replayer: Replayer, found: SearchResult) -> tuple[PlanRuns, ...]:

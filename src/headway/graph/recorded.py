@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ def timelines_of(
                 fix="Record with --detail operators to have operators, with --detail kernels to have kernels.",
             )  # fmt: skip
     in_flight = collectives_in_flight(trace)
+    alone = _asked_alone(trace)
     messages = pipeline_messages(trace)
     models = trace.stages or (trace.model,)
     timelines: dict[int, tuple[Timeline, ...]] = {}
@@ -40,7 +42,15 @@ def timelines_of(
         share = _Share(trace.world_size, background_update_cost(events, trace.world_size).overhead_ns)
         timelines[rank] = tuple(
             _timeline(
-                rank, step, events.of_step(step), models, in_flight[rank], share, rescaled[rank], points
+                rank,
+                step,
+                events.of_step(step),
+                models,
+                in_flight[rank],
+                share,
+                rescaled[rank],
+                points,
+                alone.get((rank, step), frozenset()),
             )
             for step in trace.steps
             for points in (messages.get((rank, step), ()),)
@@ -62,6 +72,36 @@ def collectives_in_flight(trace: Trace) -> dict[int, Intervals]:
         )
         for rank, events in trace.events.items()
     }
+
+
+def _asked_alone(trace: Trace) -> dict[tuple[int, int], frozenset[tuple[str, int]]]:
+    """The collectives, by name and beginning, that a rank waited for in a step and other ranks did not ask for.
+
+    A rank may have a group of its own, or one of some ranks: what it waits for there is its own time.
+    """
+    asked: dict[tuple[int, str], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for rank, events in trace.events.items():
+        waits = {(row.name, row.start_ns) for row in events.of_kind(Kind.WAIT)}
+        for row in events.of_kind(Kind.COLLECTIVE):
+            if row.bucket < 0 and (row.name, row.enqueue_ns) in waits:
+                asked[row.step, row.name][rank].append(row)
+    alone: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
+    for (step, name), of_rank in asked.items():
+        if _as_often(trace, of_rank):
+            continue
+        whole = {
+            rank: [row for row in rows if len(trace.members(row.group)) == trace.world_size]
+            for rank, rows in of_rank.items()
+        }
+        kept = whole if _as_often(trace, whole) else {}
+        for rank, rows in of_rank.items():
+            together = kept.get(rank, ())
+            alone[rank, step] |= {(name, row.enqueue_ns) for row in rows if row not in together}
+    return {key: frozenset(found) for key, found in alone.items()}
+
+
+def _as_often(trace: Trace, rows: Mapping[int, Sequence[Event]]) -> bool:
+    return len({len(rows.get(rank, ())) for rank in trace.events}) == 1
 
 
 class _Share(NamedTuple):
@@ -90,8 +130,9 @@ def _timeline(
     share: _Share,
     rescaled: RescaledKernels,
     messages: Sequence[tuple[int, Item]],
+    alone: Set[tuple[str, int]],
 ) -> Timeline:
-    rows = list(events)
+    rows = [row for row in events if row.kind != Kind.WAIT or (row.name, row.start_ns) not in alone]
     window = next(row for row in rows if row.kind == Kind.STEP)
     waits = list(merged((row.start_ns, row.end_ns) for row in rows if row.kind == Kind.WAIT))
     shared_reads = [

@@ -1,7 +1,8 @@
 """Inside a process of somebody's command: wait until it is a rank, then put the recorder and the plan in place.
 
 A process is a rank from when its default process group is initialised, with the rank that torch then says. What it is,
-and what it refuses, it tells its launcher (``reports``).
+and what it refuses, it tells its launcher (``reports``). What a rank starts may train in process groups of its own, as
+evaluations do: they are left alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ def on_torch_import(_torch: Any) -> None:
 
     if not dist.is_available():
         return
+    if reports.is_below_a_rank():
+        _call_when_a_rank(functools.partial(_leave_alone, set()))
+        return
     from headway import torch_private
     from headway.strategies.data_parallel import reads
 
@@ -45,8 +49,12 @@ def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
 
     if os.getpid() in done:
         return
-    done.add(os.getpid())
     not_alone()
+    if reports.is_below_a_rank():  # forked by one
+        _leave_alone(done)
+        return
+    done.add(os.getpid())
+    os.environ[reports.RANK_VARIABLE] = str(os.getpid())
     reports.say(rank=dist.get_rank(), world_size=dist.get_world_size(), alone=False)
     plan_path = os.environ.get(PLAN_VARIABLE)
     record_options = os.environ.get(RECORD_VARIABLE)
@@ -66,6 +74,25 @@ def _put_in_place(done: set[int], not_alone: Callable[[], None]) -> None:
     except UserError as error:
         leave_refusal(error)
         raise error.with_traceback(None) from None
+
+
+def _leave_alone(said: set[int]) -> None:
+    """A process that a rank has started has a process group of its own: say so, once a process, and do nothing else."""
+    import torch.distributed as dist
+
+    if os.getpid() in said:
+        return
+    said.add(os.getpid())
+    planned = sys.modules.get("headway.integrations.plan_injection")
+    if planned is not None:
+        planned.uninstall()
+    if dist.get_rank() == 0:
+        above, size = os.environ[reports.RANK_VARIABLE], dist.get_world_size()
+        print(
+            f"headway: a process group of {size} {'rank' if size == 1 else 'ranks'} that rank process {above} has "
+            "started is not the job's, and is left alone",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _call_when_a_rank(became: Callable[[], None]) -> None:

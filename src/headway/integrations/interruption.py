@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM in a rank: what must be saved is saved first, then happens what would have happened.
 
-Python calls handlers in the main thread between two of its own instructions, and that thread may be inside a collective
-that never ends because other ranks are gone. A thread of our own hears of the signal all the same, and saves where the
-main one cannot.
+Python calls handlers in the main thread between two of its own instructions. That thread may be inside a collective
+which never ends because other ranks are gone, or hold locks of torch's: DDP's reducer calls kernels that observe
+collectives while it holds its own. So a thread of our own saves, and the main one waits for it, within a limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 MAIN_THREAD_WITHIN_S = 1.0
-PATIENCE_S = 8.0  # with other ranks, which are told to end too; launchers kill after some 30 s
+PATIENCE_S = 4.0  # with other ranks, which are told to end too
+SAVED_WITHIN_S = 8.0  # or never; launchers kill after some 30 s
 
 
 def call_first(recorder: Savable) -> None:
@@ -35,10 +36,20 @@ def call_first(recorder: Savable) -> None:
 class Savable(Protocol):
     """What has something to write before its process ends."""
 
-    writing: bool
+    writer: threading.Thread | None
+    """The thread that writes it, while one does."""
 
     def finish(self, patience_s: float) -> None:
         """Write it, once; waits up to ``patience_s`` for others."""
+
+    def hurry(self, patience_s: float) -> None:
+        """Where it is being written, wait no longer than that for others."""
+
+    def leave_main_thread(self) -> None:
+        """End what only the main thread, which calls it, can end."""
+
+    def after_backward(self, call: Callable[[], object]) -> bool:
+        """Have ``call`` called where the main thread's backward ends; False where it is in none."""
 
     def when_written(self, told: Callable[[], object]) -> None:
         """Have ``told`` called afterwards."""
@@ -47,8 +58,9 @@ class Savable(Protocol):
 class _Interruption:
     def __init__(self, recorder: Savable) -> None:
         self._recorder: Savable | None = recorder
-        self._heeding = False
+        self._heeding = 0  # the signal that the main thread saves for
         self._postponed: list[int] = []
+        self._saving = threading.Lock()  # taken for good by who begins
         self._over = threading.Event()
         self._before: dict[int, Any] = {}
         self._reader, self._writer = os.pipe()
@@ -89,19 +101,39 @@ class _Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         recorder = self._recorder
-        if recorder is not None and recorder.writing:
-            self._postponed.append(number)
-            return
         if recorder is not None:
-            self._heeding = True
+            if self._heeding or recorder.writer is threading.main_thread():
+                self._postponed.append(number)
+                recorder.hurry(PATIENCE_S)
+                return
+            self._heeding = number
             with _children_may_die():
-                recorder.finish(PATIENCE_S)
+                recorder.leave_main_thread()
+                self._save(recorder)
+                self._over.wait(SAVED_WITHIN_S)
+            self._leave_to_before()
+            self._heeding = 0
+            for later in {*self._postponed} - {number}:
+                os.kill(os.getpid(), later)
         before = self._before[number]
-        if callable(before):
+        if not callable(before):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif recorder is None or not recorder.after_backward(lambda: before(number, frame)):
             before(number, frame)
-            return
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+
+    def _save(self, recorder: Savable) -> None:
+        """Have a thread of its own write the recording, once."""
+        recorder.hurry(PATIENCE_S)
+        if self._saving.acquire(blocking=False):
+
+            def save() -> None:
+                try:
+                    recorder.finish(PATIENCE_S)
+                finally:
+                    self._over.set()
+
+            threading.Thread(target=save, name="headway-saving", daemon=True).start()
 
     def _listen(self) -> None:
         while not self._over.is_set():
@@ -109,9 +141,10 @@ class _Interruption:
             if number not in self._before or self._over.wait(MAIN_THREAD_WITHIN_S):
                 continue
             recorder = self._recorder
-            if recorder is not None and not recorder.writing:
-                recorder.finish(PATIENCE_S)
-            if self._over.wait(PATIENCE_S) and self._before[number] is signal.SIG_DFL:
+            if recorder is not None and recorder.writer is not threading.main_thread():
+                self._save(recorder)
+            self._over.wait(SAVED_WITHIN_S)
+            if self._before[number] is signal.SIG_DFL:
                 # The signal would have ended the process at once, whatever its main thread waits for.
                 os._exit(128 + number)
 

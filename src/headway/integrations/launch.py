@@ -16,7 +16,14 @@ from types import FrameType
 from typing import IO
 
 from headway.errors import LaunchError
-from headway.integrations.reports import REPORTS_VARIABLE, Report, first_refusal, heard_by, read_reports
+from headway.integrations.reports import (
+    RANK_VARIABLE,
+    REPORTS_VARIABLE,
+    Report,
+    first_refusal,
+    heard_by,
+    read_reports,
+)
 
 RECORD_VARIABLE = "HEADWAY_RECORD"
 PLAN_VARIABLE = "HEADWAY_PLAN"
@@ -59,6 +66,7 @@ def injected_environment(
     ``record`` and ``time`` are RecordOptions and TimeOptions as JSON, ``plan`` is a path.
     """
     environment = dict(base)
+    environment.pop(RANK_VARIABLE, None)  # a rank may start a command of its own
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(_INJECT) not in entries:
         entries.insert(0, str(_INJECT))

@@ -8,6 +8,7 @@ import sys
 import torch.distributed as dist
 
 from headway import torch_private
+from headway.errors import UserError, one_line
 from headway.integrations import interruption, measured, reports
 from headway.recording import collecting
 from headway.recording.attach import record_this_rank
@@ -18,8 +19,20 @@ PATIENCE_S = 60.0  # with one piece of a file
 
 
 def begin(options_json: str) -> None:
-    """Record this rank, whose default process group stands, under ``RecordOptions`` given as JSON."""
-    options = RecordOptions.model_validate_json(options_json)
+    """Record this rank, whose default process group stands, under ``RecordOptions`` given as JSON.
+
+    Where that cannot begin, one line says so and the job goes on.
+    """
+    try:
+        _begin(RecordOptions.model_validate_json(options_json))
+    except UserError:
+        raise
+    except Exception as failure:
+        rank, why = dist.get_rank(), one_line(f"{type(failure).__name__}: {failure}")
+        print(f"headway: rank {rank} cannot be recorded: {why}; the job goes on", file=sys.stderr, flush=True)
+
+
+def _begin(options: RecordOptions) -> None:
     place = agree_on_place(options.folder, options.output)
     reports.say(records=True)
     recorder = record_this_rank(options.model_copy(update={"folder": place.folder}))

@@ -20,6 +20,9 @@ from typing import Any
 from headway.errors import one_line
 
 REPORTS_VARIABLE = "HEADWAY_REPORTS"
+RANK_VARIABLE = (
+    "HEADWAY_RANK_PROCESS"  # a rank's process, in its environment and so in that of what it starts
+)
 PREFIX = "process-"
 MAX_REPORTS = 20_000
 MAX_REPORT_BYTES = 16_384
@@ -60,8 +63,18 @@ class Report:
 _said: dict[str, Any] = {}
 
 
+def is_below_a_rank() -> bool:
+    """Whether a rank of the command has started this process: process groups that it makes are not the job's."""
+    return os.environ.get(RANK_VARIABLE, "") not in ("", str(os.getpid()))
+
+
 def say(**news: Any) -> bool:
-    """Change this process's report by ``news``, fields of ``Report``. Returns whether a launcher can read it."""
+    """Change this process's report by ``news``, fields of ``Report``. Returns whether a launcher can read it.
+
+    What a rank has started reports nothing.
+    """
+    if is_below_a_rank():
+        return False
     if _said.get("pid") != os.getpid():  # a forked child is a process of its own
         _said.clear()
         _said.update(pid=os.getpid(), host=socket.gethostname(), name=os.urandom(4).hex())

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from headway import files
@@ -173,11 +172,6 @@ def parse_spec(data: object, what: str = "lab") -> LabSpec:
 
 def load_spec(path: str | Path) -> LabSpec:
     """Read a lab file. Raises LabError where it is missing, damaged or does not validate."""
+    what = f"lab file {path}"
     text = files.read_text(Path(path), LabError, "lab file", MAX_SPEC_BYTES)
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as failure:
-        mark = getattr(failure, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise LabError(f"lab file {path} is not valid YAML{where}", expected="a YAML mapping") from None
-    return parse_spec(data, f"lab file {path}")
+    return parse_spec(files.plain_yaml(text, LabError, what), what)

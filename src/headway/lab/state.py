@@ -28,6 +28,7 @@ from headway.lab import cgroups
 from headway.lab.processes import members, start_time
 
 _MAX_RECORD_BYTES = 4 * 2**20
+_MOST_NAMES = 9
 State = Literal["running", "leftover", "elsewhere"]
 
 
@@ -92,23 +93,28 @@ def folder() -> Path:
     """The folder of the records, made where missing. Raises LabError where it is not ours alone."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
-        top = Path(runtime) / "headway"
-    else:
-        top = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}"
-    try:
-        for path in (top, top / "labs"):
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-                raise LabError(
-                    "the folder of running labs is not private to you",
-                    got=path,
-                    fix="Remove it and try again.",
-                )
-    except OSError as failure:
-        raise LabError(f"the folder of running labs {top} cannot be made", got=failure.strerror) from None
-    return top / "labs"
+        tops = [Path(runtime) / "headway"]
+    else:  # where other users can have taken a name
+        name = Path(tempfile.gettempdir()) / f"headway-{os.getuid()}"
+        tops = [name, *(name.with_name(f"{name.name}-{number}") for number in range(2, _MOST_NAMES + 1))]
+    for top in tops:
+        try:
+            if all(_is_private(path) for path in (top, top / "labs")):
+                return top / "labs"
+        except OSError as failure:
+            raise LabError(f"the folder of running labs {top} cannot be made", got=failure.strerror) from None
+    raise LabError(
+        "the folder of running labs is not private to you", got=tops[0],
+        fix="Set XDG_RUNTIME_DIR to a folder that only you can write into.",
+    )  # fmt: skip
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a folder, which is made where it is missing, is this user's alone."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def write(record: Record) -> None:

@@ -47,7 +47,7 @@ def measured_effects(
     """
     plan = Plan.data_parallel(DistributedDataParallelStrategy(), trace.world_size, trace.model)
     plan = plan.model_copy(update={"passes": (changed,), "changes_training": changed.changes_training})
-    ours = (sys.executable, "-m", "headway")
+    ours = (sys.executable, "-P", "-m", "headway")
     with tempfile.TemporaryDirectory(prefix=f"headway-{changed.name}-") as folder:
         path = Path(folder) / "plan.yaml"
         plan.save(path)

@@ -69,18 +69,18 @@ class Allocations(torch_private.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._stopped and not torch_private.returns_given_memory(func):
-            try:
+        try:
+            if not self._stopped and not torch_private.returns_given_memory(func):
                 self._look(out, (args, kwargs))
                 inner = inner_bytes(func, args, out)
                 self._peak_bytes = max(self._peak_bytes, self.held_bytes + inner)
                 if inner and self.tell:
                     self.tell(Inner(inner))
-            except Exception:  # whatever tensors there are: training goes on
-                self.understood = False
-                self._stopped = True
-        elif self.tell and func is _ADD:
-            self.tell(Added(*map(_memory_of, args[:2])))
+            elif self.tell and func is _ADD:
+                self.tell(Added(*map(_memory_of, args[:2])))
+        except Exception:  # whatever tensors there are: training goes on
+            self.understood = False
+            self._stopped = True
         return out
 
     def _look(self, out: Any, arguments: Any) -> None:

@@ -17,6 +17,7 @@ from headway import files, torch_private
 from headway.errors import LaunchError, TraceError, UserError
 from headway.recording.derive import StrategySpan
 from headway.recording.finish import finish_recording
+from headway.recording.layer import fault, guarded
 from headway.recording.profiled import Detail
 from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.data_parallel.channels import observer
@@ -32,6 +33,7 @@ class _RuntimeObserver(observer.Observer):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
+    @guarded
     def collective(self, done: observer.Collective) -> None:
         self._recorder.span(
             StrategySpan(
@@ -41,12 +43,15 @@ class _RuntimeObserver(observer.Observer):
             )
         )  # fmt: skip
 
+    @guarded
     def wait(self, name: str, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.WAIT, name, bucket, start_ns, end_ns))
 
+    @guarded
     def update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(StrategySpan(Kind.UPDATE, f"bucket {bucket}", bucket, start_ns, end_ns))
 
+    @guarded
     def background_update(self, owner: object, bucket: int, start_ns: int, end_ns: int) -> None:
         self._recorder.span(
             StrategySpan(
@@ -121,24 +126,31 @@ def _watch_constructions(wrapper: type, watching: Watching) -> None:
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if getattr(self, "is_called", True):  # and is not part of another wrapper
+        if not getattr(self, "is_called", True):  # a part of another wrapper
+            return
+        try:
             watching.watch(self, self.module)
+        except UserError:  # what is refused
+            raise
+        except Exception as failure:
+            fault(failure)
 
     _patch(watching, (wrapper,), "__init__", construct)
 
 
 def _watch_compiling(recorder: Recorder) -> None:
     compile_code, compile_module = torch.compile, nn.Module.compile
+    compiles, compiled = guarded(recorder.compiles), guarded(recorder.compiled)
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if model is not None:
-            recorder.compiles(model)
+            compiles(model)
         result = compile_code(model, *args, **kwargs)
-        recorder.compiled(model, result)
+        compiled(model, result)
         return result
 
     def compile_in_place(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        recorder.compiles(self)
+        compiles(self)
         compile_module(self, *args, **kwargs)
 
     _patch(recorder, (torch,), "compile", compile)

@@ -12,6 +12,7 @@ import numpy as np
 from headway.clocks.aligning import aligned_ns
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.errors import one_line
+from headway.recording.layer import guarded
 from headway.recording.now import Now
 from headway.strategies.decentralised import observing
 from headway.strategies.decentralised.policy import PartialAllReduceStrategy
@@ -54,7 +55,7 @@ class RoundWatch:
     def attach(self) -> None:
         """Listen to the runtime."""
         if self._leave is None:
-            self._leave = observing.watch(self._told)
+            self._leave = observing.watch(guarded(self._told))
 
     def detach(self) -> None:
         """Listen no more; what was seen is kept."""

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.model import Chain, ChainLink
 from headway.recording.chain_graph import NoChainError, parameters_between
+from headway.recording.layer import Failed, described
 from headway.recording.modules import JobHook, tensors_of
 
 COMPILED = "modules run compiled, and what they hand on is not seen"
@@ -48,18 +49,19 @@ class ChainWatch:
             self.found = Chain(why_not=COMPILED)
             return
         look = self._look = _Look(root)
+        failed = self._give_up
         for container, children in look.children.items():
             for place, (name, child) in enumerate(children):
-                enter, leave = _Enter(look, container, place, name), _Leave(look, container)
+                enter, leave = _Enter(look, container, place, name, failed), _Leave(look, container, failed)
                 self._handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
                 self._handles.append(child.register_forward_hook(leave))
         for module in modules:
             if not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_hook(JobHook(look.put_out)))
+                self._handles.append(module.register_forward_hook(JobHook(look.put_out, failed)))
         self._handles.append(
-            root.register_forward_pre_hook(JobHook(look.begins), with_kwargs=True, prepend=True)
+            root.register_forward_pre_hook(JobHook(look.begins, failed), with_kwargs=True, prepend=True)
         )
-        self._handles.append(root.register_forward_hook(JobHook(self._ends)))
+        self._handles.append(root.register_forward_hook(JobHook(self._ends, failed)))
 
     def disarm(self, why: str = "") -> None:
         """Remove every hook; ``why`` takes the place of what was found."""
@@ -69,6 +71,9 @@ class ChainWatch:
         self._look = None
         if why:
             self.found = Chain(why_not=why)
+
+    def _give_up(self, failure: Exception) -> None:
+        self.disarm(f"looking at its forward failed: {described(failure)}")
 
     def _ends(self, _root: nn.Module, _inputs: Any, output: Any) -> None:
         look = self._look
@@ -217,15 +222,15 @@ class _Look:
 class _Enter(JobHook):
     """A child of a container is called."""
 
-    def __init__(self, look: _Look, container: str, place: int, name: str) -> None:
-        super().__init__(None)
+    def __init__(self, look: _Look, container: str, place: int, name: str, failed: Failed) -> None:
+        super().__init__(self._enters, failed)
         self._look, self._container, self._place, self._name = look, container, place, name
 
-    def __call__(self, *arguments: Any) -> None:
+    def _enters(self, *arguments: Any) -> None:
         """Note whether it is given what the one before it has put out."""
         _module, args, kwargs = arguments
         calls = self._look.calls.get(self._container)
-        if calls is None:
+        if calls is None or not torch.is_grad_enabled():  # an evaluation
             return
         given = _only_tensor(args, kwargs)
         before = calls[-1] if calls else None
@@ -246,15 +251,15 @@ class _Enter(JobHook):
 class _Leave(JobHook):
     """It returns."""
 
-    def __init__(self, look: _Look, container: str) -> None:
-        super().__init__(None)
+    def __init__(self, look: _Look, container: str, failed: Failed) -> None:
+        super().__init__(self._leaves, failed)
         self._look, self._container = look, container
 
-    def __call__(self, *arguments: Any) -> None:
+    def _leaves(self, *arguments: Any) -> None:
         """Note what it hands on, and whether it has changed what it was given."""
         _module, _args, output = arguments
         calls = self._look.calls.get(self._container)
-        if not calls:
+        if not calls or not torch.is_grad_enabled():
             return
         call = calls[-1]
         given = call.given() if call.given is not None else None

@@ -19,6 +19,7 @@ import torch
 from headway import torch_private
 from headway.collectives.algorithms import ALL_REDUCE
 from headway.recording.groups import GroupWatch
+from headway.recording.layer import observed_call
 from headway.recording.now import Now
 from headway.strategies.data_parallel.channels.observer import THREAD_NAME
 
@@ -70,6 +71,9 @@ OPERATIONS = {
 }
 
 
+_LEFT_IN_PLACE: list[torch_private.KernelOverlay] = []  # which pass calls on
+
+
 class CollectiveTap:
     """Observes the collectives of this process while attached."""
 
@@ -78,6 +82,8 @@ class CollectiveTap:
         self._now = now
         self._groups = groups
         self._sequences: dict[str, int] = defaultdict(int)
+        self._inside: dict[int, int] = {}  # how many kernels each thread is inside of
+        self._watching = False
         self._main_thread = threading.get_ident()
         self._overlay: torch_private.KernelOverlay | None = None
         self._works: list[tuple[ObservedCollective, Any]] = []
@@ -85,16 +91,22 @@ class CollectiveTap:
     def attach(self) -> None:
         """Lay the observing kernels over the c10d operations."""
         assert self._overlay is None
+        self._watching = True
         self._overlay = torch_private.KernelOverlay("c10d", "CPU")
         for operation_name, operation in OPERATIONS.items():
             self._overlay.put(operation_name, self._observer(operation))
 
     def detach(self) -> None:
         """Take the observing kernels off again."""
-        if self._overlay is not None:
-            self._overlay.remove()
-            self._overlay = None
-            self._settle()
+        self._watching = False
+        overlay, self._overlay = self._overlay, None
+        if overlay is None:
+            return
+        if any([*self._inside.values()]):  # where a signal interrupts one: it must not go while it runs
+            _LEFT_IN_PLACE.append(overlay)
+        else:
+            overlay.remove()
+        self._settle()
 
     def release_finished(self) -> None:
         """Let go of finished works, on the main thread.
@@ -119,6 +131,16 @@ class CollectiveTap:
         self._works.clear()
 
     def _observer(self, operation: _Operation) -> Callable[..., Any]:
+        def overlaid(original: Callable[..., Any], *args: Any) -> Any:
+            if not self._watching:
+                return original(*args)
+            thread = threading.get_ident()
+            self._inside[thread] = self._inside.get(thread, 0) + 1
+            try:
+                return observed_call(original, observe, *args)
+            finally:
+                self._inside[thread] -= 1
+
         def observe(original: Callable[..., Any], *args: Any) -> Any:
             if threading.current_thread().name == THREAD_NAME:
                 return original(*args)  # a strategy's runtime reports its own
@@ -147,7 +169,7 @@ class CollectiveTap:
             self._works.append((seen, work))
             return result
 
-        return observe
+        return overlaid
 
 
 def _size_bytes(payload: Any) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from headway import files
 from headway.clocks import aligned, fit_clocks, meetings_of
 from headway.clocks.comparing import UNKNOWN_NS
-from headway.errors import LaunchError, TraceError, UserError
+from headway.errors import LaunchError, TraceError, UserError, one_line
 from headway.recording.averaging import realigned
 from headway.recording.place import ATTEMPT, Recording, described
 from headway.trace.events import Events
@@ -222,6 +222,10 @@ def _why_nothing(idle: Sequence[dict[str, object]]) -> LaunchError:
             fix="Check that the command starts ranks whose Python can import headway, and is not told -I or -E.",
         )
     steps = idle[0]["steps"]
+    if why := next((str(each["fault"]) for each in idle if each.get("fault")), ""):
+        return LaunchError(
+            "nothing was recorded", got=one_line(why), fix="Report it: the job itself went on."
+        )
     return LaunchError(
         "nothing was recorded",
         got=f"{steps} optimizer steps",

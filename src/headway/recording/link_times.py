@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from headway.model import Chain
+from headway.recording.layer import guarded
 from headway.recording.modules import JobHook, tensors_of
 
 T = TypeVar("T")
@@ -85,14 +86,14 @@ class _Mark(JobHook):
     """Has noted when the gradient of what a module puts out is there."""
 
     def __init__(self, noted: list[tuple[int, int]], place: int) -> None:
-        super().__init__(None)
+        super().__init__(self._mark)
         self._noted, self._place = noted, place
 
-    def __call__(self, *arguments: Any) -> None:
+    def _mark(self, *arguments: Any) -> None:
         """Mark the node of the output."""
         for tensor in tensors_of(arguments[-1]):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._there)
+                tensor.grad_fn.register_prehook(guarded(self._there))
 
     def _there(self, _gradients: Any) -> None:
         self._noted.append((time.monotonic_ns(), self._place))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import nn
 
 from headway import torch_private
+from headway.recording.layer import guarded
 from headway.recording.noticing import noticing_gradients, noticing_values
 from headway.strategies.data_parallel.decoupled.deferred import entry_of, gradient_of
 from headway.strategies.data_parallel.reads import inside_a_read
@@ -33,7 +34,9 @@ class LookWatch:
     def __init__(self, looked: Looked, *, values: bool = False) -> None:
         self._looked = looked
         self._values = values
-        self._noticing = noticing_values(self._note) if values else noticing_gradients(self._note)
+        self._noticing = (
+            noticing_values(guarded(self._note)) if values else noticing_gradients(guarded(self._note))
+        )
         self._thread = threading.get_ident()
         self._changed: list[nn.Parameter] = []
         self._name_of: dict[int, str] = {}

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from headway import torch_private
 from headway.clocks import comparing
+from headway.errors import UserError
 from headway.recording.connections import ConnectionWatch, Endpoint, peers_of
 from headway.rpc import interface, trusted
 from headway.trace.format import ClockFit
 
 CLOCK_KEY = "headway/clock"
 LINKS_KEY = "headway/links"
+BEGIN_PATIENCE = timedelta(seconds=60)
+LOOK_S = 0.5  # how often it is asked how long to wait on
+
+T = TypeVar("T")
 
 
 class ClockComparison:
@@ -30,16 +39,25 @@ class ClockComparison:
         self._before: list[comparing.RoundTrip] = []
 
     def begin(self) -> None:
-        """Open rank 0's port, or find it and make the first round trips."""
+        """Open rank 0's port, or find it and make the first round trips.
+
+        Where there can be none, clocks are not compared: what ranks do together tells how far they are apart.
+        """
         store = torch_private.default_store()
+        found: dict[str, Any] = {}
         if dist.get_rank() == 0:
             self._secret = trusted.new_secret()
-            address = interface.job_address()
-            self._server = self._serving(address)
-            found = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
+            with contextlib.suppress(OSError, UserError):
+                address = interface.job_address()
+                self._server = self._serving(address)
+                found = {"address": address, "port": self._server.port, "secret": self._secret.hex()}
             store.set(self._key, json.dumps(found))
             return
-        found = json.loads(store.get(self._key))
+        with contextlib.suppress(RuntimeError):  # rank 0 does not record, or is gone
+            store.wait([self._key], BEGIN_PATIENCE)
+            found = json.loads(store.get(self._key))
+        if not found:
+            return
         self._secret = bytes.fromhex(found["secret"])
         for host in _hosts(found["address"]):
             self._address = (host, found["port"])
@@ -55,11 +73,16 @@ class ClockComparison:
                 return comparing.ClockServer(address, self._secret, ranks)
         return comparing.ClockServer(interface.EVERY_ADDRESS, self._secret, ranks)
 
-    def end(self, rank: int, world_size: int, patience_s: float) -> ClockFit:
-        """Make the last round trips, which rank 0 waits for; how this rank's clock is brought onto rank 0's."""
+    def end(self, rank: int, world_size: int, patience_s: Callable[[], float]) -> ClockFit:
+        """Make the last round trips, which rank 0 waits for; how this rank's clock is brought onto rank 0's.
+
+        ``patience_s`` says how long to wait from now on.
+        """
         if rank == 0:
             if self._server is not None:
-                self._server.wait_for_last_rounds(world_size - 1, patience_s)
+                while not self._server.wait_for_last_rounds(world_size - 1, min(LOOK_S, patience_s())):
+                    if not patience_s():
+                        break
             return ClockFit()
         if self._address is None:
             return comparing.fit_clock((), ())
@@ -79,15 +102,20 @@ def _hosts(published: str) -> list[str]:
     return list(dict.fromkeys(order))
 
 
-def publish_connections(number: int, connections: ConnectionWatch) -> None:
+def publish_connections(number: int, connections: ConnectionWatch, patience_s: Callable[[], float]) -> None:
     """Tell others of this rank's connections, first of all and in every case: they wait for it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
-            torch_private.default_store().set(_links_key(number, dist.get_rank()), connections.pairs())
+            store, key, pairs = (
+                torch_private.default_store(),
+                _links_key(number, dist.get_rank()),
+                connections.pairs(),
+            )
+            _within(patience_s, lambda: store.set(key, pairs))
 
 
 def connection_peers(
-    number: int, connections: ConnectionWatch, rank: int, world_size: int, patience_s: float
+    number: int, connections: ConnectionWatch, rank: int, world_size: int, patience_s: Callable[[], float]
 ) -> dict[tuple[Endpoint, Endpoint], int]:
     """Which rank is at the other end of each connection; nothing where others do not say in time."""
     if world_size == 1 or not dist.is_initialized():
@@ -95,11 +123,42 @@ def connection_peers(
     store = torch_private.default_store()
     keys = [_links_key(number, other) for other in range(world_size)]
     try:
-        store.wait(keys, timedelta(seconds=patience_s))
-        published = {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank}
+        limit = timedelta(seconds=patience_s() + LOOK_S)
+        _within(patience_s, lambda: store.wait(keys, limit))
+        published = _within(
+            patience_s,
+            lambda: {other: store.get(key).decode() for other, key in enumerate(keys) if other != rank},
+        )
     except RuntimeError:  # a rank that is gone publishes nothing
         return {}
     return peers_of(connections.uses, published)
+
+
+def _within(patience_s: Callable[[], float], ask: Callable[[], T]) -> T:
+    """What ``ask`` has of the store. Raises RuntimeError where patience is over before, or the store is gone.
+
+    A store whose keeper is frozen answers nothing, and heeds no limit of its own: a thread asks it.
+    """
+    answers: list[Callable[[], T]] = []
+    answered = threading.Event()
+
+    def asks() -> None:
+        try:
+            answer = ask()
+            answers.append(lambda: answer)
+        except Exception as failure:
+            answers.append(functools.partial(_raise, failure))
+        answered.set()
+
+    threading.Thread(target=asks, name="headway-store", daemon=True).start()
+    while not answered.wait(LOOK_S):
+        if not patience_s():
+            raise RuntimeError("the store does not answer")
+    return answers[0]()
+
+
+def _raise(failure: Exception) -> Any:
+    raise failure
 
 
 def _links_key(number: int, rank: int) -> str:

@@ -63,7 +63,14 @@ class MemoryWatch:
             self._watch = None
 
     def _hook(self, register: Callable[..., Any], observe: Callable[..., None], **how: Any) -> None:
-        self._handles.append(register(JobHook(observe), **how))
+        self._handles.append(register(JobHook(observe, self._give_up), **how))
+
+    def _give_up(self, _failure: Exception) -> None:
+        """Looking on failed: nothing is found, and the recording goes on."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+        self.end()
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         ready = torch.is_grad_enabled() and model.training

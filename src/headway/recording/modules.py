@@ -7,6 +7,7 @@ and break in-place activations.)
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
+from headway.recording.layer import Failed, fault, guarded, observed_call
 from headway.recording.now import Now
 from headway.trace.events import Event, Kind, Stream
 
@@ -36,16 +38,20 @@ class Between(Protocol):
 class JobHook:
     """A hook on a module or parameter of the job. Copies and pickles of it get one that does nothing.
 
-    In compiled code it does nothing either: otherwise whatever a hook reads could cause a recompilation.
+    In compiled code it does nothing either: otherwise whatever a hook reads could cause a recompilation. What it raises
+    is told to ``failed``, and not to the job.
     """
 
-    def __init__(self, observe: Callable[..., None] | None) -> None:
-        self._observe = observe
+    def __init__(self, observe: Callable[..., None] | None, failed: Failed = fault) -> None:
+        self._observe, self._failed = observe, failed
 
     def __call__(self, *arguments: Any) -> None:
         """Observe, and change nothing."""
         if self._observe is not None and not torch.compiler.is_compiling():
-            self._observe(*arguments)
+            try:
+                self._observe(*arguments)
+            except Exception as failure:
+                self._failed(failure)
 
     def __deepcopy__(self, _memo: Any) -> JobHook:
         """A copied model is not the one that is recorded."""
@@ -200,10 +206,7 @@ class ModuleWatch:
         original = self._original_backward = torch.autograd.backward
         now = self._now
 
-        def backward(*args: Any, **kwargs: Any) -> None:
-            if self._backward is not None or not now.recording:
-                original(*args, **kwargs)
-                return
+        def observe(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             self._between.looking_ends()
             self._mark_nodes()  # of a pass that has not ended
             before, now.phase = now.phase, "backward"
@@ -213,12 +216,28 @@ class ModuleWatch:
             finally:
                 self._backward = None
                 now.phase = before
+                for call in current.then:
+                    call()
             current.end_ns = time.monotonic_ns()
             self._backwards.append(current)
             self.compute_ends_ns[current.end_ns] = current.compute_end_ns or current.end_ns
             self._between.backward_ended()
 
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self._backward is not None or not now.recording:
+                original(*args, **kwargs)
+            else:
+                observed_call(original, observe, *args, **kwargs)
+
         torch.autograd.backward = self._own_backward = backward
+
+    def after_backward(self, call: Callable[[], object]) -> bool:
+        """Have ``call`` called as the backward in progress ends, if it is this thread's; False where there is none."""
+        current = self._backward
+        if current is None or current.thread != threading.get_ident():
+            return False
+        current.then.append(call)
+        return True
 
     def backward(self) -> _Backward | None:
         """The backward in progress, told of the end of its graph later: DDP waits for its buckets after that."""
@@ -241,6 +260,8 @@ class _Backward:
     def __init__(self, step: int, start_ns: int) -> None:
         self.step = step
         self.marks = [(start_ns, LOSS)]
+        self.thread = threading.get_ident()
+        self.then: list[Callable[[], object]] = []  # what is to be called as it ends
         self.asked = False  # to be told of the end of the graph
         self.compute_end_ns = 0
         self.end_ns = 0
@@ -272,13 +293,16 @@ class _Enter(JobHook):
         if torch.compiler.is_compiling():
             return
         now = self._now
-        if now.phase == "enter":
-            now.phase = "forward"
-        if self._order is not None:
-            self._order.append(self._name)
-            self._order = None
-        if now.recording:
-            self._starts_ns.append(time.monotonic_ns())
+        try:
+            if now.phase == "enter":
+                now.phase = "forward"
+            if self._order is not None:
+                self._order.append(self._name)
+                self._order = None
+            if now.recording:
+                self._starts_ns.append(time.monotonic_ns())
+        except Exception as failure:
+            fault(failure)
 
 
 class _Leave(JobHook):
@@ -287,7 +311,7 @@ class _Leave(JobHook):
     def __init__(self, watch: ModuleWatch, now: Now, name: str, starts_ns: list[int]) -> None:
         super().__init__(None)
         self._watch, self._now, self._name, self._starts_ns = watch, now, name, starts_ns
-        self._begins = self._backward_begins  # bound once
+        self._begins = guarded(self._backward_begins)  # bound once
 
     def __call__(self, *arguments: Any) -> None:
         """Note when, and ask to be called as the module's backward begins."""
@@ -295,15 +319,18 @@ class _Leave(JobHook):
         if torch.compiler.is_compiling() or not now.recording:
             return
         end_ns = time.monotonic_ns()
-        _module, inputs, output = arguments
-        if self._starts_ns:
-            self._watch.noted.append((Kind.FORWARD, self._name, now.step, self._starts_ns.pop(), end_ns))
-        if not torch.is_grad_enabled():
-            return
-        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
-            node = tensor.grad_fn
-            if node is not None and not _holds(inputs, tensor):
-                self._watch.mark_begin(node, self._begins)
+        try:
+            _module, inputs, output = arguments
+            if self._starts_ns:
+                self._watch.noted.append((Kind.FORWARD, self._name, now.step, self._starts_ns.pop(), end_ns))
+            if not torch.is_grad_enabled():
+                return
+            for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
+                node = tensor.grad_fn
+                if node is not None and not _holds(inputs, tensor):
+                    self._watch.mark_begin(node, self._begins)
+        except Exception as failure:
+            fault(failure)
 
     def _backward_begins(self, _gradients: Any) -> None:
         current = self._watch.backward()
@@ -321,9 +348,12 @@ class _Ready(JobHook):
     def __call__(self, *_arguments: Any) -> None:
         """Note when."""
         now = self._now
-        if now.recording and self._watch.backward() is not None:
-            now_ns = time.monotonic_ns()
-            self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
+        try:
+            if now.recording and self._watch.backward() is not None:
+                now_ns = time.monotonic_ns()
+                self._watch.noted.append((Kind.GRADIENT_READY, self._name, now.step, now_ns, now_ns))
+        except Exception as failure:
+            fault(failure)
 
 
 def count_outputs(root: nn.Module) -> Callable[[], int]:

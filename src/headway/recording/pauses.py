@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.recording.layer import lay_over
+from headway.recording.layer import guarded, lay_over
 from headway.trace.events import WORK, Kind
 
 LEAST_NS = 200_000  # shorter ones are not worth a row
@@ -32,8 +32,9 @@ class PauseWatch:
     def attach(self) -> None:
         """Begin to watch."""
         assert not self._undo
-        gc.callbacks.append(self._collecting)
-        self._undo.append(lambda: gc.callbacks.remove(self._collecting))
+        collecting = guarded(self._collecting)
+        gc.callbacks.append(collecting)
+        self._undo.append(lambda: gc.callbacks.remove(collecting))
         self._time(dist.Work, "wait", Kind.WAIT, WORK)
         self._time(torch, "save", Kind.PAUSE, CHECKPOINT)
 

@@ -62,7 +62,11 @@ def agree_on_place(folder: Path, output: Path | None) -> Place:
     store = torch_private.default_store()
     rank = dist.get_rank()
     if rank == 0:
-        recording = _begun(folder, output)
+        try:
+            recording = _begun(folder, output)
+        except Exception:
+            store.set(KEY, "")  # others need not wait
+            raise
         store.set(KEY, recording.model_dump_json())
         return Place(recording, recording.folder, shared=True)
     store.wait([KEY], PATIENCE)

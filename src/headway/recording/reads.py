@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import nn
 
+from headway.recording.layer import guarded
 from headway.recording.looks import LookWatch
 from headway.recording.now import Now
 from headway.strategies.data_parallel.decoupled.deferred import gradient_of
@@ -29,7 +30,7 @@ class ReadWatch:
 
     def attach(self) -> None:
         """Begin to watch."""
-        watch_reads(self._read)
+        watch_reads(guarded(self._read))
 
     def detach(self) -> None:
         """Stop."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import math
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from torch import nn
 
 from headway import files, torch_private
 from headway.clocks import aligned
-from headway.errors import HeadwayWarning, UnsupportedError
+from headway.errors import HeadwayWarning, UnsupportedError, one_line
 from headway.passes.optimizer_switch import named_by_script
 from headway.recording.averaging import RoundWatch
 from headway.recording.chains import COMPILED, ChainWatch
@@ -47,6 +49,7 @@ from headway.recording.description import (
 )
 from headway.recording.groups import GroupWatch
 from headway.recording.inputs import InputWatch
+from headway.recording.layer import described, guarded, on_fault
 from headway.recording.meeting import ClockComparison, connection_peers, publish_connections
 from headway.recording.memory import MemoryWatch
 from headway.recording.messages import MessageWatch, message_rows
@@ -61,6 +64,7 @@ from headway.recording.step_clock import StepClock
 from headway.recording.updates import UpdateWatch
 from headway.rpc import interface
 from headway.strategies.data_parallel.decoupled.granularity import name_of
+from headway.strategies.plugin import InForce
 from headway.strategies.registry import plugin_named
 from headway.torch_private.step_hooks import after_every_step, before_every_step
 from headway.trace.events import Event, Events, Kind, Stream
@@ -75,6 +79,9 @@ PATIENCE_WHEN_FAILED_S = 3.0  # where the job failed or was told to end
 PATIENCE_APART_S = 2.0  # where ranks do not take their steps together
 
 _recordings = itertools.count()  # the same on every rank, for recordings begin on all of them
+
+
+_InForce = tuple[tuple[str, InForce], tuple[str, InForce]]
 
 
 class RecordOptions(BaseModel):
@@ -101,7 +108,10 @@ class Recorder:
     def __init__(self, options: RecordOptions) -> None:
         self.options = options
         self.finished = False
-        self.writing = False
+        self.writer: threading.Thread | None = None  # the thread that writes, while one does
+        self._once = threading.Lock()  # taken for good by who finishes
+        self._patient_until_s = math.inf  # with other ranks, while it is written
+        self.fault = ""  # what an observer raised, with which observing ended
         self.in_order = True  # whether it ended because the job did, rather than failed
         self.saw_every_step = False  # whether it ended with the last step asked for, as on other ranks
         self.may_be_measured = False  # whether what was recorded leaves ranks anything to measure
@@ -128,6 +138,7 @@ class Recorder:
         self._named_implementations: dict[str, bool] = {}  # of optimizers, by the script
         self._others: list[str] = []  # models that were wrapped and are not recorded
         self._sharded = False  # by fully_shard, without a wrapper
+        self._in_force: _InForce | None = None  # what the last step that has ended had, about
         self._undo: list[Callable[[], None]] = []
         self._written: list[Callable[[], object]] = []
         self._place = (0, 1)  # rank and world size, which nobody can ask for once the group is gone
@@ -154,6 +165,7 @@ class Recorder:
         if self.options.detail != "modules":
             place = (self.options.folder, dist.get_rank(), self.options.first_step)
             self._profiled = ProfiledSteps(self.options.detail, *place)
+        self._undo.append(on_fault(self._stop_observing))
         self.resume()
         atexit.register(self._finish_at_exit)
         if (
@@ -164,7 +176,7 @@ class Recorder:
     def resume(self) -> None:
         """Lay every hook, for the first time or again after ``detach``."""
         self._handles.append(before_every_step(self._optimizer_starts))
-        self._last_handle = after_every_step(self._optimizer_ends)
+        self._watch_step_ends()
         self._tap.attach()
         self._pauses.attach()
         self._rounds.attach()
@@ -174,6 +186,11 @@ class Recorder:
         self._input.attach()
         if self._model is not None and self._root is not None and self.options.detail != "kernels":
             self._watch.attach(self._model, self._root)
+
+    def _watch_step_ends(self) -> None:
+        if self._last_handle is not None:
+            self._last_handle.remove()
+        self._last_handle = after_every_step(self._optimizer_ends)
 
     def when_finished(self, undo: Callable[[], None]) -> None:
         """Have ``undo`` called when the recording is over."""
@@ -256,12 +273,12 @@ class Recorder:
     # Steps
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @guarded
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._reads.looking_ends()
         if self._rounds.averages and self._last_handle is not None:
             # Behind the averaging, which is part of the step.
-            self._last_handle.remove()
-            self._last_handle = after_every_step(self._optimizer_ends)
+            self._watch_step_ends()
         self._named_implementations.update(named_by_script(optimizer))
         return self._updates.step_begins(name_of(optimizer), args, kwargs)
 
@@ -271,18 +288,48 @@ class Recorder:
         self._pipelines.memory.update_begins()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @guarded
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         now_ns = time.monotonic_ns()
         now = self._now
-        self._updates.step_ends(name_of(optimizer), now_ns)
+        guarded(self._updates.step_ends)(name_of(optimizer), now_ns)
         if self._step_clock.counts(optimizer):
             self._step_ends(now_ns)
         if now.recording:
             self._reads.stepped()
 
+    def _stop_observing(self, failure: Exception) -> None:
+        """An observer failed, perhaps inside a backward: see no more. Steps are counted on, to end with other ranks."""
+        if self.fault or self.finished:
+            return
+        self._now.recording = False
+        self.fault = described(failure)
+        where = f"rank {self._place[0]}: " if self._place[1] > 1 else ""
+        print(
+            f"headway: {where}recording stops at step {self.step}: {self.fault}; the job goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+
     def _step_ends(self, now_ns: int) -> None:
+        if not self.fault:
+            guarded(self._close_step)(now_ns)
+        self._now.step += 1
+        full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
+        if self.fault:
+            self._unhook()
+        elif not full:
+            guarded(self._open_step)(now_ns)
+        if self._now.step >= self.options.stop_step or full:
+            self._now.recording = False
+            self.saw_every_step = not full
+            self.finish()
+
+    def _close_step(self, now_ns: int) -> None:
         now = self._now
         if now.recording:
+            if self._in_force is None:
+                self._in_force = self._strategies_in_force()
             self._put(Kind.STEP, f"step {now.step}", self._boundary_ns, now_ns)
             self._connections.end_step(now.step, now_ns)
             if self._profiled is not None:
@@ -290,22 +337,24 @@ class Recorder:
         self._memory.end()
         self._pipelines.memory.end()
         self._tap.release_finished()
-        now.step += 1
+
+    def _strategies_in_force(self) -> _InForce:
+        """Of the model and of the stages. It asks DDP's reducer, which waits where a backward is in progress."""
+        return strategy_in_force(self._model), strategy_in_force(*self._pipelines.stages.values())
+
+    def _open_step(self, now_ns: int) -> None:
+        now = self._now
         if now.step == 1:
             self._pipelines.attach()
         if now.step == 1 and self._model is None:
             self._look_for_sharded()
         self._watch_memory(first=False)
         self._boundary_ns = now_ns
-        full = len(self._rows) + len(self._watch.noted) >= MAX_ROWS
-        now.recording = self.options.first_step <= now.step < self.options.stop_step and not full
+        now.recording = self.options.first_step <= now.step < self.options.stop_step
         if now.step == self.options.first_step:
             self._connections.begin(now_ns)
             if self._profiled is not None:
                 self._profiled.begin()
-        if now.step >= self.options.stop_step or full:
-            self.saw_every_step = not full
-            self.finish()
 
     def _look_for_sharded(self) -> None:
         """The first step has ended and no model was wrapped: see what ``fully_shard`` has made, if anything."""
@@ -347,61 +396,91 @@ class Recorder:
 
     def detach(self) -> None:
         """Remove every hook; the job goes on as if it had never been observed."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._unhook()
         if self._last_handle is not None:
             self._last_handle.remove()
             self._last_handle = None
-        self._watch.detach()
-        self._memory.end()
-        self._chain.disarm()
-        self._pipelines.detach()
-        self._messages.detach()
-        self._pauses.detach()
-        self._rounds.detach()
-        self._reads.detach()
-        self._tap.detach()
-        self._input.detach()
+
+    def _unhook(self) -> None:
+        """Remove every hook but the one that counts steps."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for leave in (
+            self._watch.detach, self._memory.end, self._chain.disarm, self._pipelines.detach,
+            self._messages.detach, self._pauses.detach, self._rounds.detach, self._reads.detach,
+            self._tap.detach, self._input.detach,
+        ):  # fmt: skip
+            guarded(leave)()
 
     def finish(self, patience_s: float | None = None) -> None:
         """Stop, compare clocks once more and write this rank's file, or its status where no step was whole.
 
-        Waits up to ``patience_s``, or ``PATIENCE_S`` where that is None, for each thing that other ranks have to say.
-        A rank's forked child writes nothing.
+        Waits up to ``patience_s``, or ``PATIENCE_S`` where that is None, for what other ranks have to say. A rank's
+        forked child writes nothing.
         """
-        if self.finished or os.getpid() != self._process:
+        if self.finished or os.getpid() != self._process or not self._once.acquire(blocking=False):
             return
-        self.writing = True
+        self.writer = threading.current_thread()
         patience_s = PATIENCE_S if patience_s is None else patience_s
         self.in_order = patience_s >= PATIENCE_S
         if self._rounds.averages:  # others may have many steps to go, in groups with this rank
             patience_s = min(patience_s, PATIENCE_APART_S)
-        self._stop(self._may_use_store())
+        self._patient_until_s = time.monotonic() + patience_s
         try:
+            self._stop(self._may_use_store())
             if any(row.kind == Kind.STEP for row in self._rows):
-                self._write(patience_s)
+                self._write()
             else:
                 self._write_status()
         except Exception as failure:  # training must not end because its recording does
-            print(f"headway: rank {self._place[0]} could not write its recording: {failure}", file=sys.stderr)
-        self._forget()
+            self._say(f"could not write its recording: {one_line(str(failure))}")
+            self.fault = self.fault or described(failure)
+            guarded(self._write_status, self._could_not_end)()
+        guarded(self._forget, self._could_not_end)()
         while self._written:
-            self._written.pop(0)()
-        self.writing = False
+            guarded(self._written.pop(0), self._could_not_end)()
+        self.writer = None
         # Not before: a thread that writes would end with the main one.
         atexit.unregister(self._finish_at_exit)
+
+    def hurry(self, patience_s: float) -> None:
+        """Where it is being written, wait no longer than that for other ranks."""
+        self._patient_until_s = min(self._patient_until_s, time.monotonic() + patience_s)
+
+    def leave_main_thread(self) -> None:
+        """End what only the main thread, which calls it, can end."""
+        self._now.recording = False
+        if self._profiled is not None:
+            guarded(self._profiled.end, self._could_not_end)()
+
+    def after_backward(self, call: Callable[[], object]) -> bool:
+        """Have ``call`` called where the backward in progress ends; False where there is none."""
+        return self._watch.after_backward(call)
+
+    def _patience_s(self) -> float:
+        """How long to wait for other ranks from now on."""
+        return max(0.0, self._patient_until_s - time.monotonic())
+
+    def _could_not_end(self, failure: Exception) -> None:
+        self._say(f"its recording did not end well: {described(failure)}")
+
+    def _say(self, what: str) -> None:
+        print(f"headway: rank {self._place[0]} {what}", file=sys.stderr, flush=True)
 
     def _finish_at_exit(self) -> None:
         failed = getattr(sys, "last_value", None) is not None  # then others may be gone too
         self.finish(PATIENCE_WHEN_FAILED_S if failed else None)
         deadline = time.monotonic() + PATIENCE_S
-        while self.writing and time.monotonic() < deadline:  # in another thread, which ends with this one
+        while (
+            self.writer is not None and time.monotonic() < deadline
+        ):  # in another thread, which ends with this one
             time.sleep(0.05)
 
     def give_up(self) -> None:
         """Stop and write nothing: the script failed, and nobody waits for this rank's file."""
         if not self.finished:
+            self.hurry(PATIENCE_WHEN_FAILED_S)
             self._stop(True)
             self._forget()
             atexit.unregister(self._finish_at_exit)
@@ -410,12 +489,12 @@ class Recorder:
         self.finished = True
         self._now.recording = False
         if may_use_store:
-            publish_connections(self._number, self._connections)
+            publish_connections(self._number, self._connections, self._patience_s)
         if self._profiled is not None:
-            self._profiled.end()
+            guarded(self._profiled.end, self._could_not_end)()
         self.detach()
         while self._undo:
-            self._undo.pop()()
+            guarded(self._undo.pop(), self._could_not_end)()
 
     def _forget(self) -> None:
         # What a model holds, its process group among it, must go when the script lets go of it.
@@ -430,9 +509,9 @@ class Recorder:
         self._connections.close()
         self._clocks.close()
 
-    def _write(self, patience_s: float) -> None:
+    def _write(self) -> None:
         rank, world_size = self._place
-        fit = self._clocks.end(rank, world_size, patience_s)
+        fit = self._clocks.end(rank, world_size, self._patience_s)
         events = labelled(self._rows + self._watch.rows(), self._pipelines.observed)
         events += unseen_uses(events, self._watch.unseen)
         model = model_described(
@@ -453,14 +532,16 @@ class Recorder:
         events += self._rounds.rows()
         peers = {}
         if self._may_use_store():
-            peers = connection_peers(self._number, self._connections, rank, world_size, patience_s)
+            peers = connection_peers(self._number, self._connections, rank, world_size, self._patience_s)
         events += link_rows(self._connections.uses, peers)
         events += wait_rows(events, self._tap.observed, self._watch.compute_ends_ns, self._spans)
         last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
-        name, in_force = strategy_in_force(self._model)
-        order, in_order = strategy_in_force(*stages.values())
+        if self.in_order:
+            self._in_force = self._strategies_in_force()
+        assert self._in_force is not None, "a step has ended"
+        (name, in_force), (order, in_order) = self._in_force
         strategies = {name: in_force, order: in_order}
         strategies.pop("", None)
         self.may_be_measured = any(plugin_named(one).measured_after_recordings for one in strategies)
@@ -491,6 +572,8 @@ class Recorder:
     def _notes(self, rows: list[Event]) -> tuple[str, ...]:
         """What a reader of the recording must know."""
         notes = []
+        if self.fault:
+            notes.append(f"Rank {self._place[0]} stopped recording early: {self.fault}.")
         if self._others:
             notes.append(several_models(self._others))
         if self._sharded:
@@ -520,6 +603,7 @@ class Recorder:
             "world_size": world_size,
             "steps": self._now.step,
             "model": self._model is not None,
+            "fault": self.fault,
         }
         files.write_text(self.options.folder / f"status-{rank:05d}.json", json.dumps(status))
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from headway.recording.layer import guarded
+
 Put = Callable[[str, int, int], None]
 
 _CLOSURE = 1  # its position among the arguments of ``step``, behind the optimizer's
@@ -46,11 +48,13 @@ class UpdateWatch:
         self._begins()
 
     def _observed(self, name: str, closure: Callable[[], Any]) -> Callable[[], Any]:
+        begins, ends = guarded(self._begin), guarded(self.step_ends)
+
         @functools.wraps(closure)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            self.step_ends(name, time.monotonic_ns())
+            ends(name, time.monotonic_ns())
             result = closure(*args, **kwargs)
-            self._begin()
+            begins()
             return result
 
         return observed

@@ -23,6 +23,7 @@ PRINT_VARIABLE = "HEADWAY_PRINT_DECISIONS"
 MAX_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 2**20
 MOST_DIGITS = 10
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Milliseconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 _log = logging.getLogger("headway")
 
@@ -32,7 +33,7 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    step: int = Field(ge=0)
+    step: _Count
     before: str
     order: str
     reason: str
@@ -40,14 +41,16 @@ class Entry(BaseModel):
     """What the step took, or the steps since the last decision typically."""
     predicted_ms: dict[str, _Milliseconds] = Field(default_factory=dict)
     """What a step of each order was expected to take."""
-    links_gbps: dict[str, float] = Field(default_factory=dict)
+    links_gbps: dict[str, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
     """What links carried, from rank to rank as ``0>1``."""
-    attempt: int = Field(default=0, ge=0)
+    attempt: _Count = 0
     """How often torchrun had started these ranks again because one had failed; steps count from each start on.
 
     It does not count starts for hosts that have joined, after which there are other numbers of workers.
     """
-    workers: int = Field(default=0, ge=0)
+    workers: _Count = 0
     """How many ranks the job had then; 0 where that is not known."""
 
     @property

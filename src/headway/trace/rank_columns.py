@@ -14,10 +14,8 @@ from headway import files
 from headway.errors import TraceError
 from headway.trace.events import OPTIONAL_COLUMNS, TEXT_COLUMNS, absent
 from headway.trace.page_sizes import unpacked_bytes
-from headway.trace.unpacking import most_bytes
+from headway.trace.unpacking import TO_RAISE_IT, most_bytes
 
-MAX_RANK_BYTES = 2 * 2**30
-"""What one rank may come to in memory: some 20 million events."""
 _BATCH_ROWS = 2**17
 _VALUE_BYTES = 8  # of a number, and of a reference to a text
 _TEXT_BYTES = 64  # of a text in Python, besides its characters
@@ -27,12 +25,13 @@ class Allowance:
     """How much the files of one trace may come to in memory, given what is stored of them."""
 
     def __init__(self) -> None:
-        self._stored_bytes = 0
+        self._stored_bytes = self._files = 0
         self.decoded_bytes = 0
 
     def opened(self, size_bytes: int) -> None:
         """A file of ``size_bytes`` has been opened."""
         self._stored_bytes += size_bytes
+        self._files += 1
 
     def take(self, size_bytes: int, path: Path) -> None:
         """So much more has been decoded of ``path``. Raises TraceError where that is more than traces come to."""
@@ -41,7 +40,7 @@ class Allowance:
 
     def check(self, more_bytes: int, path: Path) -> None:
         """Raise TraceError where ``more_bytes`` of ``path`` would be more than traces come to."""
-        limit_bytes = most_bytes(self._stored_bytes)
+        limit_bytes = most_bytes(self._stored_bytes, self._files)
         if self.decoded_bytes + more_bytes > limit_bytes:
             raise _too_large(path, self.decoded_bytes + more_bytes, limit_bytes)
 
@@ -58,7 +57,8 @@ class RankColumns:
         with self._told_on_one_line():
             self._file = files.open_regular(path, TraceError, "the file")
             try:
-                allowance.opened(os.fstat(self._file.fileno()).st_size)
+                self._stored_bytes = os.fstat(self._file.fileno()).st_size
+                allowance.opened(self._stored_bytes)
                 found = pq.read_metadata(self._file)
                 texts = [name for name in TEXT_COLUMNS if name in found.schema.names]
                 self._parquet = pq.ParquetFile(
@@ -134,8 +134,8 @@ class RankColumns:
             decoded_bytes += dictionary.nbytes + _TEXT_BYTES * len(dictionary)
         self._decoded_bytes += decoded_bytes
         self._allowance.take(decoded_bytes, self.path)
-        if self._decoded_bytes > MAX_RANK_BYTES:
-            raise _too_large(self.path, self._decoded_bytes, MAX_RANK_BYTES)
+        if self._decoded_bytes > (limit_bytes := most_bytes(self._stored_bytes)):
+            raise _too_large(self.path, self._decoded_bytes, limit_bytes)
         if column.null_count:
             raise self._damaged(name, f"{column.null_count} empty values")
 
@@ -170,4 +170,5 @@ def _too_large(path: Path, got_bytes: int, limit_bytes: int) -> TraceError:
         f"{path.name} takes more memory than a trace may",
         got=f"at least {got_bytes} bytes",
         expected=f"at most {limit_bytes}",
+        fix=TO_RAISE_IT,
     )

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from typing import IO, cast
 
-MAX_RATIO = 400  # of what a compressed file may unpack to: traces come to 10 to 40
+from headway.units import parse_size_bytes
+
+MAX_RATIO = 100  # of what a compressed file may unpack to: traces come to 10 to 40
 SMALL_BYTES = 64 * 2**20  # what any file may unpack to, whatever its ratio
+USUAL_LIMIT_BYTES = 2 * 2**30  # what one file may unpack to, unless the variable says otherwise
+LIMIT_VARIABLE = "HEADWAY_MAX_UNPACKED"
+TO_RAISE_IT = f"If the file is what it should be, set {LIMIT_VARIABLE}, for example to 8GiB."
 MOST_STREAMS = 100_000  # in one file, one after the other: some tools write one for each 64 kB
 _PACKED_BYTES = 16_384
 _PIECE_BYTES = 2**20
 _GZIP = b"\x1f\x8b"
 
 
-def most_bytes(stored_bytes: int) -> int:
-    """How much a file of ``stored_bytes`` may unpack to."""
-    return max(SMALL_BYTES, MAX_RATIO * stored_bytes)
+def most_bytes(stored_bytes: int, files: int = 1) -> int:
+    """How much ``files`` of ``stored_bytes`` in all may unpack to: what ``LIMIT_VARIABLE`` says of one, if it is set.
+
+    Raises UnitError where that cannot be read.
+    """
+    stated = os.environ.get(LIMIT_VARIABLE)
+    if stated:
+        limit_bytes = files * parse_size_bytes(stated, LIMIT_VARIABLE)
+    else:
+        limit_bytes = min(MAX_RATIO * stored_bytes, files * USUAL_LIMIT_BYTES)
+    return max(SMALL_BYTES, stored_bytes, limit_bytes)
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:

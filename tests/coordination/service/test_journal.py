@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import zlib
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "journal"
     path.write_bytes(content)
     with pytest.raises(JournalError, match="damaged at line 1"):
+        read(path)
+
+
+def test_a_line_that_is_too_deep_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write(path, 1)
+    text = b"[" * 200_000 + b"]" * 200_000
+    path.write_bytes(path.read_bytes() + b"%08x %s\n" % (zlib.crc32(text), text))
+    with pytest.raises(JournalError, match="damaged at line"):
         read(path)
 
 

@@ -6,16 +6,16 @@ import json
 import logging
 import os
 import selectors
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
+from headway import files
 from headway.coordination import transport
 from headway.coordination.secret_file import checked_secret, write_secret
 from headway.coordination.service.generator_choice import GeneratorChoice
@@ -40,9 +40,9 @@ _log = logging.getLogger("headway")
 class CoordinatorProcess:
     """A coordinator in a process of its own, with a new secret; it ends with this process at the latest.
 
-    Secret and journal are in ``folder``, by default a temporary one of mode 700 that goes when it is closed: with the
-    folder of an earlier one, the job goes on where that one stood. Raises LaunchError where it does not start, with
-    its own words.
+    Secret and journal are in ``folder``, by default a temporary one of mode 700. That goes when it is closed or, where
+    this process is killed, when the next one starts. With the folder of an earlier one, the job goes on where that one
+    stood. Raises LaunchError where it does not start, with its own words.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class CoordinatorProcess:
         metrics: str | None = None,
     ) -> None:
         transport.require_grpc()
-        self._temporary = folder is None
-        self._folder = folder or Path(tempfile.mkdtemp(prefix="headway-coordinator-"))
+        self._kept = ExitStack()  # the temporary folder
+        self._folder = folder or self._kept.enter_context(files.temporary_folder("headway-coordinator-"))
         self._choice, self._lease_s, self._metrics = choice, lease_s, metrics
         self._closing = threading.Event()
         try:
@@ -123,7 +123,7 @@ class CoordinatorProcess:
     def _started(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
         """A new process, and its address once it listens."""
         command = [
-            sys.executable, "-m", "headway", "coordinate", "--json", "--with-parent", "--listen", listen,
+            sys.executable, "-P", "-m", "headway", "coordinate", "--json", "--with-parent", "--listen", listen,
             "--secret-file", str(self._folder / _SECRET), "--journal", str(self._folder / _JOURNAL),
             "--lease", f"{self._lease_s}s", "--generator", self._choice.text, "--seed", str(self._choice.seed),
         ]  # fmt: skip
@@ -149,8 +149,7 @@ class CoordinatorProcess:
             ) from None
 
     def _remove(self) -> None:
-        if self._temporary:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._kept.close()
 
 
 def from_environment() -> tuple[str, bytes | None] | None:

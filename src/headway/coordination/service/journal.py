@@ -185,7 +185,7 @@ class Journal:
                 event = Event.validate_python(document["event"])
                 if _led_to(ledger.apply(event)) != document["led_to"]:
                     raise ValueError("the generator decides otherwise")
-        except (ValueError, LookupError, TypeError, AssertionError):
+        except (ValueError, LookupError, TypeError, AssertionError, RecursionError):
             raise self._damaged(number) from None
         return ledger
 

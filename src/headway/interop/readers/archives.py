@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from headway.errors import TraceError
-from headway.trace.unpacking import most_bytes, pieces
+from headway.trace.unpacking import TO_RAISE_IT, most_bytes, pieces
 
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 _HEADER_BYTES = 64 * 2**10  # of one member of a tar: long names and attributes take some hundred
@@ -101,6 +101,7 @@ def _check_size(path: Path, stored_bytes: int, unpacked_bytes: int) -> None:
             f"{path} unpacks to far more than traces do",
             got=f"{unpacked_bytes} bytes from {stored_bytes}",
             expected=f"at most {most_bytes(stored_bytes)}",
+            fix=TO_RAISE_IT,
         )
 
 

@@ -19,7 +19,7 @@ from headway.errors import TraceError
 from headway.interop.readers import archives
 from headway.interop.readers.foreign import Document
 from headway.interop.readers.formats import SNIFFED_BYTES
-from headway.trace.unpacking import most_bytes, pieces
+from headway.trace.unpacking import TO_RAISE_IT, most_bytes, pieces
 
 MAX_DOCUMENTS = 100_000
 MAX_DOCUMENT_BYTES = 4 * 2**30
@@ -147,6 +147,7 @@ def read_document(found: Found, *, lenient: bool = False) -> Document:
                     raise TraceError(
                         f"{found.name} is too large for a trace",
                         got=f"more than {limit_bytes} bytes from {found.size_bytes}",
+                        fix=TO_RAISE_IT,
                     )
                 data.write(piece)
         except EOFError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +21,7 @@ COMPANIONS = ("flight-recorder", "execution-trace")  # formats that only add to 
 WORTH_BYTES = 128 * 2**20  # of unpacked documents: starting processes for less takes longer than reading
 USUAL_RATIO = 13  # of what a packed document unpacks to
 MOST_WORKERS = 8
+SAFE_PATH = "PYTHONSAFEPATH"  # Python's own, which is what its option -P is
 AHEAD = 2  # documents that each process has before it
 
 Documents = Sequence[tuple[Found, Format]]
@@ -86,7 +89,9 @@ def _side_by_side(
     at_work: list[Waiting] = []
     ahead = AHEAD * (workers - 1)
     # Not forked: this process may have threads, which a fork would leave behind with their locks held.
-    with ProcessPoolExecutor(workers - 1, mp_context=get_context("spawn")) as pool:
+    with _safe_path():
+        opened = ProcessPoolExecutor(workers - 1, mp_context=get_context("spawn"))
+    with opened as pool:
         try:
             while left:
                 at_work = [one for one in at_work if not one.done()]
@@ -95,9 +100,10 @@ def _side_by_side(
                 while left and len(at_work) < ahead:
                     found, chosen = left.pop()
                     try:
-                        waiting = pool.submit(
-                            _read_apart, found.path, chosen.name, tuple(companions), lenient
-                        )
+                        with _safe_path():
+                            waiting = pool.submit(
+                                _read_apart, found.path, chosen.name, tuple(companions), lenient
+                            )
                     except BrokenProcessPool:
                         left.append((found, chosen))
                         ahead = 0
@@ -110,6 +116,20 @@ def _side_by_side(
                 yield _result(found, waiting)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes of multiprocessing that are started in it import nothing from the current folder as they start."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def _result(found: Found, waiting: Waiting) -> Reading | TraceError:
