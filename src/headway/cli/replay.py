@@ -11,6 +11,11 @@ from headway.cli import output
 from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
 
+UNRELIABLE = (
+    "Do not rely on this answer: the replay of what was recorded is {error:+.0%} off. Record again while nothing else "
+    "runs on the machine.\n"
+)
+
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
@@ -62,6 +67,7 @@ def replay(
 
     from headway.diagnosis.diagnosis import diagnose
     from headway.replayer.as_trace import replayed_trace
+    from headway.replayer.fidelity import is_reproduced
     from headway.replayer.replayer import Replayer
 
     with output.progress("replaying"):
@@ -98,6 +104,7 @@ def replay(
                 "recorded_step_ms": recorded_ms,
                 "reproduced_step_ms": base.step_ms,
                 "error": error,
+                "is_reproduced": is_reproduced(error),
                 "predicted_ms": expected.step_ms,
                 "uncertainty_ms": expected.uncertainty_ms,
                 "speedup": expected.speedup,
@@ -112,7 +119,8 @@ def replay(
     said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe() if plan else ""])))
     if asked:
         console.print(
-            f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
+            ("" if is_reproduced(error) else UNRELIABLE.format(error=error))
+            + f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
             f"{expected.speedup:.2f} times as fast as recorded ({recorded_ms:.1f} ms)."
         )
     else:
