@@ -17,7 +17,7 @@ QUICK := tests/answers tests/collectives tests/graph tests/model_tables tests/ne
 # Where it is set, each of some thousand processes would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup quick quick-tests test test-all test-with check lint types docs unit unit-all coverage demo clean
+.PHONY: setup quick quick-tests test test-all test-with check lint types docs unit unit-all coverage demo demo-check clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,10 @@ test-with:
 
 demo: $(STAMP)
 	$(BIN)/headway demo
+
+# The whole loop in less than two minutes, its answer checked.
+demo-check: $(STAMP)
+	$(BIN)/python -m tests.demo_check $(VENV)/demo
 
 clean:
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .coverage*

@@ -130,7 +130,7 @@ def _decided(subject: Any, effort: Effort, paths: Sequence[str], kept: int) -> t
         return steps_of_trial_ms(lambda: subject.planned(plan), effort.trial_warm, count)
 
     so_far = run_rounds(len(paths), range(kept), run, step_ms)
-    return winner(so_far, range(kept)), share_over()(time.perf_counter() - begun)
+    return winner(so_far, range(kept), range(len(paths))), share_over()(time.perf_counter() - begun)
 
 
 def _tuned(

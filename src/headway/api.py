@@ -14,7 +14,7 @@ from headway.diagnosis import diagnose as diagnose_trace
 from headway.errors import UserError
 from headway.optimization.candidate import Candidate
 from headway.optimization.plan_writing import plan_of
-from headway.optimization.result import following
+from headway.optimization.result import check_strategy, following
 from headway.optimization.search import search
 from headway.optimization.sizes import others_of
 from headway.plan import Plan
@@ -24,6 +24,7 @@ from headway.prediction.replayed import Prediction
 from headway.prediction.scaling import scaling
 from headway.prediction.strategies import strategies_named
 from headway.replayer.as_trace import replayed_trace
+from headway.replayer.fidelity import is_reproduced
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
 from headway.strategies import registry
@@ -59,19 +60,29 @@ class Replayed:
         """How many times as fast as the recorded job the live job is expected to be."""
         return self.recorded_ms / self.step_ms
 
+    @property
+    def is_reproduced(self) -> bool:
+        """Whether replay comes close enough to the recorded step for its answers to be believed (within 10 %)."""
+        return is_reproduced(self.reproduced_ms / self.recorded_ms - 1)
+
 
 @dataclass(frozen=True)
 class Optimized:
-    """The best plan that was found, and all candidates that were replayed, best first.
+    """The plan to use, and all candidates that were replayed, best first.
 
-    No candidate that the recorded script can follow has a step shorter than ``bound_ms``. ``note`` says what was left
-    out and why.
+    The recorded command can run each of ``candidates`` as it is; ``for_other_scripts`` need a script that calls
+    ``headway.parallelize``. ``keeps_recorded`` says that ``plan`` is the one that was recorded: no other is faster by
+    more than its ±, or ``can_rank_plans`` is False, as replay does not reproduce the recorded step within 10 %. No
+    candidate has a step shorter than ``bound_ms``. ``note`` says what was left out and why.
     """
 
     plan: Plan
     candidates: tuple[Candidate, ...]
     bound_ms: float
     note: str
+    for_other_scripts: tuple[Candidate, ...] = ()
+    keeps_recorded: bool = False
+    can_rank_plans: bool = True
 
 
 def diagnose(trace: Trace | str | Path, cluster: Cluster | None = None) -> Diagnosis:
@@ -137,9 +148,9 @@ def optimize(
 ) -> Optimized:
     """Search for the plan under which the recorded job's step is shortest: every candidate is replayed.
 
-    The recorded plan is among the candidates, so the answer may be to leave the job as it is. Plans that change
-    what is trained are proposed only where ``allow`` has what they need, "asynchronous", "local-steps", "precision",
-    "randomness" or a permission that an installed package declares; ``plan.changes_training`` says what.
+    The answer is the recorded plan, unless another that the recorded command can run is faster by more than ±. Plans
+    that change what is trained are proposed only where ``allow`` has what they need, "asynchronous", "local-steps",
+    "precision", "randomness" or a permission that an installed package declares; ``plan.changes_training`` says what.
     ``others`` are recordings of the same pipeline with other numbers of micro-batches: these, and those between
     them, are tried too. With ``strategy``, the best plan of the strategy of this name is returned; with "stages"
     the best of stages that the script does not have, for ``headway.parallelize``. With ``memory_limit_bytes``,
@@ -150,13 +161,22 @@ def optimize(
     Raises TraceError for a trace that no plan can be applied to, UserError if no plan of ``strategy`` was found, none
     within the limit, or none that can follow a network, and for ``others`` of another job.
     """
+    check_strategy(strategy)
     replayer = Replayer(_loaded(trace), cluster)
     more = others_of(replayer, [_loaded(each) for each in others])
     found = search(
         replayer, memory_limit_bytes=memory_limit_bytes, others=more, allow=allow, budget_s=budget_s
     )
-    plan = plan_of(following(found, strategy) if follow_network else found.best(strategy), replayer)
-    return Optimized(plan, found.candidates, found.bound_ms, found.note)
+    best = following(found, strategy) if follow_network else found.best(strategy)
+    return Optimized(
+        plan_of(best, replayer),
+        found.candidates,
+        found.bound_ms,
+        found.note,
+        found.for_other_scripts,
+        keeps_recorded=not best.changed,
+        can_rank_plans=found.can_rank,
+    )
 
 
 def predict(

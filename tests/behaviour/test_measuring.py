@@ -54,7 +54,7 @@ def test_short_runs_decide_and_end_before_the_script_does(recorded: Path, tmp_pa
     assert tried["name"].startswith("decoupled")
     assert measured["runs"] == 4
     assert [each["rounds"] for each in (kept, tried)] == [2, 2]
-    assert measured["taken"] == min((kept, tried), key=lambda each: each["measured_ms"])["name"]
+    assert measured["taken"] == kept["name"] or tried["measured_ms"] < kept["measured_ms"]
     assert Plan.load(plan_path).strategy.name == ("ddp" if measured["taken"] == kept["name"] else "decoupled")
     assert all(each["spread_ms"] >= 0 and each["predicted_ms"] > 0 for each in (kept, tried))
     assert done.stderr.count("headway: run ") == 4

@@ -67,8 +67,8 @@ def test_the_recording_says_what_modules_hand_on(chain: Path) -> None:
 
 def test_pipelines_stand_among_the_plans_and_are_written_when_asked_for(chain: Path) -> None:
     found = plans(chain)
-    by = {each["followed_by"] for each in found["plans"]}
-    assert by == {"headway run", "headway.parallelize"}
+    assert {each["followed_by"] for each in found["plans"]} == {"headway run"}
+    assert {each["followed_by"] for each in found["plans_for_other_scripts"]} == {"headway.parallelize"}
     described = yaml.safe_load((chain / "pipeline.yaml").read_text())
     assert described["mesh"] == {"pipeline": 2}
     (point,) = described["parallel"]["pipeline"]["pipeline"]["split_points"]

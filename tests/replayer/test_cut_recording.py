@@ -110,11 +110,11 @@ def test_what_calls_cost_at_most_is_in_the_uncertainty() -> None:
 def test_candidates_stand_beside_those_that_the_script_follows() -> None:
     of = replayer()
     found = search(of)
-    cut = [each for each in found.candidates if each.recut is not None]
+    cut = [each for each in found.for_other_scripts if each.recut is not None]
     assert {len(each.recut.stages) for each in cut if each.recut} == {2, 4}
     assert "headway.parallelize" in cut[0].changes[1]
     assert found.best().recut is None
-    assert not any(each.recut for each in found.like(found.best()))
+    assert all(each.is_runnable for each in (*found.candidates, *found.like(found.best())))
     best = found.best("pipeline")
     assert best.recut is not None
     assert found.best("stages") == best

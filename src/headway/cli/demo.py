@@ -16,13 +16,11 @@ from headway.errors import LaunchError
 if TYPE_CHECKING:
     from headway.demo.loop import DemoResult
 
-STAGES_WITHOUT_RUNS = 3
-PLANS = 3
-MARKER, RESULT = ".headway-demo", "demo.json"
+MARKER = ".headway-demo"
 # Every name that the demo gives to what it writes in its folder: nothing else is ever removed.
 WRITTEN = frozenset((
-    MARKER, RESULT, "trace", ".trace.recording", "cluster.yaml", "curve.json", "report.html",
-    "plan.yaml", "plan-ddp.yaml", "plan-decoupled.yaml",
+    MARKER, "demo.json", "trace", ".trace.recording", "cluster.yaml", "curve.json", "report.html", "plan.yaml",
+    "plan-1.yaml", "plan-2.yaml", "plan-ddp.yaml", "plan-decoupled.yaml",
 ))  # fmt: skip
 
 
@@ -46,36 +44,45 @@ WRITTEN = frozenset((
     show_default=True,
     help="How to isolate hosts.",
 )
+@click.option(
+    "--quick", is_flag=True,
+    help="The same loop in less than two minutes: fewer steps, and one plan besides stock DDP.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def demo(folder: Path, model: str, workers: int, rate: str, rounds: int, mode: str, as_json: bool) -> None:
+def demo(
+    folder: Path, model: str, workers: int, rate: str, rounds: int, mode: str, quick: bool, as_json: bool
+) -> None:
     """Record a small training job over a slow link, find a better plan, run it and compare."""
-    from headway.demo.loop import DemoOptions, result_document, run_demo, save_result
+    from headway.lab.spec import parse_spec
 
+    # What cannot be is refused before an earlier demo is removed.
+    lab = parse_spec({"hosts": workers, "rate": rate}, "the demo's lab")
     _make_room(folder)
-    options = DemoOptions(
-        folder=folder, model=model, workers=workers, rate=rate, rounds=rounds,
+
+    from headway.demo.loop import DemoOptions, run_demo
+
+    options = (DemoOptions.quick if quick else DemoOptions)(
+        folder=folder, lab=lab, model=model, rounds=rounds,
         mode=mode,  # type: ignore[arg-type]  # click has checked the choice
     )  # fmt: skip
     words = output.error_console()
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=words
     )
-    total = STAGES_WITHOUT_RUNS + PLANS * rounds
     with bar:
         tasks: list[object] = []
 
         def stage(what: str) -> None:
             if tasks:
                 bar.update(bar.task_ids[-1], total=1, completed=1)
-            tasks.append(bar.add_task(f"[{len(tasks) + 1}/{total}] {what}", total=None))
+            tasks.append(bar.add_task(f"[{len(tasks) + 1}/{options.stages}] {what}", total=None))
             if not words.is_terminal:
-                words.print(f"[{len(tasks)}/{total}] {what}")
+                words.print(f"[{len(tasks)}/{options.stages}] {what}")
 
         result = run_demo(options, stage)
         bar.update(bar.task_ids[-1], total=1, completed=1)
-    save_result(result, folder / RESULT)
     if as_json:
-        output.print_document("demo", result_document(result))
+        output.print_document("demo", result.to_document())
     else:
         _show(result)
 
@@ -107,7 +114,7 @@ def _earlier_demo(folder: Path) -> list[Path]:
     """What an earlier demo left in ``folder``, its marker last."""
     there = sorted(folder.iterdir(), key=lambda path: (path.name == MARKER, path.name))
     foreign = [path.name for path in there if path.name not in WRITTEN]
-    marked = any(path.name in (MARKER, RESULT) and path.is_file() for path in there)
+    marked = any(path.name in (MARKER, "demo.json") and path.is_file() for path in there)
     if foreign or (there and not marked):
         raise LaunchError(
             "the demo's folder holds something else", got=(foreign or [there[0].name])[0],
@@ -117,25 +124,36 @@ def _earlier_demo(folder: Path) -> list[Path]:
 
 
 def _show(result: DemoResult) -> None:
+    assert result.chosen is not None
+    assert result.found is not None
+    assert result.diagnosis is not None
     console = output.console()
-    speedup = result.stock.median_ms / result.chosen.median_ms
-    console.print(
-        f"{speedup:.2f} times as fast as stock DDP: {result.chosen.name}, predicted "
-        f"{result.chosen.predicted_ms:.1f} ms a step, measured {result.chosen.median_ms:.1f} ms."
-    )
-    for notice in result.notices:
+    if result.keeps_recorded:
+        console.print(
+            f"Keep stock DDP: no plan was faster by more than rounds differ ({result.stock.median_ms:.1f} ms a step)."
+        )
+    else:
+        console.print(
+            f"{result.speedup:.2f} times as fast as stock DDP: {result.chosen.name}, predicted "
+            f"{result.chosen.candidate.predicted_ms:.1f} ms a step, measured {result.chosen.median_ms:.1f} ms."
+        )
+    for notice in dict.fromkeys(result.notices):
         console.print(notice)
     console.print(result.diagnosis.verdict)
-    table = Table("plan", "predicted ms", "measured ms", "runs, ms", "error", "speedup", "ratio to bound")
-    for one in result.runs:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("plan")
+    for header in ("predicted ms", "± ms", "measured ms", "± ms", "error", "times as fast", "each run, ms"):
+        table.add_column(header, justify="right")
+    for run in result.runs:
         table.add_row(
-            one.name,
-            f"{one.predicted_ms:.1f}",
-            f"{one.median_ms:.1f}",
-            " ".join(f"{value:.1f}" for value in one.measured_ms),
-            f"{one.error:+.1%}",
-            f"{result.stock.median_ms / one.median_ms:.2f}x",
-            f"{one.median_ms / result.found.bound_ms:.2f}",
+            run.name + " (taken)" * (run is result.chosen),
+            f"{run.candidate.predicted_ms:.1f}",
+            f"{run.candidate.uncertainty_ms:.1f}",
+            f"{run.median_ms:.1f}",
+            f"{run.measured.spread_ms:.1f}",
+            f"{run.error:+.1%}",
+            f"{result.stock.median_ms / run.median_ms:.2f}",
+            " ".join(f"{value:.1f}" for value in run.measured.runs_ms),
         )
     console.print(table)
     same = (
@@ -144,8 +162,13 @@ def _show(result: DemoResult) -> None:
         else f"at most {result.loss_difference:.2e} apart"
     )
     console.print(
-        f"The recorded step is reproduced with an error of {result.reproduction_error:+.1%}; the bound of any plan is "
-        f"{result.found.bound_ms:.1f} ms. Loss curves of all plans: {same}."
+        f"Replay reproduces the recorded step with an error of {result.found.reproduction_error:+.1%}; no plan can "
+        f"take less than {result.found.bound_ms:.1f} ms. Losses under all plans are {same}."
     )
-    console.print("Computation is real, one thread a worker; only the links are emulated, shaped by the lab.")
-    console.print(str(result.report))
+    if not result.found.can_rank:
+        console.print(
+            "The machine was busy while recording: predictions are unreliable, measurements decide."
+        )
+    console.print("Computation is real, with one thread a worker; only the links are emulated, by the lab.")
+    console.print(f"Report: {result.report}")
+    console.print(f"Plan: {(result.folder / 'plan.yaml').absolute()}")

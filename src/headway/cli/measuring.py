@@ -24,14 +24,8 @@ if TYPE_CHECKING:
     from headway.replayer.replayer import Replayer
 
 UNDECIDED = 0  # of --measure without a number
-NOT_NEEDED = (
-    "Nothing was measured: of the plans that the command can follow, predictions leave no two that may be the "
-    "best."
-)
-WENT_ON = (
-    "the command goes on when it is to end after its last timed step (it catches SystemExit), so each run takes as "
-    "long as the command does"
-)
+NOT_NEEDED = "Nothing was measured: predictions already tell which plan is the best."
+WENT_ON = "your script catches SystemExit, so each run goes on to the end of the training"
 
 
 def command_to_measure_with(ctx: click.Context, count: int | None, *, follow: bool) -> tuple[str, ...]:
@@ -45,7 +39,7 @@ def command_to_measure_with(ctx: click.Context, count: int | None, *, follow: bo
         return ()
     if follow:
         raise UserError(
-            "plans that follow the network are not measured", fix="Leave out --measure or --follow-network."
+            "plans that follow the network cannot be measured", fix="Leave out --measure or --follow-network."
         )
     return trailing_command(ctx)
 
@@ -93,14 +87,15 @@ def measure_plans(
             if (path := paths[id(each)]) is not None:
                 plan_of(each, replayer).save(path)
         runs = ShortRuns(command, folder, replayer.trace.world_size, replayer.recorded_step_ms)
-        said: set[str] = set()
+        warned = False
 
         def run(candidate: Candidate, steps: int) -> Sequence[float]:
-            made = runs.run(paths[id(candidate)], steps)
-            if made.went_on and WENT_ON not in said:
-                said.add(WENT_ON)
+            nonlocal warned
+            short = runs.run(paths[id(candidate)], steps)
+            if short.went_on and not warned:
+                warned = True
                 print(f"headway: {WENT_ON}", file=sys.stderr, flush=True)
-            return made.steps_ms
+            return short.steps_ms
 
         return choose(contenders, run, replayer.recorded_step_ms, _progress)
 
@@ -132,21 +127,20 @@ def measured_document(choice: MeasuredChoice | None, predicted: Candidate) -> di
         "plans": [
             {
                 "name": each.candidate.name,
-                "measured_ms": each.measured.step_ms,
-                "spread_ms": each.measured.spread_ms,
+                "measured_ms": each.step_ms,
+                "spread_ms": each.spread_ms,
                 "runs_ms": list(each.measured.runs_ms),
                 "steps": sum(each.measured.steps),
                 "predicted_ms": each.candidate.predicted_ms,
                 "uncertainty_ms": each.candidate.uncertainty_ms,
                 "as_predicted": each.as_predicted,
-                "rounds": each.rounds,
+                "rounds": each.beside.rounds,
                 "kept": each.kept,
             }
             for each in choice.plans
         ],
         "taken": choice.taken.candidate.name,
         "why": choice.why,
-        "gain_is_unclear": choice.gain_is_unclear,
         "failed": [{"name": candidate.name, "reason": reason} for candidate, reason in choice.failed],
         "passed_over": predicted.name if _is_passed_over(choice, predicted) else None,
         "runs": choice.runs,
@@ -158,38 +152,53 @@ def _is_passed_over(choice: MeasuredChoice, predicted: Candidate) -> bool:
     """Whether the plan that is ``predicted`` to be the best is one that no short run can measure."""
     from headway.optimization.measured.contenders import is_measurable
 
-    return not is_measurable(predicted) and predicted.predicted_ms < choice.taken.measured.step_ms
+    return (
+        predicted.changed and not is_measurable(predicted) and predicted.predicted_ms < choice.taken.step_ms
+    )
 
 
 def measured_sentences(choice: MeasuredChoice, predicted: Candidate) -> list[str]:
     """What short runs have decided; ``predicted`` is the best as predicted."""
-    taken = choice.taken.measured
-    said = [
-        f"Measured in {choice.runs} short runs of the command ({choice.elapsed_s:.0f} s): {taken.step_ms:.1f} ± "
-        f"{taken.spread_ms:.1f} ms a step. {choice.why}."
+    sentences = [
+        f"Measured in {choice.runs} short runs of your command ({choice.elapsed_s:.0f} s). {choice.why}."
     ]
     if _is_passed_over(choice, predicted):
-        said.append(
-            f"{predicted.name} is predicted to take {predicted.predicted_ms:.1f} ± {predicted.uncertainty_ms:.1f} ms, "
-            "but short runs cannot measure it: leave out --measure to have it."
+        sentences.append(
+            f"{predicted.short_name} is predicted to take {predicted.predicted_ms:.1f} ± "
+            f"{predicted.uncertainty_ms:.1f} ms, but short runs cannot measure it: leave out --measure to have it."
         )
-    return said + [f"{candidate.name} could not be run: {reason}" for candidate, reason in choice.failed]
+    return sentences + [
+        f"{candidate.short_name} could not be run: {reason}" for candidate, reason in choice.failed
+    ]
 
 
-def measured_table(choice: MeasuredChoice | None) -> Table | str:
+def measured_table(choice: MeasuredChoice | None) -> Iterator[Table | str]:
     """The plans that were measured, beside what was predicted of them; a sentence where none had to be."""
     if choice is None:
-        return NOT_NEEDED
-    table = Table("measured plan", "measured ms", "± ms", "predicted ms", "± ms", "rounds", "steps")
+        yield NOT_NEEDED
+        return
+    table = Table(title="Plans as measured, fastest first", title_justify="left", box=None, pad_edge=False)
+    table.add_column("plan", overflow="fold")
+    for header in ("measured ms", "± ms", "predicted ms", "± ms", "rounds", "steps"):
+        table.add_column(header, justify="right")
     for each in choice.plans:
-        own, candidate = each.measured, each.candidate
+        candidate = each.candidate
+        notes = [
+            *(["what you have"] if not candidate.changed else []),
+            *(["taken"] if each is choice.taken and candidate.changed else []),
+        ]
         table.add_row(
-            candidate.name + " (as it would be left)" * each.kept,
-            f"{own.step_ms:.1f}",
-            f"{own.spread_ms:.1f}",
+            candidate.short_name + (f" ({', '.join(notes)})" if notes else ""),
+            f"{each.step_ms:.1f}",
+            f"{each.spread_ms:.1f}",
             f"{candidate.predicted_ms:.1f}",
             f"{candidate.uncertainty_ms:.1f}",
-            str(each.rounds),
-            str(sum(own.steps)),
+            str(each.beside.rounds),
+            str(sum(each.measured.steps)),
         )
-    return table
+    yield table
+    if choice.left_with is not None:
+        yield (
+            f"Each plan is compared with {choice.left_with.candidate.short_name} in the rounds that both ran in, so "
+            "that what else the machine did counts for neither."
+        )

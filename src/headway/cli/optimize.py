@@ -11,8 +11,6 @@ import click
 from headway import files
 from headway.cli import output
 from headway.cli.allowing import allow_option
-from headway.cli.explaining import explanation_parts
-from headway.cli.found import doubts_of, plans_table, search_document, searched
 from headway.cli.measuring import (
     UNDECIDED,
     command_to_measure_with,
@@ -21,6 +19,7 @@ from headway.cli.measuring import (
     measured_sentences,
     measured_table,
 )
+from headway.cli.optimize_answer import Answer, command_lines, explanation_parts, plans_tables, searched
 from headway.units import parse_size_bytes
 
 if TYPE_CHECKING:
@@ -43,16 +42,17 @@ ANY = "any"
 )
 @click.option(
     "--strategy", "only", metavar="NAME", default="any",
-    show_default=True, help="Write the best plan of this strategy; of stages, the best of stages that the script "
-    "does not have, which only headway.parallelize follows (of pipeline too, where the script has none).",
+    show_default=True, help="Write the best plan of this strategy, whatever was recorded: ddp, decoupled, "
+    "parameter_server, pipeline, with --allow also asynchronous-parameter-server, local-sgd or partial-all-reduce, or "
+    "one of a plug-in. stages: the best plan with other pipeline stages, for scripts that call headway.parallelize.",
 )  # fmt: skip
 @click.option(
     "--memory-limit", "limit", metavar="SIZE",
-    help="Leave out plans under which a rank would need more memory than this, such as 800M or 16GiB.",
+    help="Leave out plans under which a rank needs more memory than this, such as 800M or 16GiB.",
 )  # fmt: skip
 @click.option(
     "--follow-network", "follow", is_flag=True,
-    help="Write a plan that changes with the network while the job trains: of a pipeline, the size of its groups.",
+    help="Write a plan that changes with the network while the job trains; only for pipelines.",
 )  # fmt: skip
 @allow_option
 @click.option(
@@ -60,16 +60,22 @@ ANY = "any"
     help="Explain the plan choice by choice, and say what would bring it closer to the bound.",
 )  # fmt: skip
 @click.option(
+    "--all",
+    "every",
+    is_flag=True,
+    help="List all plans, with their full names, instead of the best of each kind.",
+)
+@click.option(
     "--html", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan and its explanation on this page."
 )  # fmt: skip
 @click.option(
     "--measure", "measured", type=click.IntRange(min=0), is_flag=False, flag_value=UNDECIDED, metavar="[N]",
-    help="Let short runs of the command after -- decide among plans that predictions do not tell apart, or with N, "
-    "among the N best.",
+    help="Let short runs of the command after -- decide among plans that predictions cannot tell apart, or among the N "
+    "best.",
 )  # fmt: skip
 @click.option(
     "--budget", "budget_s", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    help="Search no longer than this: the best plan that was found by then is written.",
+    help="Search no longer than this, and write the best plan found by then.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
@@ -83,12 +89,15 @@ def optimize(
     follow: bool,
     allow: tuple[str, ...],
     in_full: bool,
+    every: bool,
     html: Path | None,
     measured: int | None,
     budget_s: float | None,
     as_json: bool,
 ) -> None:
-    """Replay TRACE under every candidate plan, rank them, and write the best to a file.
+    """Replay TRACE under every candidate plan, and write the plan to use to a file.
+
+    That is the recorded plan, unless another is predicted to be faster by more than the prediction may be off.
 
     headway optimize trace -o plan.yaml
 
@@ -105,61 +114,60 @@ def optimize(
 
     from headway.optimization.explanation import explain
     from headway.optimization.plan_writing import plan_of
-    from headway.optimization.result import following
+    from headway.optimization.result import check_strategy, following
     from headway.optimization.search import search
     from headway.optimization.sizes import others_of
     from headway.replayer.replayer import Replayer
     from headway.report.plan_page import plan_page
 
+    wanted = None if only == ANY else only
+    check_strategy(wanted)
     with output.progress("searching") as advance:
         replayer = Replayer(loaded[0], cluster)
         others = others_of(replayer, loaded[1:])
         found = search(
             replayer, advance, memory_limit_bytes=limit_bytes, others=others, allow=allow, budget_s=budget_s
         )
-    wanted = None if only == ANY else only
     predicted = following(found, wanted) if follow else found.best(wanted)
     best, chosen = decide_by_runs(predicted, found, replayer, measured, wanted, command, plan_path)
     plan_of(best, replayer).save(plan_path)
     with output.progress("explaining"):
         explained = None if follow else explain(replayer, found, best, go_further=in_full)
+    options = [
+        *(("--cluster", str(cluster_path)) if cluster_path else ()),
+        *(("--strategy", only) if wanted else ()),
+        *(("--memory-limit", limit) if limit else ()),
+        *(word for each in allow for word in ("--allow", each)),
+    ]
+    measure_line, run_line = command_lines(
+        traces, plan_path, options, command or loaded[0].manifest.command, replayer.trace.world_size
+    )
+    answer = Answer(
+        found, best, chosen, wanted or "", plan_path, "" if follow else measure_line, run_line,
+        follows_network=follow,
+    )  # fmt: skip
     if html is not None:
         name = traces[0].resolve().name or "a trace"
-        files.write_text(html, plan_page(name, best, found, explained))
+        files.write_text(html, plan_page(name, best, found, explained, answer.headline()))
     if as_json:
-        output.print_document(
-            "optimization",
-            {
-                **search_document(found, best),
-                "plan": str(plan_path),
-                "measured": measured_document(chosen, predicted),
-                "explanation": None if explained is None else explained.to_document(),
-            },
-        )
+        fields = answer.document(explained)
+        output.print_document("optimization", {**fields, "measured": measured_document(chosen, predicted)})
         return
+    measures = [] if measured is None else [*measured_table(chosen)]
+    sentences = [] if chosen is None else measured_sentences(chosen, predicted)
     console = output.console()
-    console.print(
-        f"Best plan: {best.name}, predicted {best.predicted_ms:.1f} ± {best.uncertainty_ms:.1f} ms a step, "
-        f"{best.expected.speedup:.2f} times as fast as recorded ({found.baseline_ms:.1f} ms); written to {plan_path}."
-        + (f" It changes what is trained: {best.changes_training}." if best.changes_training else "")
-    )
-    for sentence in (
-        doubts_of(best, found.like(best)) if chosen is None else measured_sentences(chosen, predicted)
-    ):
-        console.print(sentence)
-    if found.bound is not None and best.recut is None and not best.changes_training:
+    for line in (answer.headline(), *answer.reasons(), *sentences, *answer.next_steps(), ""):
+        console.print(line)
+    if found.bound is not None and best.is_runnable and not best.changes_training:
         console.print(found.bound.distance(best.predicted_ms))
-    for part in explanation_parts(explained, in_full=in_full):
+    for part in (*explanation_parts(explained, in_full=in_full), *answer.notes(), *measures):
         console.print(part)
-    if found.note:
-        console.print(f"Note: {found.note}.")
-    if measured is not None:
-        console.print(measured_table(chosen))
-    console.print(plans_table(found))
+    for part in plans_tables(found, best, every=every):
+        console.print(part)
     output.print_order(console, best.schedule)
     console.print(f"{searched(found)} Links: {replayer.cluster.source}.")
     if html is not None:
-        console.print(f"Wrote {html}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Wrote {html}")
 
 
 def _loaded(

@@ -12,6 +12,11 @@ from headway.cli import output
 from headway.cli.horizon import answered_over_a_horizon
 from headway.errors import one_line
 
+UNRELIABLE = (
+    "Do not rely on this answer: the replay of what was recorded is {error:+.0%} off. Record again while nothing else "
+    "runs on the machine.\n"
+)
+
 if TYPE_CHECKING:
     from headway.replayer.expectation import Expectation
 
@@ -66,6 +71,7 @@ def replay(
 
     from headway.diagnosis.diagnosis import diagnose
     from headway.replayer.as_trace import replayed_trace
+    from headway.replayer.fidelity import is_reproduced
     from headway.replayer.replayer import Replayer
 
     with output.progress("replaying"):
@@ -101,6 +107,7 @@ def replay(
                 "recorded_step_ms": recorded_ms,
                 "reproduced_step_ms": base.step_ms,
                 "error": error,
+                "is_reproduced": is_reproduced(error),
                 "predicted_ms": expected.step_ms,
                 "uncertainty_ms": expected.uncertainty_ms,
                 "speedup": expected.speedup,
@@ -116,7 +123,8 @@ def replay(
     said = one_line(", ".join(filter(None, [what_if.describe(), plan.describe() if plan else ""])))
     if asked:
         console.print(
-            f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
+            ("" if is_reproduced(error) else UNRELIABLE.format(error=error))
+            + f"{expected.step_ms:.1f} ± {expected.uncertainty_ms:.1f} ms a step with {said}: "
             f"{_compared(expected, throughput, loaded.world_size)}."
         )
     else:

@@ -6,7 +6,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,120 +16,257 @@ import numpy as np
 from headway import files
 from headway.cluster import Cluster
 from headway.diagnosis.diagnosis import Diagnosis, diagnose
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UserError, one_line
 from headway.integrations.launch import injected_environment
 from headway.lab import launch
 from headway.lab.spec import LabSpec
 from headway.optimization.candidate import Candidate
+from headway.optimization.measured.contenders import is_measurable
+from headway.optimization.measured.halving import Measured, Runs, compared, winner
 from headway.optimization.plan_writing import plan_of
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.recording.finish import finish_recording
 from headway.replayer.replayer import Replayer
 from headway.report.page import write_html
-from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
-from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.trace.folder import load_trace
 from headway.trace.format import Trace
 
 MODELS = {"gpt": "headway.demo.train_gpt", "digits": "headway.demo.train_digits"}
 WARM_UP_STEPS = 5
+CONTENDERS = 2  # the best plans of so many strategies are run besides stock DDP
+STOCK = 0  # its number among the plans that are run
+RESULT, REPORT, PLAN = "demo.json", "report.html", "plan.yaml"
+PLANS = ("plan-1.yaml", "plan-2.yaml")
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the demo trains, on how many workers over which link, and how long."""
+    """What the demo trains, in which lab of one worker a host, and how long.
+
+    ``probes`` says that links are measured before the recording, which is more precise than right after it.
+    """
 
     folder: Path
+    lab: LabSpec
     model: str = "gpt"
-    workers: int = 2
-    rate: str = "200mbit"
     steps: int = 20
     rounds: int = 2
+    contenders: int = CONTENDERS
+    probes: bool = True
     mode: launch.Mode = "auto"
+
+    @classmethod
+    def quick(cls, **options: object) -> DemoOptions:
+        """The same loop in less than two minutes: fewer steps, one contender, links measured after the recording."""
+        return cls(**{**options, "steps": 15, "contenders": 1, "probes": False})  # type: ignore[arg-type]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are, if as many plans are run as may be."""
+        return 2 + self.probes + (1 + self.contenders) * self.rounds
 
 
 @dataclass(slots=True)
 class PlanRuns:
-    """One plan: what replay predicted, and what each run measured (mean step after warm-up)."""
+    """A plan that is run: what replay predicted, and the steps of each run behind its warm-up, in ms.
 
-    name: str
-    strategy: Strategy
+    ``plan_path`` is None for stock DDP, for which nothing has to be injected.
+    """
+
+    candidate: Candidate
     plan_path: Path | None
-    predicted_ms: float
-    uncertainty_ms: float
-    measured_ms: list[float] = field(default_factory=list)
+    steps_ms: list[Sequence[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return "stock DDP" if self.plan_path is None else self.candidate.short_name
+
+    @property
+    def measured(self) -> Measured:
+        """What its runs have measured; there is at least one."""
+        return Measured.of(self.steps_ms)
 
     @property
     def median_ms(self) -> float:
         """The median over runs."""
-        return statistics.median(self.measured_ms)
+        return statistics.median(self.measured.runs_ms)
 
     @property
     def error(self) -> float:
         """Predicted against measured."""
-        return self.predicted_ms / self.median_ms - 1
+        return self.candidate.predicted_ms / self.median_ms - 1
+
+    def to_document(self) -> dict[str, object]:
+        """What is written of it."""
+        figures: dict[str, object] = {
+            "name": self.name,
+            "predicted_ms": self.candidate.predicted_ms,
+            "uncertainty_ms": self.candidate.uncertainty_ms,
+        }
+        if self.steps_ms:
+            measured = self.measured
+            figures |= {
+                "measured_ms": list(measured.runs_ms),
+                "median_ms": self.median_ms,
+                "spread_ms": measured.spread_ms,
+                "error": self.error,
+            }
+        return figures
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DemoResult:
-    """Everything the demo found. ``runs`` are stock DDP, the best DDP and the best decoupled plan."""
+    """Everything that the demo has found so far; ``runs`` begin with stock DDP.
 
-    runs: tuple[PlanRuns, ...]
-    chosen: PlanRuns
-    found: SearchResult
-    diagnosis: Diagnosis
-    reproduction_error: float
-    loss_difference: float
-    cluster: Cluster
-    notices: tuple[str, ...]
-    report: Path
+    ``chosen`` is one of them: stock DDP, unless another was faster by more than rounds differ.
+    """
+
+    folder: Path
+    stage: str = ""
+    runs: tuple[PlanRuns, ...] = ()
+    chosen: PlanRuns | None = None
+    found: SearchResult | None = None
+    diagnosis: Diagnosis | None = None
+    notices: list[str] = field(default_factory=list)
 
     @property
     def stock(self) -> PlanRuns:
         """Stock DDP with its default buckets."""
-        return self.runs[0]
+        return self.runs[STOCK]
+
+    @property
+    def keeps_recorded(self) -> bool:
+        """Whether the answer is to keep stock DDP."""
+        return self.chosen is self.stock
+
+    @property
+    def report(self) -> Path:
+        """The page about the recording."""
+        return (self.folder / REPORT).absolute()
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as stock DDP the chosen plan was, in the same rounds."""
+        assert self.chosen is not None
+        return 1 / self._beside_stock(self.chosen)
+
+    @property
+    def predicted_speedup(self) -> float:
+        """How many times as fast as stock DDP the chosen plan was predicted to be."""
+        assert self.chosen is not None
+        return self.stock.candidate.predicted_ms / self.chosen.candidate.predicted_ms
+
+    @property
+    def loss_difference(self) -> float:
+        """The largest difference of the losses of two plans in the same step."""
+        return float(np.max(np.ptp(np.array([run.losses for run in self.runs if run.losses]), axis=0)))
+
+    def rounds(self) -> list[Runs]:
+        """The runs by round and number of the plan, as far as they were made."""
+        count = max((len(run.steps_ms) for run in self.runs), default=0)
+        return [
+            {number: run.steps_ms[at] for number, run in enumerate(self.runs) if at < len(run.steps_ms)}
+            for at in range(count)
+        ]
+
+    def _beside_stock(self, run: PlanRuns) -> float:
+        return compared(self.rounds(), self.runs.index(run), STOCK).ratio
+
+    def to_document(self) -> dict[str, object]:
+        """The fields that ``headway demo --json`` prints; before the end those that are known."""
+        fields: dict[str, object] = {
+            "complete": self.chosen is not None,
+            "stage": self.stage,
+            "notices": list(dict.fromkeys(self.notices)),
+            "runs": [run.to_document() for run in self.runs],
+        }
+        if self.diagnosis is not None:
+            fields |= {"verdict": self.diagnosis.verdict, "report": str(self.report)}
+        if self.found is not None:
+            fields |= {
+                "reproduction_error": self.found.reproduction_error,
+                "can_rank_plans": self.found.can_rank,
+                "bound_ms": self.found.bound_ms,
+            }
+        if self.chosen is not None:
+            fields |= {
+                "baseline_ms": self.stock.median_ms,
+                "predicted_ms": self.chosen.candidate.predicted_ms,
+                "measured_ms": self.chosen.median_ms,
+                "speedup": self.speedup,
+                "predicted_speedup": self.predicted_speedup,
+                "plan": self.chosen.name,
+                "keeps_recorded": self.keeps_recorded,
+                "loss_difference": self.loss_difference,
+            }
+        return fields
+
+    def save(self) -> None:
+        """Write what is known by now into the demo's folder."""
+        document = files.document("demo", **self.to_document())
+        files.write_text(self.folder / RESULT, files.dump_json(document))
 
 
 def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
     """Run the loop in a lab. ``progress`` is told each stage as it starts.
 
-    Raises LabError where the lab cannot be built, HeadwayError where a stage of training fails.
+    What is found is written into the demo's folder as it comes. Raises LabError where the lab cannot be built,
+    HeadwayError where a stage fails, which says where the results until then are.
     """
     lab = _Lab(options)
-    progress("measuring the links")
-    cluster_path = options.folder / "cluster.yaml"
-    lab.run([sys.executable, "-P", "-m", "headway", "probe", "-o", str(cluster_path)])
-    cluster = Cluster.load(cluster_path)
-    progress("recording stock DDP")
-    trace = lab.record(options.folder / "trace")
-    progress("replaying every plan")
-    diagnosis = diagnose(trace)
-    replayer = Replayer(trace, cluster)
-    found = search(replayer)
-    runs = _plans_to_try(options.folder, replayer, found)
-    for number in range(options.rounds):
-        # Interleaved and turned round, so that a drift of the machine hits every plan alike.
-        for one in runs if number % 2 == 0 else tuple(reversed(runs)):
-            progress(f"training with {one.name}, run {number + 1} of {options.rounds}")
-            lab.measure(one)
-    chosen = next(one for one in runs if one.strategy == found.candidates[0].strategy)
-    report = options.folder / "report.html"
-    write_html(trace, diagnosis, report)
-    return DemoResult(
-        runs=runs,
-        chosen=chosen,
-        found=found,
-        diagnosis=diagnosis,
-        reproduction_error=found.replayed_ms / found.baseline_ms - 1,
-        loss_difference=_largest_difference([one.losses for one in runs]),
-        cluster=cluster,
-        notices=tuple(dict.fromkeys(lab.notices)),
-        report=report.absolute(),
-    )
+    result = DemoResult(options.folder, notices=lab.notices)
+
+    def begins(stage: str) -> None:
+        result.stage = stage
+        result.save()
+        progress(stage)
+
+    with _kept_when_failing(result):
+        cluster = None
+        if options.probes:
+            begins("measuring the links")
+            cluster_path = options.folder / "cluster.yaml"
+            lab.run([sys.executable, "-P", "-m", "headway", "probe", "-o", str(cluster_path)])
+            cluster = Cluster.load(cluster_path)
+        begins("recording stock DDP" + " and measuring the links" * (not options.probes))
+        trace = lab.record(options.folder / "trace", measure=not options.probes)
+        result.diagnosis = diagnose(trace)
+        write_html(trace, result.diagnosis, result.report)
+        begins("replaying every plan")
+        replayer = Replayer(trace, cluster)
+        result.found = search(replayer)
+        result.runs = _plans_to_run(options, replayer, result.found)
+        for number in range(options.rounds):
+            # Interleaved and turned round, so that a drift of the machine hits every plan alike.
+            for run in result.runs if number % 2 == 0 else reversed(result.runs):
+                begins(f"training with {run.name}, run {number + 1} of {options.rounds}")
+                lab.measure(run)
+        every = range(len(result.runs))
+        result.chosen = result.runs[winner(result.rounds(), (STOCK,), every)]
+        plan_of(result.chosen.candidate, replayer).save(options.folder / PLAN)
+        result.stage = "done"
+        result.save()
+    return result
+
+
+@contextmanager
+def _kept_when_failing(result: DemoResult) -> Iterator[None]:
+    """Save what is known when a stage fails, and say in one line which, why and where that is."""
+    try:
+        yield
+    except Exception as failure:
+        result.save()
+        if not result.runs and isinstance(failure, UserError):
+            raise  # nothing was measured yet, and what was asked for is at fault
+        why = str(failure) if isinstance(failure, HeadwayError) else f"{type(failure).__name__}: {failure}"
+        raise HeadwayError(
+            f"the demo failed while {result.stage}: {one_line(why, limit=600)} What it found until then is in "
+            f"{result.folder / RESULT}"
+        ) from failure
 
 
 class _Lab:
@@ -136,44 +274,49 @@ class _Lab:
 
     def __init__(self, options: DemoOptions) -> None:
         self._options = options
-        self._spec = LabSpec.model_validate({"hosts": options.workers, "rate": options.rate})
+        self._spec = options.lab
         self.notices: list[str] = []
-        self._said: list[str] = []
+        self._output: list[str] = []
 
-    def run(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        self._said.clear()
+    def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._output.clear()
         status = launch.run(
             self._spec,
             command,
-            env=environment if environment is not None else dict(os.environ),
+            env=dict(os.environ if environment is None else environment),
             mode=self._options.mode,
             timeout_s=180,
-            on_line=lambda rank, _stream, line: self._said.append(f"[rank {rank}] {line}"),
+            on_line=lambda rank, _stream, line: self._output.append(f"[rank {rank}] {line}"),
             on_notice=self.notices.append,
         )
         if status != 0:
-            last = "; ".join(self._said[-3:])
+            last = "; ".join(self._output[-3:])
             raise HeadwayError(f"{' '.join(command[:3])} ended with status {status} in the lab: {last[:500]}")
 
-    def record(self, out: Path) -> Trace:
+    def record(self, out: Path, *, measure: bool) -> Trace:
         staging = out.parent / f".{out.name}.recording"
         staging.mkdir(parents=True)
-        options = {"folder": str(staging), "first_step": WARM_UP_STEPS, "stop_step": self._options.steps}
-        self.run(self._command(), injected_environment(os.environ, record=json.dumps(options)))
-        finish_recording(staging, out, self._options.workers, wait_s=0)
+        options = {
+            "folder": str(staging),
+            "first_step": WARM_UP_STEPS,
+            "stop_step": self._options.steps,
+            "measure": measure,
+        }
+        command = self._command()
+        self.run(command, injected_environment(os.environ, record=json.dumps(options)))
+        finish_recording(staging, out, self._options.lab.world_size, wait_s=0, command=command)
         return load_trace(out)
 
-    def measure(self, one: PlanRuns) -> None:
+    def measure(self, run: PlanRuns) -> None:
         curve = self._options.folder / "curve.json"
         environment = dict(os.environ)
-        if one.plan_path is not None:
-            environment = injected_environment(os.environ, plan=str(one.plan_path))
+        if run.plan_path is not None:
+            environment = injected_environment(os.environ, plan=str(run.plan_path))
         self.run([*self._command(), "--curve", str(curve)], environment)
         logged = json.loads(curve.read_text())
-        curve.unlink()
-        ends_s = logged["ends_s"][WARM_UP_STEPS - 1 :]
-        one.measured_ms.append((ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) * 1e3)
-        one.losses = logged["losses"]
+        curve.unlink(missing_ok=True)
+        run.steps_ms.append((np.diff(logged["ends_s"][WARM_UP_STEPS - 1 :]) * 1e3).tolist())
+        run.losses = logged["losses"]
 
     def _command(self) -> list[str]:
         batch = {"gpt": "32", "digits": "96"}[self._options.model]
@@ -181,57 +324,19 @@ class _Lab:
         return [sys.executable, "-P", "-m", MODELS[self._options.model], "--steps", steps, "--batch", batch]
 
 
-def _plans_to_try(folder: Path, replayer: Replayer, found: SearchResult) -> tuple[PlanRuns, ...]:
-    stock = next(c for c in found.candidates if c.strategy == DistributedDataParallelStrategy())
-    tuned = found.best(DistributedDataParallelStrategy.name)
-    decoupled = found.best(DecoupledStrategy.name)
-    runs = [PlanRuns("stock DDP", stock.strategy, None, stock.predicted_ms, stock.uncertainty_ms)]
-    for candidate, name in ((tuned, "plan-ddp.yaml"), (decoupled, "plan-decoupled.yaml")):
-        if candidate is not stock:
-            runs.append(_planned(folder / name, candidate, replayer))
-    best = found.candidates[0]
-    plan_of(best, replayer).save(folder / "plan.yaml")
+def _plans_to_run(options: DemoOptions, replayer: Replayer, found: SearchResult) -> tuple[PlanRuns, ...]:
+    """Stock DDP, which was recorded, and the best plans of other strategies, or of other buckets of stock DDP.
+
+    They are among those that the script can run as it is.
+    """
+    stock = found.recorded
+    assert stock is not None, "there is no memory limit"
+    best: dict[str, Candidate] = {}
+    for each in found.candidates:
+        if each.changed and is_measurable(each):
+            best.setdefault(each.strategy.name, each)
+    runs = [PlanRuns(stock, None)]
+    for candidate, name in zip([*best.values()][: options.contenders], PLANS, strict=False):
+        plan_of(candidate, replayer).save(options.folder / name)
+        runs.append(PlanRuns(candidate, options.folder / name))
     return tuple(runs)
-
-
-def _planned(path: Path, candidate: Candidate, replayer: Replayer) -> PlanRuns:
-    plan_of(candidate, replayer).save(path)
-    return PlanRuns(
-        candidate.name, candidate.strategy, path, candidate.predicted_ms, candidate.uncertainty_ms
-    )
-
-
-def _largest_difference(curves: Sequence[Sequence[float]]) -> float:
-    return float(np.max(np.ptp(np.array(curves), axis=0)))
-
-
-def result_document(result: DemoResult) -> dict[str, object]:
-    """The fields that ``headway demo --json`` prints."""
-    return {
-        "baseline_ms": result.stock.median_ms,
-        "predicted_ms": result.chosen.predicted_ms,
-        "measured_ms": result.chosen.median_ms,
-        "speedup": result.stock.median_ms / result.chosen.median_ms,
-        "plan": result.chosen.name,
-        "report": str(result.report),
-        "verdict": result.diagnosis.verdict,
-        "reproduction_error": result.reproduction_error,
-        "loss_difference": result.loss_difference,
-        "bound_ms": result.found.bound_ms,
-        "notices": list(result.notices),
-        "runs": [
-            {
-                "name": one.name,
-                "predicted_ms": one.predicted_ms,
-                "uncertainty_ms": one.uncertainty_ms,
-                "measured_ms": one.measured_ms,
-                "error": one.error,
-            }
-            for one in result.runs
-        ],
-    }
-
-
-def save_result(result: DemoResult, path: Path) -> None:
-    """Keep the result next to the report."""
-    files.write_text(path, files.dump_json(files.document("demo", **result_document(result))))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.compression.codec import Codec
 from headway.job import Job
 from headway.passes.base import Pass
 from headway.replayer.expectation import Expectation
+from headway.scheduling.pipeline.orders import LOOPED_ORDERS
 from headway.scheduling.schedule import Schedule
 from headway.strategies.base import Strategy
+from headway.strategies.registry import plugin_of
 
 UNCHANGED = ("none",)
+SHORT_PARTS = 3  # of a description that short names keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,53 @@ class Candidate:
         return self.changes != UNCHANGED
 
     @property
+    def change_count(self) -> int:
+        """How many changes it is from what was recorded."""
+        return len(self.changes) if self.changed else 0
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the recorded command can run it as it is, with ``headway run``; other plans need another script."""
+        if self.recut is not None:
+            return False
+        if not self.changed:
+            return True
+        plugin = plugin_of(self.strategy)
+        if plugin.injection is None and plugin.schedule_injection is None:
+            return False
+        return not (self.of_other_size and self._order in LOOPED_ORDERS)
+
+    @property
+    def short_name(self) -> str:
+        """Its name without the details of its strategy."""
+        strategy, *passes = self.name.split(" + ")
+        return " + ".join((", ".join(strategy.split(", ")[:SHORT_PARTS]), *passes))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What it is but for sizes and numbers: plans of one kind are variants of each other."""
+        wire = getattr(self.strategy, "wire", None) or ()
+        codecs = wire if isinstance(wire, tuple) else (wire,)
+        return (
+            self.strategy.name,
+            getattr(getattr(self.strategy, "data", None), "name", ""),
+            getattr(self.strategy, "groups", ""),
+            getattr(self.schedule, "gather", ""),
+            self._order,
+            tuple(each.name for each in codecs if isinstance(each, Codec)),
+            tuple(each.name for each in self.passes),
+        )
+
+    @property
+    def _order(self) -> str:
+        """The order of a pipeline; "" where there is none."""
+        return str(getattr(getattr(self.strategy, "pipeline", self.strategy), "order", ""))
+
+    @property
     def changes_training(self) -> str:
         """What it changes of what is trained, in words; "" for nothing."""
-        said = (self.strategy.changes_training, *(each.changes_training for each in self.passes))
-        return ", ".join(filter(None, said))
+        changes = (self.strategy.changes_training, *(each.changes_training for each in self.passes))
+        return ", ".join(filter(None, changes))
 
     @property
     def permissions(self) -> frozenset[str]:
@@ -65,8 +112,8 @@ def is_better(one: Candidate, other: Candidate) -> bool:
     """Whether ``one`` is no slower than ``other`` and needs no more memory, and is better in one of both."""
     if one.peak_bytes is None or other.peak_bytes is None:
         return False
-    mine, others = (one.predicted_ms, one.peak_bytes), (other.predicted_ms, other.peak_bytes)
-    return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
+    figures, compared = (one.predicted_ms, one.peak_bytes), (other.predicted_ms, other.peak_bytes)
+    return figures != compared and all(a <= b for a, b in zip(figures, compared, strict=True))
 
 
 def no_other_training(one: Candidate, other: Candidate) -> bool:

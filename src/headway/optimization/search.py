@@ -96,6 +96,7 @@ def search(
             uncut = recuts(replayer, [each.strategy for each in so_far if not each.of_other_size])
             candidates += [_recut(replayer, each) for each in uncut.found]
     fitting, excluded = within(candidates, memory_limit_bytes)
+    ranked = best_first(fitting)
     notes = [*(proposal.note for proposal in proposals), *_left_out(job), *uncut.notes]
     notes = [each for each in notes if each]
     notes += [
@@ -125,15 +126,16 @@ def search(
     return SearchResult(
         baseline_ms=replayer.recorded_step_ms,
         replayed_ms=replayer.base.step_ms,
-        candidates=best_first(fitting, replayer.recorded_step_ms),
+        candidates=tuple(each for each in ranked if each.is_runnable),
         bound_ms=bound_ms,
         elapsed_s=time.perf_counter() - begun,
-        note=". ".join(notes),
+        notes=tuple(notes),
         excluded=tuple(excluded),
         bound=bound,
         pruned=replays.pruned,
         unseen=replays.unseen,
         cut_short=limit.cut_short,
+        for_other_scripts=tuple(each for each in ranked if not each.is_runnable),
     )
 
 

@@ -9,7 +9,6 @@ from headway.errors import UserError
 from headway.job import Job
 from headway.optimization.candidate import UNCHANGED, Candidate
 from headway.optimization.memory_limit import fits_within
-from headway.optimization.ranking import TIE
 from headway.passes.base import Pass
 from headway.passes.registry import passes
 from headway.permission import permitted
@@ -18,6 +17,7 @@ from headway.planning.time_limit import time_is_up
 from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of
 
+LEAST_GAIN = 0.01  # of a step, for which a pass is worth it
 MOST_PLANS = 3
 """So many of the fastest plans are tried with passes, and the fastest of each other strategy: users may want that."""
 FORMS: tuple[Form, ...] = ("all-reduce", "gradients", "parameters")
@@ -115,7 +115,7 @@ class _Tried:
 
     def _is_worth_it(self, before: Candidate, after: Candidate) -> bool:
         if self.fits(before):
-            return self.fits(after) and after.predicted_ms < before.predicted_ms * (1 - TIE)
+            return self.fits(after) and after.predicted_ms < before.predicted_ms * (1 - LEAST_GAIN)
         return self.fits(after) or (after.peak_bytes or 0) < (before.peak_bytes or 0)
 
     def _with(self, candidate: Candidate, added: Pass) -> Candidate | None:

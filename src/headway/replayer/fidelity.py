@@ -14,6 +14,14 @@ from headway.strategies.registry import plugin_of
 from headway.trace.events import Events, Kind
 from headway.trace.format import Trace
 
+MOST_REPRODUCTION_ERROR = 0.10
+"""A recording whose replay is off by more than this share cannot rank plans: most gains are smaller."""
+
+
+def is_reproduced(reproduction_error: float) -> bool:
+    """Whether a replay that is off by this share of the recorded step is close enough to rank plans by."""
+    return abs(reproduction_error) <= MOST_REPRODUCTION_ERROR
+
 
 def check_fidelity(trace: Trace, strategy: Strategy, job: Job) -> None:
     """Compare the first rank's recorded collectives of gradients with what ``strategy`` launches over its timelines.

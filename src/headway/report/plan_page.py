@@ -43,7 +43,7 @@ class PathBar:
 def path_bars(explained: Explanation) -> tuple[PathBar, ...]:
     """The recorded step, and that after each choice of the plan, the last of which is the plan's.
 
-    Each is the one below it and what its choice saved, part by part.
+    Each bar is the next one and what the choice of that saved, part by part.
     """
     bars: list[PathBar] = []
     parts = dict(explained.after.parts_ms)
@@ -59,17 +59,24 @@ def _in_order(parts: Mapping[str, float]) -> dict[str, float]:
     return {part: ms for part in PARTS if (ms := parts.get(part, 0.0)) > 0}
 
 
-def plan_page(trace_name: str, best: Candidate, found: SearchResult, explained: Explanation | None) -> str:
-    """The page as one HTML text that loads nothing. Whatever came from the trace is escaped."""
+def plan_page(
+    trace_name: str, best: Candidate, found: SearchResult, explained: Explanation | None, answer: str
+) -> str:
+    """The page as one HTML text that loads nothing, with ``answer`` at its top.
+
+    Whatever came from the trace is escaped.
+    """
     from markupsafe import Markup
 
     bars = () if explained is None else path_bars(explained)
     shown = found.candidates[:MAX_PLANS]
-    has_bound = found.bound is not None and best.recut is None and not best.changes_training
+    for_other_scripts = found.for_other_scripts[:MAX_PLANS]
+    has_bound = found.bound is not None and best.is_runnable and not best.changes_training
     return template("plan.html.jinja").render(
         title=trace_name,
         version=__version__,
         best=best,
+        answer=answer,
         tiles=_tiles(best, found, has_bound=has_bound),
         distance=found.bound.distance(best.predicted_ms) if found.bound is not None and has_bound else "",
         explained=explained,
@@ -78,10 +85,11 @@ def plan_page(trace_name: str, best: Candidate, found: SearchResult, explained: 
         longest_bar_ms=max((bar.step_ms for bar in bars), default=1.0),
         parts=[part for part in PARTS if any(part in bar.parts_ms for bar in bars)],
         colour=lambda part: palette.PART_COLOURS[PARTS[part]],
-        like=[each.name for each in found.like(best)],
+        like=[each.short_name for each in found.like(best)],
         plans=shown,
+        for_other_scripts=for_other_scripts,
         left_out=len(found.candidates) - len(shown),
-        longest_plan_ms=max(each.predicted_ms + each.uncertainty_ms for each in shown),
+        longest_plan_ms=max(each.predicted_ms + each.uncertainty_ms for each in (*shown, *for_other_scripts)),
         found=found,
         duration=words.duration,
         count=counted,
@@ -98,4 +106,4 @@ def _tiles(best: Candidate, found: SearchResult, *, has_bound: bool) -> list[tup
     ]
     if has_bound:
         tiles.append((words.duration(found.bound_ms), "the bound of any plan"))
-    return [*tiles, (str(len(found.candidates)), "plans replayed")]
+    return [*tiles, (str(found.replayed), "plans replayed")]

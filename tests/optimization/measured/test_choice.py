@@ -44,9 +44,9 @@ def test_the_best_of_each_kind_comes_first_and_references_are_kept(found: Search
     assert [each.strategy for each in chosen.kept][1:] == [DistributedDataParallelStrategy()]
     assert not chosen.kept[0].changed
     assert len(chosen.plans) == 5
-    kinds = [(each.strategy.name, getattr(each.schedule, "gather", "")) for each in chosen.plans]
+    kinds = [each.kind for each in chosen.plans]
     able = [each for each in found.candidates if is_measurable(each) and each not in chosen.kept]
-    all_kinds = {(each.strategy.name, getattr(each.schedule, "gather", "")) for each in able}
+    all_kinds = {each.kind for each in able}
     assert len(all_kinds) == 3
     assert set(kinds[:3]) == all_kinds
     assert chosen.plans[0] is able[0]
@@ -84,8 +84,8 @@ def test_a_plan_that_is_ahead_and_cannot_be_measured_is_named(found: SearchResul
     apart = replace(apart, expected=replace(apart.expected, step_ms=1.0))
     chosen = Contenders(kept=found.candidates[:1], plans=())
     choice = choose(chosen, lambda _, steps: [10.0] * steps, 10.0)
-    assert any(apart.name in each for each in measured_sentences(choice, apart))
-    assert not any(apart.name in each for each in measured_sentences(choice, found.candidates[0]))
+    assert any(apart.short_name in each for each in measured_sentences(choice, apart))
+    assert not any(apart.short_name in each for each in measured_sentences(choice, found.candidates[0]))
     document = measured_document(choice, apart)
     assert document is not None
     assert document["passed_over"] == apart.name
@@ -106,11 +106,12 @@ def test_the_fastest_as_measured_is_taken_whatever_was_predicted(found: SearchRe
     told: list[tuple[int, int, str]] = []
     taken = choose(chosen, run_with(times_ms), 60.0, lambda *progress: told.append(progress))
     assert taken.taken.candidate is chosen.plans[-1]
-    assert taken.taken.measured.step_ms == 55.0
+    assert taken.taken.step_ms == pytest.approx(55.0)
+    assert taken.plans[0] is taken.taken
+    assert not taken.keeps_recorded
     assert [each.kept for each in taken.plans].count(True) == len(chosen.kept)
     assert told[-1][:2] == (taken.runs, taken.runs)
-    assert chosen.plans[-1].name in told[-1][2]
-    assert not taken.gain_is_unclear
+    assert chosen.plans[-1].short_name in told[-1][2]
     assert "times as fast as" in taken.why
 
 
@@ -122,18 +123,28 @@ def test_no_plan_is_taken_that_is_slower_than_what_the_job_would_be_left_with(fo
     assert taken.why.startswith("No other plan was faster")
 
 
-def test_a_gain_within_the_spread_is_said_to_be(found: SearchResult) -> None:
+def test_what_is_recorded_is_kept_where_a_gain_is_within_the_spread(found: SearchResult) -> None:
     chosen = contenders(found, found.best(), 1)
     ran: dict[int, int] = {}
 
     def run(candidate: Candidate, steps: int) -> list[float]:
         ran[id(candidate)] = ran.get(id(candidate), 0) + 1
-        return [58.0 + 4 * (ran[id(candidate)] % 2) + (candidate in chosen.kept)] * steps
+        return [59.0 if candidate in chosen.kept else 54.0 + 8 * (ran[id(candidate)] % 2)] * steps
 
     taken = choose(chosen, run, 60.0)
-    assert taken.taken.candidate is chosen.plans[0]
-    assert taken.gain_is_unclear
-    assert "no more than runs differ" in taken.why
+    assert taken.plans[0].candidate is chosen.plans[0], "it was faster"
+    assert taken.taken.candidate is chosen.kept[0]
+    assert taken.keeps_recorded
+    assert taken.why.startswith("No other plan was faster by more than rounds differ: ")
+
+
+def test_a_recording_that_cannot_rank_plans_has_the_best_of_each_kind_measured(found: SearchResult) -> None:
+    exact = uncertain(found, 0.0)
+    off = replace(exact, replayed_ms=1.2 * exact.baseline_ms)
+    assert off.best() is off.recorded
+    chosen = contenders(off, off.best())
+    assert len(chosen.plans) == MOST
+    assert chosen.plans[0].kind != chosen.plans[1].kind
 
 
 def test_a_plan_that_cannot_be_run_is_out_and_says_why(found: SearchResult) -> None:

@@ -21,7 +21,7 @@ SAME_SHARE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice of a plan: the replayed step with it and all before it, and what it saves; below 0 what it costs.
+    """A choice of a plan: the expected step with it and all before it, and what it saves; below 0 what it costs.
 
     ``saved`` is by part and rank of the critical path, and adds up to ``saved_ms``.
     """
@@ -48,11 +48,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a plan takes the step that it does. All times are replayed ms, of a mean step.
+    """Why a plan takes the step that it does. All times are expected ms, of a mean step.
 
-    ``choices`` lead from ``from_ms``, the replay of what was recorded, to ``to_ms``, that of the plan: each saves what
-    it does upon those before it. ``after`` is the critical path that is left. Where ranks do not wait for each other in
-    every step there is none: then it is a mean iteration of a rank, and ``iterates`` says so.
+    ``choices`` lead from ``from_ms``, the recorded step, to ``to_ms``, the one predicted of the plan; each is added to
+    those before it. ``after`` is the critical path that is left. Where ranks do not wait for each
+    other in every step there is none: then it is a mean iteration of a rank, and ``iterates`` says so.
     """
 
     from_ms: float
@@ -123,7 +123,7 @@ def explain(
     choices, after = _choices(
         replayer,
         (
-            (step.name, step.played.step_ms, path_of(replayer, step.played))
+            (step.name, replayer.expect(step.played).step_ms, path_of(replayer, step.played))
             for step in _steps(replayer, best, target)
         ),
     )
@@ -136,7 +136,7 @@ def explain(
         and best.predicted_ms > found.bound_ms
     ):
         more = further(replayer, best, bound_ms=found.bound_ms)
-    return Explanation(replayer.base.step_ms, target.step_ms, choices, after, more)
+    return Explanation(replayer.recorded_step_ms, best.predicted_ms, choices, after, more)
 
 
 def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
@@ -150,21 +150,25 @@ def _over_a_horizon(replayer: Replayer, best: Candidate) -> Explanation | None:
         outcome = replayer.replay_horizon(best.strategy, passes=best.passes[:count])
         assert outcome is not None
         outcomes.append(outcome)
-    last = outcomes[-1]
-    if abs(replayer.expect_outcome(last).step_ms - best.predicted_ms) > SAME_MS * best.predicted_ms:
+    expected_ms = [replayer.expect_outcome(each).step_ms for each in outcomes]
+    if abs(expected_ms[-1] - best.predicted_ms) > SAME_MS * best.predicted_ms:
         return None
-    steps = ((name, each.step_ms, iteration_of(each)) for name, each in zip(names, outcomes, strict=True))
-    choices, after = _choices(replayer, steps)
-    return Explanation(replayer.base.step_ms, last.step_ms, choices, after, iterates=True)
+    choices, after = _choices(replayer, zip(names, expected_ms, map(iteration_of, outcomes), strict=True))
+    return Explanation(replayer.recorded_step_ms, best.predicted_ms, choices, after, iterates=True)
 
 
 def _choices(
     replayer: Replayer, steps: Iterable[tuple[str, float, PathParts]]
 ) -> tuple[tuple[Choice, ...], PathParts]:
-    """Steps that lead away from the recorded one (name, step in ms, its path) as choices, and the path that is left."""
-    before, before_ms = path_of(replayer, replayer.base), replayer.base.step_ms
+    """Steps that lead away from the recorded one as choices, and the path that is left.
+
+    Of each it is given the name, the expected ms, and the replayed path, which is brought to these.
+    """
+    before_ms = replayer.recorded_step_ms
+    before = path_of(replayer, replayer.base).scaled_to(before_ms)
     choices = []
-    for name, step_ms, after in steps:
+    for name, step_ms, replayed in steps:
+        after = replayed.scaled_to(step_ms)
         choices.append(Choice(name, step_ms, before_ms - step_ms, before.less(after)))
         before, before_ms = after, step_ms
     return tuple(choices), before

@@ -38,13 +38,12 @@ class Further:
         if self.latency is not None:
             ways.append(f"{self.latency:.2g} times the latency")
         if self.workers is not None:
-            ways.append(f"{self.workers} workers" if self.workers > 1 else "one worker")
-        goal = f"half of the distance to the bound ({self.target_ms:.1f} ms)"
-        if not ways:
-            if not self.any_workers:
-                return f"Links {MOST:g} times as fast do not close {goal} under this plan."
-            return f"Neither links {MOST:g} times as fast nor fewer workers close {goal} under this plan."
-        return f"Under this plan {goal} would take {' or '.join(ways)}."
+            ways.append(f"{self.workers} workers" if self.workers > 1 else "a single worker")
+        goal = f"halfway to the bound ({self.target_ms:.1f} ms)"
+        if ways:
+            return f"To get {goal}, this plan would need {' or '.join(ways)}."
+        fewer = "Neither links" if self.any_workers else "Not even links"
+        return f"{fewer} {MOST:g} times as fast{' nor fewer workers' * self.any_workers} would bring this plan {goal}."
 
 
 def further(replayer: Replayer, plan: Candidate, *, bound_ms: float) -> Further:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.optimization.candidate import Candidate
 from headway.optimization.result import SearchResult, names_of
 from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.pipeline.mesh import MeshStrategy
 from headway.strategies.pipeline.policy import RECORDED, PipelineStrategy
 from headway.strategies.registry import plugin_of
@@ -19,7 +18,7 @@ MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """``kept``, the recorded plan and stock DDP, are measured in every round; ``plans`` have to beat them.
+    """``kept``, the recorded plan and stock DDP, are measured in every round; ``plans`` have to beat the first.
 
     There are none where nothing has to be measured.
     """
@@ -38,12 +37,14 @@ def contenders(
 ) -> Contenders:
     """Which plans are to be measured: ``count`` of them, or those that cannot be told apart from ``best``.
 
-    Of each kind (a strategy, what it gathers, with passes or without) the best comes first, so that not all are
+    Where the recording cannot rank plans, any may be the best. Of each kind the best comes first, so that not all are
     variants of one. With ``strategy`` they are of the strategy of that name alone.
     """
-    kept = _left_with(found)
+    kept = tuple(each for each in dict.fromkeys((found.recorded, found.stock)) if each is not None)
     like = (best, *found.like(best))
-    if count is None and (len(like) == 1 and not (best.changed and best.expected.may_gain_nothing)):
+    if count is None and not found.can_rank:
+        count = MOST
+    if count is None and len(like) == 1 and not (best.changed and best.expected.may_gain_nothing):
         return Contenders()
     among = found.candidates if count is not None else like
     able = [
@@ -51,15 +52,13 @@ def contenders(
         for each in among
         if each not in kept and is_measurable(each) and strategy in (None, *names_of(each.strategy))
     ]
-    plans = tuple(_varied(able))[: MOST if count is None else count]
+    plans = tuple(best_of_each_kind_first(able))[: MOST if count is None else count]
     return Contenders(kept, plans) if plans else Contenders()
 
 
 def is_measurable(candidate: Candidate) -> bool:
     """Whether an unmodified command can follow it for a while, and ranks finish its steps together."""
-    plugin = plugin_of(candidate.strategy)
-    followable = plugin.injection is not None or plugin.schedule_injection is not None
-    return candidate.recut is None and followable and not plugin.has_horizon and runs_by_plan(candidate)
+    return candidate.is_runnable and not plugin_of(candidate.strategy).has_horizon and runs_by_plan(candidate)
 
 
 def runs_by_plan(candidate: Candidate) -> bool:
@@ -69,20 +68,10 @@ def runs_by_plan(candidate: Candidate) -> bool:
     return not (isinstance(pipeline, PipelineStrategy) and pipeline.order == RECORDED)
 
 
-def _left_with(found: SearchResult) -> tuple[Candidate, ...]:
-    """The recorded plan, and stock DDP where that is another one."""
-    stock = DistributedDataParallelStrategy()
-    recorded = [each for each in found.candidates if not each.changed and each.recut is None]
-    plain = [each for each in found.candidates if each.strategy == stock and not each.passes]
-    return tuple(dict.fromkeys((*recorded[:1], *plain[:1])))
-
-
-def _varied(ranked: list[Candidate]) -> Iterator[Candidate]:
-    first = {_kind(each): each for each in reversed(ranked)}
-    leading = [each for each in ranked if first[_kind(each)] is each]
-    yield from leading
-    yield from (each for each in ranked if each not in leading)
-
-
-def _kind(candidate: Candidate) -> tuple[str, str, bool]:
-    return candidate.strategy.name, getattr(candidate.schedule, "gather", ""), bool(candidate.passes)
+def best_of_each_kind_first(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The same candidates: first the best of each kind, then their variants, both best first."""
+    leading: dict[tuple[object, ...], Candidate] = {}
+    for each in ranked:
+        leading.setdefault(each.kind, each)
+    variants = [each for each in ranked if leading[each.kind] is not each]
+    return [*leading.values(), *variants]
