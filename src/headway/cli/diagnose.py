@@ -97,12 +97,7 @@ def diagnose(
         from headway.report.page import write_html
 
         with _patience(words, "Drawing"):
-            write_html(
-                trace,
-                found,
-                html,
-                Baseline.of((baseline,) if baseline else (), (before,) if before else (), comparison),
-            )
+            write_html(trace, found, html, Baseline.of(baselines, before, comparison))
     if as_json:
         document = found.to_document()
         if comparison is not None:
