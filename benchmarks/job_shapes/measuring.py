@@ -56,7 +56,7 @@ def _planned(shape: Shape, folder: Path) -> dict[str, Any]:
     found, why = headway("optimize", str(folder / "base"), "-o", str(folder / "best.yaml"))
     if not found:
         return {"recorded": True, "refused": why}
-    plans = {"best": found["plans"][0]["name"]}
+    plans = {"best": found["taken"]}
     if not plans["best"].startswith("decoupled"):
         arguments = ("-o", str(folder / "decoupled.yaml"), "--strategy", "decoupled")
         decoupled, _ = headway("optimize", str(folder / "base"), *arguments)
