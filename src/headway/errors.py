@@ -19,8 +19,6 @@ Every message says what is wrong, what was got, what was expected and how to men
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, requires
-
 
 class HeadwayError(Exception):
     """Base of everything Headway raises on purpose."""
@@ -91,6 +89,8 @@ def one_line(text: str, limit: int = 300) -> str:
 
 def how_to_install(extra: str) -> str:
     """The command that installs the packages of an extra of Headway, by their own names."""
+    from importlib.metadata import PackageNotFoundError, requires
+
     try:
         needed = [line.partition(";") for line in requires("headway") or ()]
     except PackageNotFoundError:
