@@ -83,10 +83,11 @@ def trained() -> list[float]:
     return [float(loss.detach()) for loss in losses]
 
 
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.norm()
+    norm: torch.Tensor = gradient.norm()
+    return norm
 
 
 def stock() -> tuple[Any, ...]:

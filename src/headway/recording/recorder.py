@@ -538,10 +538,10 @@ class Recorder:
         last = self.options.stop_step
         kept = [row for row in events if self.options.first_step <= row.step < last]
         recorded = self._with_profile(kept, fit)
-        if self.in_order:
-            self._in_force = self._strategies_in_force()
-        assert self._in_force is not None, "a step has ended"
-        (name, in_force), (order, in_order) = self._in_force
+        # Where it was told to end, a backward may be in progress, which holds what DDP would be asked.
+        found = self._strategies_in_force() if self.in_order else self._in_force
+        assert found is not None, "a step has ended"
+        (name, in_force), (order, in_order) = found
         strategies = {name: in_force, order: in_order}
         strategies.pop("", None)
         self.may_be_measured = any(plugin_named(one).measured_after_recordings for one in strategies)
