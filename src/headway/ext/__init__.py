@@ -143,6 +143,7 @@ def measure_pass(
     ``pass_for`` makes the pass of the trace and the words, and raises UserError for words that it does not know.
     Without it the words are the pass's name and its options, as in ``block=64``.
     """
-    from headway.measuring.pass_runs import measure, pass_of
+    from headway.measuring.pass_runs import measure, pass_of, run_command_line
 
-    return measure(arguments, pass_for or pass_of)
+    usage = "TRACE [WORD ...] -- COMMAND"
+    return run_command_line(arguments, usage, lambda words: measure(words, pass_for or pass_of))

@@ -194,4 +194,4 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(measure(sys.argv[1:], pass_of))
+    sys.exit(run_command_line(sys.argv[1:], __doc__, lambda words: measure(words, pass_of)))
