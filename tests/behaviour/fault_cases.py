@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,26 @@ def train(
         os.environ[PLAN_VARIABLE] = plan_path
         activate.on_torch_import(torch)
     dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
-    step = pipelined(rank, world_size) if plan_path.endswith("pipeline") else replicated(rank)
+    trained, optimizer, step = (
+        pipelined(rank, world_size) if plan_path.endswith("pipeline") else replicated(rank)
+    )
     for number in range(STEPS):
         if number == FAULT_AT and rank == lost:
             meet_fault(kind, trial)
             if kind == "leaves":  # as after a decision of its own to stop early
                 return {"steps": number}
-        step()
-        print("step", number, time.time(), flush=True)
+        try:
+            step()
+        except Exception:  # as trainers save a last checkpoint
+            torch.save([trained.state_dict(), optimizer.state_dict()], io.BytesIO())
+            print("saved", flush=True)
+            raise
+        print("step", number, flush=True)
     return {"steps": STEPS}
 
 
-def replicated(rank: int) -> Any:
-    """What makes a step of a model that is wrapped in DistributedDataParallel."""
+def replicated(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A model that is wrapped in DistributedDataParallel, its optimizer, and what makes a step."""
     wrapped = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)
@@ -128,11 +136,11 @@ def replicated(rank: int) -> Any:
         wrapped(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()
 
-    return step
+    return wrapped, optimizer, step
 
 
-def pipelined(rank: int, world_size: int) -> Any:
-    """What makes a step of a pipeline of a stage a rank."""
+def pipelined(rank: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A stage of a pipeline, its optimizer, and what makes a step of all."""
     module = stage(rank)
     built = PipelineStage(module, rank, world_size, torch.device("cpu"))
     schedule = Schedule1F1B(built, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
@@ -146,4 +154,4 @@ def pipelined(rank: int, world_size: int) -> Any:
         )
         optimizer.step()
 
-    return step
+    return module, optimizer, step

@@ -93,5 +93,7 @@ def test_the_others_end_or_go_on_in_time(name: str, kind: str, lost: int, tmp_pa
             assert survivor.status == 1, survivor.output
             said = survivor.output.rpartition("step ")[2]
             assert "Traceback" in said or "headway: " in said
+            if fault_cases.STRATEGIES[name][0] != "decoupled":  # whose state is spread over ranks
+                assert "saved" in said, "a last checkpoint"
             if name in NAME_THE_LOST:
                 assert f"rank {lost} has ended" in said

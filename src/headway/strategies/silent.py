@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -12,31 +12,56 @@ import torch.distributed as dist
 from headway import torch_private
 
 PATIENCE_S = 5.0
-"""In which every rank that is left says that it met the failure: all meet it at about the same time."""
+"""In which every rank that waited in vain says so: all do at about the same time."""
+GRACE_S = 1.0
+"""In which a neighbour that closed its connections because of a failure says that it met that."""
+LINGER_S = 1.0
+"""For others to read what was found before rank 0 ends, and the store with it."""
 PAUSE_S = 0.05
 
 
-def silent_ranks(key: str, ranks: Sequence[int], *, decides: bool = True) -> tuple[int, ...]:
-    """Those of ``ranks`` that do not call this within ``PATIENCE_S``: lost, stopped or cut off. The same on all ranks.
+def silent_ranks(
+    key: str, ranks: Sequence[int], *, neighbour: int | None = None, decides: bool = True
+) -> tuple[int, ...]:
+    """Those of ``ranks`` that do not call this after a failure: lost, stopped or cut off. The same on all ranks.
 
-    None where all call it, or where the store of the job is gone and no rank kept it. ``key`` is the failure's own. A
-    rank that knows of others that may not meet the failure so soon does not decide: it waits for the word of one that
-    does.
+    ``neighbour`` is who closed a connection: it is lost unless it calls this, too. Without one, all have
+    ``PATIENCE_S`` to call. None where all do, or where the store of the job is gone and no rank kept it. ``key`` is the
+    failure's own. A rank that knows of others that may not meet the failure so soon does not decide: it waits for the
+    word of one that does.
     """
     rank = dist.get_rank()
     store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
     verdict = _verdict(key)
+
+    def called(other: int) -> bool:
+        return store.check([f"{key}/met/{other}"])
+
+    def wait_for(what: Callable[[], bool], limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        while not (is_so := what()) and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
+        return is_so
+
+    others = [other for other in ranks if other != rank]
     try:
         store.set(f"{key}/met/{rank}", "")
-        deadline = time.monotonic() + PATIENCE_S * (1 if decides else 2)
-        silent = [other for other in ranks if other != rank]
-        while silent and time.monotonic() < deadline and not store.check([verdict]):
-            time.sleep(PAUSE_S)
-            silent = [other for other in silent if not store.check([f"{key}/met/{other}"])]
-        found = json.dumps(silent if decides else [])  # those who fail in turn need not wait as long
-        return tuple(json.loads(store.compare_set(verdict, "", found)))
+        found: Sequence[int] = ()
+        if neighbour is not None and not wait_for(
+            lambda: store.check([verdict]) or called(neighbour), GRACE_S
+        ):
+            found = (neighbour,)
+        elif decides and neighbour is None:
+            wait_for(lambda: store.check([verdict]) or all(map(called, others)), PATIENCE_S)
+            found = [other for other in others if not called(other)]
+        else:
+            wait_for(lambda: store.check([verdict]), 2 * PATIENCE_S)
+        agreed = tuple(json.loads(store.compare_set(verdict, "", json.dumps(found))))
     except RuntimeError:  # where a rank keeps the store, it is that one
         return (0,) if store.is_kept_by_rank_0 and rank != 0 and 0 in ranks else ()
+    if rank == 0 and others and store.is_kept_by_rank_0:
+        time.sleep(LINGER_S)
+    return agreed
 
 
 def gives_up(key: str) -> None:

@@ -13,7 +13,6 @@ from headway.strategies.silent import gives_up, in_words, silent_ranks
 
 _KEY = "headway/pipeline/lost"
 _CONNECTION = "gloo"  # in what it raises where a connection is gone
-_IN_VAIN = "timed out"  # in what it raises where nothing came in time
 
 
 @contextlib.contextmanager
@@ -29,7 +28,9 @@ def named(group: dist.ProcessGroup, neighbour: int, what: str) -> Iterator[None]
         raise
     except RuntimeError as failure:
         _abort(group)
-        lost = silent_ranks(_KEY, range(dist.get_world_size())) or (dist.get_global_rank(group, neighbour),)
+        other = dist.get_global_rank(group, neighbour)
+        closed = None if _in_vain(str(failure)) else other
+        lost = silent_ranks(_KEY, range(dist.get_world_size()), neighbour=closed) or (other,)
         raise CommunicationError(
             f"rank {dist.get_rank()}: {what} failed: {in_words(lost)} "
             f"({one_line(str(failure), 200)}). Restart the job from its last checkpoint."
@@ -56,11 +57,12 @@ def among(what: str, ranks: Sequence[int] = (), group: dist.ProcessGroup | None 
         others = [each for each in ranks or everyone if each != rank]
         if group is not None:
             _abort(group)
+        waited = _in_vain(said)
+        only = others[0] if len(others) == 1 else None
         # Who waits for a rank that is left meets the failure when that ends, unless all wait in vain.
-        meet_together = group is not None or len(everyone) == 2 or _IN_VAIN in said.lower()
-        lost = silent_ranks(_KEY, everyone, decides=meet_together)
-        if not lost and len(others) == 1:
-            lost = (others[0],)
+        lost = silent_ranks(_KEY, everyone, neighbour=None if waited else only, decides=waited)
+        if not lost and only is not None:
+            lost = (only,)
         raise CommunicationError(
             f"rank {rank}: {what} failed: {in_words(lost)} "
             f"({one_line(said, 200)}). Restart the job from its last checkpoint."
@@ -88,6 +90,11 @@ def _of_connection(failure: BaseException) -> str | None:
             return str(found)
         found = found.__cause__ or found.__context__
     return None
+
+
+def _in_vain(said: str) -> bool:
+    """Whether nothing came in time: then all wait at about the same time, and not all for a rank that is lost."""
+    return "timed out" in said.lower()
 
 
 def _abort(group: dist.ProcessGroup) -> None:
