@@ -132,7 +132,7 @@ def _end_cleanly_on_own_errors() -> None:
             before(kind, error, trace)
         elif not left:
             rank = reports.said("rank")
-            where = "" if rank is None else f"rank {rank}: "
+            where = "" if rank is None or str(error).startswith("rank ") else f"rank {rank}: "
             print(f"headway: {where}{error}", file=sys.stderr, flush=True)
 
     def at_exit() -> None:
