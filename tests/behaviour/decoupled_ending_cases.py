@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +20,10 @@ from torch import nn
 from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
 
 from headway.errors import CommunicationError, HeadwayError, UnsupportedError
+from headway.scheduling.buckets import GATHER_MODES
+from headway.strategies.data_parallel.channels import observer as observing
+from headway.strategies.data_parallel.decoupled import runtime
+from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 
 
@@ -211,6 +216,73 @@ def an_update_fails(rank: int, world_size: int) -> dict[str, Any]:
         found = {"error": type(error).__name__, "message": str(error), "cause": cause}
     ast.parse = parse
     return {**found, "parsing": parsing}
+
+
+def disagreeing(rank: int, world_size: int) -> dict[str, str]:
+    """Rank 1 leaves out its third step, once in each form; then what watches its collectives fails."""
+    found = {}
+    for gather in GATHER_MODES:
+        wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        found[gather] = _said_by(lambda: _train(wrapped, optimizer, rank, leaves_out=2 if rank == 1 else -1))  # noqa: B023
+    wrapped = DecoupledDataParallel(model(), bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    if rank == 1:
+        observing.set_observer(_Failing())
+    found["observer"] = _said_by(lambda: _train(wrapped, optimizer, rank))
+    observing.set_observer(None)
+    return found
+
+
+def interrupted(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1's script ends before its last step, which rank 0 has taken; rank 0 saves what there is."""
+    found = {}
+    for gather in ("gradients", "parameters"):
+        wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
+        before: list[torch.Tensor] = []
+        for index in range(3):
+            before = [p.detach().clone() for p in wrapped.parameters()]
+            optimizer.zero_grad()
+            wrapped(torch.full((2, 6), float(rank + 1), dtype=torch.float64)).sum().backward()
+            if index < 2 or rank == 0 or gather == "gradients":
+                optimizer.step()
+        if gather == "gradients":  # what has been reduced needs nobody any more
+            wrapped.flush()
+            continue
+        if rank == 1:
+            return {}
+        found["said"] = _said_by(wrapped.state_dict)
+        found["missing"] = wrapped.recover()
+        found["as before"] = all(
+            torch.equal(p, q) for p, q in zip(wrapped.state_dict().values(), before, strict=True)
+        )
+        found["state"] = _said_by(lambda: list(optimizer.state.values()))  # noqa: B023
+    return found
+
+
+def _train(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, leaves_out: int = -1) -> None:
+    for index in range(6):
+        optimizer.zero_grad()
+        wrapped(torch.full((2, 6), float(index + rank + 1), dtype=torch.float64)).sum().backward()
+        if index != leaves_out:
+            optimizer.step()
+    wrapped.flush()
+
+
+def _said_by(act: Callable[[], None]) -> str:
+    try:
+        act()
+    except HeadwayError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Failing(observing.NullObserver):
+    """Fails as a recorder that has run out of memory."""
+
+    def collective(self, done: observing.Collective) -> None:
+        raise MemoryError("no room for another event")
 
 
 def killed(rank: int, world_size: int) -> str:

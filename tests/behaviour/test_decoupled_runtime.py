@@ -123,6 +123,29 @@ def test_an_update_that_fails_is_not_called_a_lost_connection() -> None:
         assert set(found["parsing"]) == {"MainThread"}, "two threads that parse at once fail at times"
 
 
+def test_ranks_that_will_never_agree_say_so_at_once() -> None:
+    # The group's timeout is never waited for: it is longer than the test may last.
+    found = workers.run(2, f"{ENDINGS}:disagreeing", timeout_s=90, group_timeout_s=900)
+    for rank, said in enumerate(found):
+        for gather in ("parameters", "gradients"):
+            assert said[gather].startswith(f"CommunicationError: rank {rank}: "), said
+            assert "rank 1 did not take optimizer step 3, which rank 0 took" in said[gather], said
+    assert re.match(
+        r"InternalError: rank 1: .* MemoryError: no room for another event", found[1]["observer"]
+    ), found
+    assert "rank 1 failed with an internal error, MemoryError" in found[0]["observer"], found
+
+
+def test_what_a_rank_can_save_whose_peer_ended_before_the_step() -> None:
+    saved, _ = workers.run(2, f"{ENDINGS}:interrupted", timeout_s=90, group_timeout_s=900)
+    assert saved["said"].startswith("CommunicationError: rank 0: "), saved
+    assert "the script of rank 1 has ended without the all_gather" in saved["said"], saved
+    assert "It took 2 steps of optimizers, this rank 3" in saved["said"], saved
+    assert "call recover() on the wrapped model" in saved["said"], saved
+    assert (saved["missing"], saved["as before"]) == (1, True)
+    assert saved["state"].startswith("UnsupportedError: an optimizer's state is spread over ranks"), saved
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_killed_peer_is_reported(world_size: int) -> None:
     ended = workers.launch(world_size, f"{ENDINGS}:killed", timeout_s=40, group_timeout_s=10)

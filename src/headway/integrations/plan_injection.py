@@ -25,7 +25,7 @@ from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
-from headway.torch_private import sharded_by_fully_shard
+from headway.torch_private import backends_of, sharded_by_fully_shard
 from headway.torch_private.step_hooks import StepHook, before_every_step
 from headway.units import format_bytes
 
@@ -117,8 +117,11 @@ def _planned_new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
     model = kwargs.get("module", args[0] if args else None)
     if model is None:  # a copy, or one that is loaded
         return object.__new__(cls)
-    if isinstance(model, nn.Module) and not _is_planned(_installed.plan, model):
-        return object.__new__(cls)
+    if isinstance(model, nn.Module):
+        planned = _is_planned(_installed.plan, model)
+        _check_everywhere(planned, model, kwargs.get("process_group"))
+        if not planned:
+            return object.__new__(cls)
     if cls is DistributedDataParallel:
         wrapped = object.__new__(_installed.wrapper)  # Python goes on with the wrapper's __init__
         _installed.in_place.add(id(wrapped))
@@ -133,6 +136,26 @@ def _planned_new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
 
 def _is_planned(plan: Plan, module: nn.Module) -> bool:
     return model_spec(module).fingerprint == plan.model.fingerprint
+
+
+def _check_everywhere(planned: bool, module: nn.Module, process_group: Any) -> None:
+    """Raise UserError where a model is the plan's on some ranks alone, which would wait for the others. Collective."""
+    parameter = next((p for p in module.parameters() if p.requires_grad), None)
+    if parameter is None or not dist.is_initialized():
+        return
+    group = process_group if isinstance(process_group, dist.ProcessGroup) else dist.group.WORLD
+    device = "cpu" if "cpu" in backends_of(group) else parameter.device
+    everyones = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, torch.tensor([int(planned)], device=device), group=group)
+    others = [rank for rank, theirs in enumerate(everyones) if bool(theirs) != planned]
+    if others:
+        is_ours, is_theirs = ("is", "is not") if planned else ("is not", "is")
+        raise UserError(
+            "ranks do not agree on the model's parameters (names, shapes, dtypes, and their order)",
+            got=f"one that {is_ours} the plan's on rank {dist.get_rank(group)}, and {is_theirs} on rank {others[0]}",
+            expected="the same model on every rank",
+            fix="Build the model the same way everywhere: register parameters in one order.",
+        )
 
 
 def _stays_stock(plan: Plan, wrapped: DistributedDataParallel) -> None:
@@ -176,7 +199,10 @@ def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, 
         # A wrapper that is a DistributedDataParallel constructs itself.
         _stock_init(self, module, *args, **kwargs)
         return
-    if not _is_planned(installed.plan, module):
+    planned = _is_planned(installed.plan, module)
+    if installed.wrapper is None:  # else that has been looked at
+        _check_everywhere(planned, module, kwargs.get("process_group"))
+    if not planned:
         _stock_init(self, module, *args, **kwargs)
         _stays_stock(installed.plan, self)
         return

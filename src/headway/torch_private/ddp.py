@@ -64,11 +64,12 @@ def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
     reference = weakref.ref(ddp)
 
     def state() -> dict[str, Any]:
-        copied: Any = reference()
+        copied = reference()
         assert copied is not None
-        found: dict[str, Any] = type(copied).__getstate__(copied)
-        found["_comm_hooks"] = []
-        return {name: value for name, value in found.items() if name not in (*added, "__getstate__")}
+        kind: Any = type(copied)
+        values: dict[str, Any] = kind.__getstate__(copied)
+        values["_comm_hooks"] = []
+        return {name: value for name, value in values.items() if name not in (*added, "__getstate__")}
 
     ddp.__dict__["__getstate__"] = state
 
@@ -88,7 +89,7 @@ def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
         "find_unused_parameters": wrapper.find_unused_parameters,
     }  # fmt: skip
     plain = stock_ddp(None, wrapper.module, options)
-    state = plain.__getstate__()  # type: ignore[no-untyped-call]
+    state: Any = plain.__getstate__()
     let_go_of_reducer(plain)
     state["training"] = wrapper.training
     return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]

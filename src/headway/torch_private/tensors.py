@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._utils import _get_device_index
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_leaves
 
 
@@ -51,6 +52,7 @@ class StandsInForParameter(torch.nn.Parameter):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _foreach_supported_types.append(cls)  # optimizers update it as they would the parameter
         if torch.nn.Parameter.__new__ is not _new_ordinary:
             torch.nn.Parameter.__new__ = _new_ordinary  # type: ignore[method-assign]
 

@@ -13,7 +13,8 @@ WORLD_SIZES = (2, 3)
 MODULES = tuple(
     f"tests.behaviour.decoupled.{subject}_cases"
     for subject in (
-        "accumulation", "scaling", "schedule", "partial", "join", "structure", "reading", "optimizer", "own_ways",
+        "accumulation", "scaling", "schedule", "partial", "join", "structure", "reading", "reader", "optimizer",
+        "own_ways",
     )
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ def check_agreement(
     mine = torch.tensor(digests, dtype=torch.int64, device=device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    for index, what in enumerate(("parameters (names, shapes, dtypes)", "plan")):
+    for index, what in enumerate(("parameters (names, shapes, dtypes, and their order)", "plan")):
         others = [rank for rank, theirs in enumerate(everyones) if theirs[index] != everyones[0][index]]
         if others:
             raise UserError(

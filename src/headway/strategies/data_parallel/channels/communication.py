@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
@@ -26,14 +27,27 @@ Work = Callable[[int], None]  # is told the channel it runs on
 Culprit = Callable[[str], str]
 """Who is to blame for a failed collective; is told what went wrong on this rank itself, where something did."""
 
+Disagreement = Callable[["Job"], str]
+"""What proves that some rank will never take part in a job; "" where nothing does. May ask the other ranks."""
+
+PATIENCE_S = 3.0
+"""How long a job is waited for before peers are asked whether they will ever take part in it."""
+REMEMBERED = 4096
+"""So many of the latest jobs can be told to peers that ask; no rank is that far ahead of another."""
 NO_CHANNEL = -1
 """What work that is no collective is told that it runs on."""
+FAILED_JOB_S = 1.0
+"""How long a job is waited for after a failure: connections that this rank has closed do not wake its own threads."""
 FAILED_JOIN_S = 5.0
 """How long the end of a thread is waited for after a failure, which has closed the connections that it waited on."""
 
 
 def _nothing(_channel: int) -> None:
     pass
+
+
+class DisagreementError(HeadwayError):
+    """Ranks have asked for different collectives, so that none of them can ever be done."""
 
 
 class Job:
@@ -45,6 +59,7 @@ class Job:
     """
 
     tag = 0
+    steps = 0  # how many steps of optimizers this rank had taken
     tells_itself = False
 
     def __init__(
@@ -94,6 +109,11 @@ class Job:
         self.work = _nothing
         self.then = None
 
+    @property
+    def identity(self) -> list[Any]:
+        """What it is, the same on every rank, as JSON can hold it; with how many steps had been taken."""
+        return [self.name, self.bucket, self.tag, self.steps]
+
     def __str__(self) -> str:
         return f"the {self.name} of bucket {self.bucket} ({self.size_bytes} bytes)"
 
@@ -108,7 +128,14 @@ class Channels:
     when that is done. ``strategy`` is the name of whose they are, which the observer is told.
     """
 
-    def __init__(self, groups: OwnGroups, culprit: Culprit, streams: Streams, strategy: str) -> None:
+    def __init__(
+        self,
+        groups: OwnGroups,
+        culprit: Culprit,
+        streams: Streams,
+        strategy: str,
+        disagreement: Disagreement = lambda _job: "",
+    ) -> None:
         executor.compiled()  # on this thread: Python 3.11 cannot parse on two at a time
         self._groups = groups
         self._culprit = culprit
@@ -117,6 +144,8 @@ class Channels:
         self._rank = dist.get_rank()
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in groups.host]
         self._active = len(groups.host)
+        self._disagreement = disagreement
+        self._latest: deque[Job] = deque(maxlen=REMEMBERED)
         self.last: Job | None = None
         self.failure: HeadwayError | None = None
         self._failing = threading.Lock()
@@ -146,6 +175,7 @@ class Channels:
         job.sequence = self.submitted
         job.ready = self._streams.mark()
         self.last = job
+        self._latest.append(job)
         self._queues[job.sequence % self._active].put(job)
         return job
 
@@ -165,9 +195,24 @@ class Channels:
         if not job.done.is_set():
             assert threading.current_thread() not in self._threads
             start_ns = time.monotonic_ns()
-            job.done.wait()
+            while not job.done.wait(PATIENCE_S):
+                self._look_for_disagreement()
+                if self.failure is not None and not job.done.wait(FAILED_JOB_S):
+                    job.error = self.failure  # its thread may wait for a peer as long as the group lets it
+                    break
             observer().wait(job.name, job.bucket, start_ns, time.monotonic_ns())
         job.check()
+
+    def job(self, sequence: int) -> Job | None:
+        """The job of that number; None where it has not been submitted, or was long ago."""
+        behind = self.submitted - sequence
+        return self._latest[-behind] if 0 < behind <= len(self._latest) else None
+
+    def _look_for_disagreement(self) -> None:
+        """Let the oldest job that is not done fail where some rank will never take part in it."""
+        oldest = next((job for job in list(self._latest) if not job.done.is_set()), None)
+        if oldest is not None and self.failure is None and (proof := self._disagreement(oldest)):
+            self.fail(oldest, DisagreementError(proof))
 
     def stop(self) -> None:
         """End the threads after what is queued; wait for that unless called on one of them.
@@ -181,7 +226,12 @@ class Channels:
             return
         deadline = time.monotonic() + FAILED_JOIN_S
         for thread in self._threads:
-            thread.join(None if self.failure is None else max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and self.failure is None:
+                thread.join(PATIENCE_S)
+                if thread.is_alive():
+                    self._look_for_disagreement()
+                deadline = time.monotonic() + FAILED_JOIN_S
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _serve(self, queue: SimpleQueue[Job | None], channel: int) -> None:
         # A job's collective is called from here and from nowhere deeper: this is its way from the queue to the network.
@@ -200,22 +250,28 @@ class Channels:
                             with job.around():
                                 collective(job.tag)
                         wait_on_host(stream)
-                    except Exception as error:
+                        self._tell(job, start_ns, messages)
+                    except BaseException as error:  # whatever it is: training waits for this thread
                         self.fail(job, error)
-                self._end(job, start_ns, messages)
+                self._end(job)
 
-    def _end(self, job: Job, start_ns: int, messages: Sequence[Transfer]) -> None:
-        job.error = self.failure
-        if job.error is None and not job.tells_itself:
+    def _tell(self, job: Job, start_ns: int, messages: Sequence[Transfer]) -> None:
+        if not job.tells_itself:
             observer().collective(
                 Collective(
                     job.name, job.bucket, job.size_bytes, job.algorithm,
                     job.enqueue_ns, start_ns, time.monotonic_ns(), job.sequence, self._strategy, messages,
                 )
             )  # fmt: skip
+
+    def _end(self, job: Job) -> None:
+        job.error = self.failure
         job.done.set()
-        if job.then is not None:
-            job.then(job.error)
+        try:
+            if job.then is not None:
+                job.then(job.error)
+        except BaseException as error:
+            self.fail(job, error)
         job.let_go()
 
     def fail(self, job: Job, error: BaseException) -> None:
@@ -223,7 +279,10 @@ class Channels:
         with self._failing:
             if self.failure is not None:
                 return
-            self.failure = self._failure_of(job, error)
+            try:
+                self.failure = self._failure_of(job, error)
+            except BaseException:  # whoever is to blame, all that waits must end
+                self.failure = InternalError(f"rank {self._rank}: {job} failed: {type(error).__name__}")
         # So that peers that wait for this rank fail rather than wait.
         for group in (*self._groups.host, *self._groups.second):
             torch_private.abort_group(group)
@@ -231,6 +290,10 @@ class Channels:
     def _failure_of(self, job: Job, error: BaseException) -> HeadwayError:
         """What is raised because of ``error``; peers are told whose fault it is."""
         failure: HeadwayError
+        if isinstance(error, DisagreementError):
+            return CommunicationError(
+                f"rank {self._rank}: ranks disagree: {error}. Restart the job from its last checkpoint."
+            )
         if _is_communication(error):
             failure = CommunicationError(
                 f"rank {self._rank}: {job} failed: {self._culprit('')} ({one_line(str(error), 200)}). "

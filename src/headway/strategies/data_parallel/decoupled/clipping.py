@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.condition import LOCK
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
 from headway.strategies.data_parallel.decoupled.settlement import ParameterGuard, Settlement
 from headway.strategies.data_parallel.decoupled.sharded_gradients import ShardedGradients
@@ -25,11 +26,12 @@ def watch_clipping() -> None:
 def _clipped(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor | None:
-    sharded = sharded_gradients_of(parameters)
-    if sharded is None:
-        return None
-    gradients, states = sharded
-    return gradients.clip(states, max_norm, norm_type, error_if_nonfinite)
+    with LOCK:
+        sharded = sharded_gradients_of(parameters)
+        if sharded is None:
+            return None
+        gradients, states = sharded
+        return gradients.clip(states, max_norm, norm_type, error_if_nonfinite)
 
 
 def sharded_gradients_of(

@@ -1,21 +1,48 @@
-"""Condition: what every part of an engine must know of the whole before it does anything."""
+"""Condition: what every part of an engine must know of the whole before it does anything, and who may change it when.
+
+Scripts have threads of their own that read parameters, gradients and states while another one trains: actors,
+evaluators, monitors. Whatever changes what is in flight is done under ``LOCK``, by one thread at a time, and between
+two of its holders everything is as between two statements of the script. A read on another thread may wait for
+collectives that the training thread has queued, or ask peers, and never queues one: so it disturbs no order that ranks
+must agree on. It needs no other rank's script either, so that no two ranks can wait for each other because of it.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 
 from headway import torch_private
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
 
+LOOK_AGAIN_S = 0.05
+"""How soon a thread that waits for a backward notices that it was interrupted."""
+
+LOCK = threading.RLock()
+"""Held while what is in flight for any decoupled model of this process is being changed."""
+
+_backward_ended = threading.Condition(LOCK)
+
+# A fork while another thread holds it would leave it held for ever.
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+
 
 class Condition:
     """Whether one engine can go on, and what the next backward has to do first.
 
-    ``unfilled`` names the parameters without a gradient in the backward that is filling buckets.
+    ``unfilled`` names the parameters without a gradient in the backward that is filling buckets. A wait of another
+    thread for a backward is limited to ``limit_s``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = 1800.0) -> None:
+        self.limit_s = limit_s
+        self.trainer: int | None = None  # the thread of the latest forward that is to be reduced
+        self.accumulating = False  # the first gradient of a reduced backward is being added to ``.grad``
+        self._end: weakref.ref[_End] | None = None
         self.failure: HeadwayError | None = None
         self.closed = False
         self.filling = False  # a synchronised backward is filling buckets, or was interrupted while it did
@@ -36,8 +63,70 @@ class Condition:
             raise UnsupportedError(
                 "the process group of a decoupled model has been destroyed", fix="Wrap the model again."
             )
-        if self.filling and not inside_backward and not torch_private.inside_backward():
+        if not self.filling or inside_backward or torch_private.inside_backward():
+            return
+        if threading.get_ident() == self.trainer:  # no other thread can tell whether it was interrupted
             raise self.fail_unfinished()
+
+    def begin_forward(self) -> None:
+        """A forward that may be reduced begins on this thread, which trains from here on.
+
+        Raises UnsupportedError where another thread is in a backward meanwhile.
+        """
+        if self.is_elsewhere and self.is_in_backward:
+            raise UnsupportedError(
+                "two threads train one decoupled model: a forward that records gradients began during a backward",
+                got=f"a forward on the thread {threading.current_thread().name!r}",
+                fix="Evaluate under torch.no_grad() on other threads, or call the bare .module.",
+            )
+        self.trainer = threading.get_ident()
+
+    # A backward that is reduced ------------------------------------------------------------------------
+
+    def call_at_end(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` when the backward that is running is done; once, however often it is said."""
+        if not self.is_in_backward:
+            end = _End(self, ended)
+            self._end = weakref.ref(end)
+            torch_private.queue_backward_callback(end)
+
+    def ends(self) -> None:
+        """The backward that was running is done, or at least the innermost of several."""
+        self._end = None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward with an end to come is running, on whatever thread: not one that was interrupted."""
+        return self._end is not None and self._end() is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread than this one is in a backward that is reduced."""
+        if threading.get_ident() == self.trainer or torch_private.inside_backward():
+            return False
+        return self.filling or (self.accumulating and self.is_in_backward)
+
+    def await_backward(self, what: str) -> None:
+        """Return when no other thread is in a backward that is reduced; called under ``LOCK``, which it lends.
+
+        Raises UnsupportedError, which says that ``what`` was read, where that takes longer than the limit.
+        """
+        deadline = time.monotonic() + self.limit_s
+        while self.is_elsewhere and self.failure is None and not self.closed:
+            if time.monotonic() > deadline:
+                raise UnsupportedError(
+                    f"{what} was read on the thread {threading.current_thread().name!r}, and the backward of the "
+                    f"thread that trains did not end within {self.limit_s:g} s",
+                    fix="Read gradients on the thread that trains.",
+                )
+            _backward_ended.wait(LOOK_AGAIN_S)
+
+    def end_backward(self) -> None:
+        """No backward is being reduced any more; called under ``LOCK``."""
+        self.filling = self.accumulating = False
+        _backward_ended.notify_all()
+
+    # What goes wrong -----------------------------------------------------------------------------------
 
     def fail(self, what: str, got: str, fix: str) -> UnsupportedError:
         """Note for good that training cannot go on; returns the error to raise."""
@@ -60,9 +149,23 @@ class Condition:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept, or a "
-                "loss whose backward did not run), so its bucket is updated inside step() and gains nothing. "
+                f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept, a "
+                "loss whose backward did not run, or another thread that reads it), so its bucket is updated "
+                "inside step() and gains nothing. "
                 "Keep a copy (clone), or delete it before step().",
                 HeadwayWarning,
                 stacklevel=2,
             )
+
+
+class _End:
+    """What a backward calls when it is done; it lives no longer than that, and is gone where it was interrupted."""
+
+    def __init__(self, condition: Condition, ended: Callable[[], None]) -> None:
+        self._condition = condition
+        self._ended = ended
+
+    def __call__(self) -> None:
+        """The backward is done."""
+        self._condition.ends()
+        self._ended()

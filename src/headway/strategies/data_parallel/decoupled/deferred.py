@@ -175,9 +175,23 @@ def entry_of(parameter: torch.Tensor) -> Any | None:
     return None if reference is None else reference()
 
 
+class _Nothing:
+    """What is in flight for a parameter that another thread has just let go of."""
+
+    def before_value(self) -> None:
+        """It is current."""
+
+    before_gradient_read = before_gradient_write = before_value
+
+
+_NOTHING = _Nothing()
+
+
 def _entry(parameter: torch.Tensor) -> Pending:
     entry = entry_of(parameter)
-    assert entry is not None, "a deferred parameter has lost its runtime"
+    if entry is None:
+        assert type(parameter) not in {DeferredParameter, DeferredGradient}, "it has lost its runtime"
+        return _NOTHING
     return cast(Pending, entry)
 
 

@@ -14,7 +14,7 @@ from headway.scheduling.buckets import BucketSchedule, GatherMode
 from headway.strategies.data_parallel.channels.streams import wait_on_host
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
 from headway.strategies.data_parallel.decoupled.asking import Asking
-from headway.strategies.data_parallel.decoupled.condition import Condition
+from headway.strategies.data_parallel.decoupled.condition import LOCK, Condition
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.gather_gradients import GatherGradients
 from headway.strategies.data_parallel.decoupled.gather_parameters import GatherParameters
@@ -51,8 +51,10 @@ class Engine:
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have one
         self._earlier: frozenset[int] = frozenset()  # accumulated before these buckets were made
         self._wiring = wiring
-        self._condition = Condition()
-        self.transport = BucketTransport(wiring, groups, hosts, peers.culprit, self._condition)
+        self._condition = Condition(peers.timeout_s)
+        self.transport = BucketTransport(
+            wiring, groups, hosts, peers.culprit, self._condition, peers.disagreement
+        )
         self.settlement = Settlement(self.transport, self._condition)
         self.reducer = GradientReducer(
             self.transport, self.settlement, self._condition, wiring.device, find_unused=find_unused
@@ -82,8 +84,9 @@ class Engine:
 
     def reschedule(self, parameters: Mapping[str, nn.Parameter], schedule: BucketSchedule) -> None:
         """Put another schedule in force, on every rank at the same point of the script, with nothing in flight."""
-        self._take_down()
-        self._install(parameters, schedule)
+        with LOCK:
+            self._take_down()
+            self._install(parameters, schedule)
 
     def stand_aside(self) -> None:
         """Leave whole optimizers, parameters and modules behind as if there had been no engine, and give up buckets.
@@ -91,12 +94,13 @@ class Engine:
         On every rank at the same point of the script, between two backwards. Connections stay, and ``reschedule``
         comes back.
         """
-        self._take_down()
-        for handle in self.own_handles:
-            handle.remove()
-        self.own_handles.clear()
-        self.watched.clear()
-        self._install({}, NOTHING)
+        with LOCK:
+            self._take_down()
+            for handle in self.own_handles:
+                handle.remove()
+            self.own_handles.clear()
+            self.watched.clear()
+            self._install({}, NOTHING)
 
     def _take_down(self) -> None:
         self._condition.check_usable()
@@ -147,6 +151,15 @@ class Engine:
         return self.transport.progress
 
     @property
+    def steps(self) -> int:
+        """How many steps of optimizers this rank has taken under these buckets."""
+        return self.transport.steps
+
+    def asked_for(self, sequence: int) -> list[Any] | None:
+        """What the collective of that number is; None where it has not been asked for, or was long ago."""
+        return self.transport.asked_for(sequence)
+
+    @property
     def failed(self) -> bool:
         """Whether something went wrong for good."""
         return self._condition.failure is not None
@@ -166,6 +179,17 @@ class Engine:
     def check_usable(self) -> None:
         """Raise what went wrong before, or UnsupportedError where a backward never finished."""
         self._condition.check_usable()
+
+    def begin_forward(self) -> None:
+        """A forward that records gradients begins. Raises as ``check_usable``, and where two threads train."""
+        self._condition.begin_forward()
+        self._condition.check_usable()
+
+    def give_up(self) -> int:
+        """As of ``Settlement``, and end the threads; the other ranks are told nothing."""
+        missing = self.settlement.give_up()
+        self.close(together=False)
+        return missing
 
     def close(self, *, together: bool, exiting: bool = False) -> None:
         """Finish what is in flight, stop the threads and leave ordinary parameters behind.
@@ -189,14 +213,15 @@ class Engine:
                 self.settlement.release()
 
     def _finish(self, *, together: bool, exiting: bool) -> None:
-        if exiting:
-            self.settlement.settle_values()
-        else:
-            self.settlement.settle_all()
-        if together or exiting:
-            self.settlement.form.lose_states()
-        else:
-            self.settlement.form.leave_states()
+        with LOCK:
+            if exiting:
+                self.settlement.settle_values()
+            else:
+                self.settlement.settle_all()
+            if together or exiting:
+                self.settlement.form.lose_states()
+            else:
+                self.settlement.form.leave_states()
         if together:
             # Not by a collective: on another rank the model may have been collected a while ago.
             self.peers.gone()

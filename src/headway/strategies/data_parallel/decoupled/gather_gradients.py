@@ -173,7 +173,6 @@ class GatherGradients:
             assert bucket.gather is not None
             self._transport.wait(bucket.gather)
         start_ns = time.monotonic_ns()
-        group.in_flight = False
         updates = self._updates.pop(group, [])
         with torch_private.without_user_modes(), group.acquire():
             replaced = [(state, state.grad) for state in group.states if state.phase.cleared]
@@ -183,10 +182,12 @@ class GatherGradients:
                     state.grad = _average(state) if used else None
                 elif state.phase.pending:
                     self._complete(state)
-                state.release()
             self._run(updates, group)
             for state, gradient in replaced:
-                state.parameter.grad = gradient
+                state.grad = gradient
+            for state in group.states:  # not before: other threads' uses are noticed until then
+                state.release()
+        group.in_flight = False
         if updates:
             observer().update(self._owner, group.buckets[0].index, start_ns, time.monotonic_ns())
 

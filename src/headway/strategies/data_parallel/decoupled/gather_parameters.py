@@ -162,7 +162,6 @@ class GatherParameters:
         self._stepped_by = weakref.ref(optimizer)
         kept = self._states.of(optimizer)
         taken = {state: index for index, members in enumerate(states) for state in members}
-        aliased = looked_past(taken, self._layout.device)
         gradients: dict[Piece, torch.Tensor] = {}  # those that are the script's own by now
         for state in taken:
             self._states.absorb(optimizer, state, kept)
@@ -171,6 +170,7 @@ class GatherParameters:
                     gradients[piece] = _flat(state.grad)[piece.start : piece.end].clone()
             state.step()
         note_steps(taken)
+        aliased = looked_past(taken, self._layout.device)  # from here on other threads' uses are noticed
         defined = {state for state in taken if state.had_gradient}
         groups = {self._layout.group_of[state] for state in taken}
         for group in groups:

@@ -87,6 +87,17 @@ def release(engine: Engine, *, together: bool = True, exiting: bool = False) -> 
         _choose_switch_interval()
 
 
+def give_up(engine: Engine) -> int:
+    """Let go of ``engine``, which has failed; returns how many steps its parameters are behind."""
+    missing = engine.give_up()
+    _engines.pop(engine, None)
+    if engine in _failed:
+        _failed.remove(engine)
+    _aside.discard(engine)
+    _choose_switch_interval()
+    return missing
+
+
 def release_everywhere(engine: Engine) -> None:
     """Let go of ``engine`` on all ranks, which call it together, and give back all that it had."""
     users_group = _engines[engine]
@@ -144,6 +155,8 @@ def _at_exit() -> None:
     """
     if getattr(sys, "last_value", None) is not None or not _here():
         return
+    for engine in _engines:
+        engine.peers.script_ends()
     left = [engine for engine in _engines if not engine.failed]
     for engine in list(_engines):
         with suppress(Exception):

@@ -74,6 +74,7 @@ class ParameterState:
         self.shown: torch.Tensor | None = None
         self.replaced: Replaced | None = None
         self.average_exposed = False
+        self._stepped_reduction = 0
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -143,6 +144,11 @@ class ParameterState:
             self.release()
 
     # A step ------------------------------------------------------------------------------------------
+
+    def first_step(self) -> bool:
+        """Whether no optimizer has stepped it since its latest reduction; one does now."""
+        before, self._stepped_reduction = self._stepped_reduction, self.views[0].bucket.reductions
+        return self._stepped_reduction > before
 
     def step(self) -> None:
         """An optimizer has stepped; the value is behind from here on, and so is its version until ``note_steps``."""

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.errors import CommunicationError, one_line
 from headway.rpc import interface, trusted
-from headway.strategies.data_parallel.channels.departure import Departure
+from headway.strategies.data_parallel.channels.communication import Job
+from headway.strategies.data_parallel.channels.departure import Departure, in_time
 from headway.strategies.data_parallel.decoupled import messages
 from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
 
@@ -51,6 +52,17 @@ class Respondent(Protocol):
         """Whether this rank has given up."""
 
     @property
+    def closed(self) -> bool:
+        """Whether this rank has let go of the model, or is about to."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps of optimizers this rank has taken."""
+
+    def asked_for(self, sequence: int) -> list[Any] | None:
+        """What this rank's collective of that number is; None where it has not asked for it, or long ago."""
+
+    @property
     def request_limits(self) -> Limits:
         """How large a request may be."""
 
@@ -64,6 +76,8 @@ class Peers:
         timeout = torch_private.group_timeout(group)
         self.timeout_s = 1800.0 if timeout is None else timeout.total_seconds()
         self._respondent: Respondent | None = None
+        self._blamed = ""  # who is to blame for a failure, as soon as this rank knows or is told
+        self._ending = False
         self._key = f"headway/{torch_private.group_name(group)}"
         self._store = torch_private.default_store()
         if self.world_size > 1:
@@ -89,6 +103,10 @@ class Peers:
     def gone(self) -> None:
         """Tell the other ranks that this one will ask nothing more."""
         self._departure.leave()
+
+    def script_ends(self) -> None:
+        """Tell ranks that ask from now on that this one will begin no further collective."""
+        self._ending = True
 
     def all_gone(self, timeout_s: float = 0.0) -> bool:
         """Whether no rank will ask anything more; waits for that up to ``timeout_s``."""
@@ -151,27 +169,93 @@ class Peers:
 
         ``own_fault`` is what failed on this rank, if it is to blame: peers that ask later are told.
         """
-        with suppress(Exception):  # the store may have gone down with its host
-            if self._store.check([self._key]):
-                return str(self._store.get(self._key).decode())
-        failed = f"rank {self._names[self.rank]} failed with {own_fault}"
-        found = failed if own_fault else self._find_culprit()
+        if not self._blamed:
+            failed = f"rank {self._names[self.rank]} failed with {own_fault}"
+            self._blame(self._noted() or (failed if own_fault else self._find_culprit()))
+        return self._blamed
+
+    def _noted(self) -> str:
+        """Who is to blame, as another rank has noted; "" where nobody has."""
+        with suppress(Exception):  # the store may have gone down, or be frozen, with its host
+            if in_time(lambda: self._store.check([self._key])):
+                return str(in_time(lambda: self._store.get(self._key)).decode())
+        return self._blamed
+
+    def _blame(self, found: str) -> None:
+        """Note who is to blame unless another rank has, and tell the others: the store may go with the first to end."""
+        noted = found
         with suppress(Exception):
-            return str(self._store.compare_set(self._key, "", found).decode())
-        return found
+            noted = str(in_time(lambda: self._store.compare_set(self._key, "", found)).decode())
+        if self._blamed:  # told meanwhile
+            return
+        self._blamed = noted
+
+        def tell(rank: int) -> None:
+            with suppress(OSError):
+                request = {"want": "blame", "blamed": noted[:MAX_REFUSAL]}
+                self._ask(rank, request, Limits(), PRESENCE_TIMEOUT_S)
+
+        with ThreadPoolExecutor(max(1, len(self._others))) as pool:
+            list(pool.map(tell, self._others))
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def disagreement(self, job: Job) -> str:
+        """Proof that some rank will never take part in ``job``, for which this one waits; "" where there is none.
+
+        Ranks ask for the same collectives in the same order. One that has asked for another one in its place, or whose
+        script has ended before it, never comes to it.
+        """
+        if self._blamed:
+            return self._blamed
+        request = {"want": "job", "sequence": job.sequence}
+
+        def proof(rank: int) -> str:
+            try:
+                timeout_s = min(STATUS_TIMEOUT_S, self.timeout_s)
+                header = self._ask(rank, request, Limits(), timeout_s).header
+            except OSError:  # it may be slow; where it has ended, the collective fails by itself
+                return ""
+            name, theirs = f"rank {self._names[rank]}", header.get("job")
+            if theirs is None and header.get("ending") and int(header["submitted"]) <= job.sequence:
+                steps = int(header["steps"])
+                late = f" It took {_steps(steps)}, this rank {job.steps}" if steps < job.steps else ""
+                return f"the script of {name} has ended without {job}, for which others wait.{late}"
+            if theirs is None or theirs == job.identity:
+                return ""
+            here = f"rank {self._names[self.rank]}"
+            few, many = (name, here) if theirs[3] < job.steps else (here, name)
+            if theirs[3] != job.steps:
+                step = min(theirs[3], job.steps) + 1
+                return (
+                    f"{few} did not take optimizer step {step}, which {many} took (counted from 1 since the model was "
+                    "wrapped, or its buckets were changed): an optimizer must step on every rank or on none"
+                )
+            return f"{here} has come to {job}, and {name} to a {theirs[0]} of bucket {theirs[1]} in its place"
+
+        with ThreadPoolExecutor(max(1, len(self._others))) as pool:
+            found = next(filter(None, pool.map(proof, self._others)), "")
+        if found:
+            self._blame(found)
+        return self._blamed
 
     def _find_culprit(self) -> str:
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        others = self._others
         with ThreadPoolExecutor(max(1, len(others))) as pool:
             states = dict(zip(others, pool.map(self._state_of, others), strict=True))
+        if self._blamed:  # a peer has told meanwhile
+            return self._blamed
         for wanted, one_did, several_did in (
             ("ended", "has ended", "have ended"), ("stopped", "does not answer", "do not answer")
         ):  # fmt: skip
             found = [rank for rank, (state, _, _) in states.items() if state == wanted]
             if found:
-                return (
-                    f"{_ranks([self._names[r] for r in found])} {several_did if len(found) > 1 else one_did}"
-                )
+                if len(found) == 1:
+                    return f"{_ranks([self._names[found[0]]])} {one_did}"
+                first = "; which of them was the first to fail cannot be told from here"
+                return f"{_ranks([self._names[r] for r in found])} {several_did}{first}"
         assert self._respondent is not None
         submitted, _ = self._respondent.progress
         behind = {rank: state for rank, state in states.items() if state[1] < submitted}
@@ -218,10 +302,23 @@ class Peers:
         if request["want"] == "progress":
             submitted, last = self._respondent.progress
             return {"submitted": submitted, "last": last}, []
+        if request["want"] == "blame":
+            self._blamed = self._blamed or one_line(str(request["blamed"]), limit=MAX_REFUSAL)
+            return {}, []
+        if request["want"] == "job":
+            asked_for = self._respondent.asked_for(int(request["sequence"]))
+            return {
+                "job": asked_for, "submitted": self._respondent.progress[0],
+                "steps": self._respondent.steps, "ending": self._ending or self._respondent.closed,
+            }, []  # fmt: skip
         try:
             return self._respondent.answer(request)
         except Exception as error:  # sent to who asked, who raises it
             return {"refused": one_line(str(error), limit=MAX_REFUSAL)}, []
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'} of optimizers"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -50,7 +50,7 @@ class MaterialiseHook:
         if not compiled:
             settlement.settle_values()
             return
-        if settlement.condition.filling:
+        if settlement.condition.filling and not settlement.condition.is_elsewhere:
             raise UnsupportedError(
                 "a compiled module runs inside backward", got=type(module).__name__,
                 expected="checkpoints inside of what is compiled", fix="Use stock DDP.",

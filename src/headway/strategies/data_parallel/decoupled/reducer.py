@@ -7,6 +7,7 @@ whatever the script does afterwards. What is gathered, and when, is the form's t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from headway import torch_private
 from headway.errors import UnsupportedError
 from headway.scheduling.readiness import BucketReadiness
 from headway.strategies.data_parallel.channels.communication import Job
-from headway.strategies.data_parallel.decoupled.condition import Condition
+from headway.strategies.data_parallel.decoupled.condition import LOCK, Condition
 from headway.strategies.data_parallel.decoupled.expected import Expected
 from headway.strategies.data_parallel.decoupled.holders import unshared
 from headway.strategies.data_parallel.decoupled.layout import Layout
@@ -54,7 +55,6 @@ class GradientReducer:
         self._unshared_holders = unshared(device)[0]
         self._expected = Expected(self._backward_begins)
         self._local = False  # whether a backward is running that is not reduced
-        self._callback_queued = False
         self._layout: Layout
         self._usage: Usage
         self._readiness: BucketReadiness
@@ -76,6 +76,7 @@ class GradientReducer:
 
     def expect(self, output: Any) -> None:
         """A synchronised forward returns ``output``: its backward is to be reduced."""
+        self._condition.trainer = threading.get_ident()
         self._expected.forward(output)
 
     def prepare_for_backward(self, outputs: Any) -> None:
@@ -106,12 +107,15 @@ class GradientReducer:
             reducer._first_gradient()
 
     def _first_gradient(self) -> None:
-        if self._expected:
-            self._settle_before_backward()
-        else:
-            self._local = True
-            torch_private.queue_backward_callback(self._local_ended)
-            self._settlement.form.before_local_gradients()
+        with LOCK:
+            if self._expected:
+                self._condition.call_at_end(self._backward_ended)
+                self._condition.accumulating = True
+                self._settle_before_backward()
+            else:
+                self._local = True
+                torch_private.queue_backward_callback(self._local_ended)
+                self._settlement.form.before_local_gradients()
 
     def _local_ended(self) -> None:
         self._local = False
@@ -136,17 +140,16 @@ class GradientReducer:
 
     def _begin(self) -> None:
         condition = self._condition
-        condition.check_usable(inside_backward=True)
-        if not condition.filling:
-            self._local = False
-            self._let_go()
-            condition.filling = True
-            condition.defer_work()
-            self._readiness.restart()
-            self._usage.restart()
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch_private.queue_backward_callback(self._backward_ended)
+        with LOCK:
+            condition.check_usable(inside_backward=True)
+            condition.call_at_end(self._backward_ended)
+            if not condition.filling:
+                self._local = False
+                self._let_go()
+                condition.filling = True
+                condition.defer_work()
+                self._readiness.restart()
+                self._usage.restart()
 
     # Gradients ---------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class GradientReducer:
         if not filling and not reducer._expected:
             state.accumulate_here()
             return
-        if not (filling and reducer._callback_queued):
+        if not (filling and reducer._condition.is_in_backward):
             reducer._begin()
         if state.phase.pending:
             raise reducer._condition.fail(
@@ -240,19 +243,19 @@ class GradientReducer:
     # The end -----------------------------------------------------------------------------------------
 
     def _backward_ended(self) -> None:
-        self._callback_queued = False
-        if not self._readiness.complete and torch_private.inside_backward():
-            return  # nested in another backward, which goes on
-        if not self._readiness.complete and self._find_unused:
-            self._fill_up()
-        if not self._readiness.complete:
-            raise self._condition.fail_unfinished()
-        self._condition.filling = False
-        self._expected.backward_ended()
-        # A gradient that somebody holds a reference to can be read without asking: it must be right now.
-        for group in self._layout.groups:
-            if any(state.grad_referenced for state in group.states):
-                self._settlement.settle_gradient(group)
+        with LOCK:
+            if not self._readiness.complete and torch_private.inside_backward():
+                return  # nested in another backward, which goes on
+            if not self._readiness.complete and self._find_unused:
+                self._fill_up()
+            if not self._readiness.complete:
+                raise self._condition.fail_unfinished()
+            self._condition.end_backward()
+            self._expected.backward_ended()
+            # A gradient that somebody holds a reference to can be read without asking: it must be right now.
+            for group in self._layout.groups:
+                if any(state.grad_referenced for state in group.states):
+                    self._settlement.settle_gradient(group)
 
     def _fill_up(self) -> None:
         """Let parameters that this rank did not use take part with what they hold, or with zeros."""
@@ -269,15 +272,16 @@ class GradientReducer:
 
     def reduce_zeros(self) -> None:
         """Take part in the backward of other ranks without a gradient of one's own; wait for its end."""
-        self._condition.check_usable()
-        self._settlement.settle_all()
-        self._usage.restart()
-        for bucket in self._layout.buckets:
-            bucket.clear()
-            for job in self._jobs(bucket.index):
-                self._submit(job)
-        if self._find_unused:
-            self._usage.share()
-        for bucket in self._layout.buckets:
-            assert bucket.gather is not None
-            self._transport.wait(bucket.gather)
+        with LOCK:
+            self._condition.check_usable()
+            self._settlement.settle_all()
+            self._usage.restart()
+            for bucket in self._layout.buckets:
+                bucket.clear()
+                for job in self._jobs(bucket.index):
+                    self._submit(job)
+            if self._find_unused:
+                self._usage.share()
+            for bucket in self._layout.buckets:
+                assert bucket.gather is not None
+                self._transport.wait(bucket.gather)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -11,7 +10,7 @@ from headway.errors import UnsupportedError
 from headway.scheduling.buckets import GatherMode
 from headway.strategies.data_parallel.channels.streams import BufferFence
 from headway.strategies.data_parallel.decoupled import deferred
-from headway.strategies.data_parallel.decoupled.condition import Condition
+from headway.strategies.data_parallel.decoupled.condition import LOCK, Condition
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.layout import Layout, SettleGroup
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
@@ -32,7 +31,6 @@ class Settlement:
         self.condition = condition
         self.needs_gradients = False  # an optimizer was stepped that looks at whole gradients
         self._transport = transport
-        self._lock = threading.RLock()
         self._fence = BufferFence(transport.streams, on_host=False)  # of parameters, out of their buckets
         self._change_form = False
         self._make_form: MakeForm
@@ -53,9 +51,10 @@ class Settlement:
 
     def release(self) -> None:
         """Leave ordinary parameters behind."""
-        for guard in self._guards:
-            guard.state.release()
-            deferred.unregister(guard.state.parameter)
+        with LOCK:
+            for guard in self._guards:
+                guard.state.release()
+                deferred.unregister(guard.state.parameter)
 
     def gather_gradients_from_now_on(self) -> None:
         """Have the next backward gather gradients; every rank says so at the same point of the script."""
@@ -72,15 +71,37 @@ class Settlement:
             self.layout.schedule = replace(self.layout.schedule, gather="gradients")
             self.form = self._make_form("gradients")
 
+    def note_step(self, states: Iterable[ParameterState]) -> None:
+        """An optimizer is about to step ``states``; counted where that is the first time since they were reduced."""
+        if sum(state.first_step() for state in states):  # each notes it
+            self._transport.note_step()
+
     # Settling ----------------------------------------------------------------------------------------
 
     def settle_value(self, group: SettleGroup) -> None:
         """Finish the update that is due for ``group``."""
-        with self._lock:
+        with LOCK:
             if group.in_flight:
                 self.condition.check_usable()
                 with self._fence.acquire():
                     self.form.settle_value(group)
+
+    def give_up(self) -> int:
+        """Leave ordinary parameters as of the last step that was completed; returns how many steps are missing.
+
+        Raises UnsupportedError where the latest step is complete in some of them alone.
+        """
+        with LOCK:
+            behind = [any(s.phase.stepped for s in group.states) for group in self.layout.groups]
+            if any(behind) and not all(behind):
+                raise UnsupportedError(
+                    "the latest step has reached some parameters and will never reach others",
+                    got=f"{sum(behind)} of {len(behind)} groups of buckets without it",
+                    fix="Restart the job from its last checkpoint.",
+                )
+            self.form.lose_states()
+            self.release()
+            return int(any(behind))
 
     def join_settling(self) -> None:
         """Have the current stream wait for values that another stream has settled."""
@@ -88,33 +109,40 @@ class Settlement:
 
     def settle_gradient(self, group: SettleGroup) -> None:
         """Bring averages into ``.grad``."""
-        with self._lock:
+        with LOCK:
             self.condition.check_usable()
             self.form.settle_gradient(group)
 
     def settle_values(self) -> None:
         """Finish every update that is due, in gather order."""
-        for group in self.layout.groups_to_gather():
-            if any(state.phase.stepped for state in group.states):
-                self.settle_value(group)
+        with LOCK:
+            for group in self.layout.groups_to_gather():
+                if any(state.phase.stepped for state in group.states):
+                    self.settle_value(group)
 
     def settle_all(self) -> None:
         """Finish everything: due updates into parameters, averages into ``.grad``."""
-        self.settle_values()
-        for group in self.layout.groups_to_gather():
-            if any(state.phase.to_bring for state in group.states):
-                self.settle_gradient(group)
-            self.settle_value(group)
+        with LOCK:
+            self.condition.await_backward("every gradient")
+            self.settle_values()
+            for group in self.layout.groups_to_gather():
+                if any(state.phase.to_bring for state in group.states):
+                    self.settle_gradient(group)
+                self.settle_value(group)
 
     def read_gradient(self, state: ParameterState) -> None:
         """Make ``.grad`` current: complete the reduction, unless the script has replaced the gradient.
 
         Raises UnsupportedError where backward is still running.
         """
-        if state.phase.to_bring:
-            if self.condition.filling:
-                self.refuse(state, "read")
-            self.settle_gradient(self.layout.group_of[state])
+        if not state.phase.to_bring and not self.condition.accumulating:
+            return
+        with LOCK:
+            self.condition.await_backward(f"the gradient of {state.name}")
+            if state.phase.to_bring:
+                if self.condition.filling:
+                    self.refuse(state, "read")
+                self.settle_gradient(self.layout.group_of[state])
 
     def refuse(self, state: ParameterState, what: str) -> NoReturn:
         """Raise UnsupportedError: backward is still running, and not every bucket is on its way yet."""
@@ -140,7 +168,9 @@ class ParameterGuard:
     def before_value(self) -> None:
         """Make the value current: apply the update that is due."""
         if self.state.phase.stepped:
-            self.settlement.settle_value(self.settlement.layout.group_of[self.state])
+            with LOCK:  # another thread may have settled it, and train on, while this one waited
+                if self.state.phase.stepped:
+                    self.settlement.settle_value(self.settlement.layout.group_of[self.state])
 
     def before_gradient_read(self) -> None:
         """Make ``.grad`` current."""
@@ -150,6 +180,8 @@ class ParameterGuard:
         """Leave ``.grad`` to the script from here on, without waiting for anything."""
         state = self.state
         if state.phase.pending:
-            if self.settlement.condition.filling:
-                self.settlement.refuse(state, "replaced")
-            state.leave_gradient()
+            with LOCK:
+                if self.settlement.condition.filling:
+                    self.settlement.refuse(state, "replaced")
+                if state.phase.pending:
+                    state.leave_gradient()

@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from headway.errors import UnsupportedError
+from headway.strategies.data_parallel.decoupled.condition import LOCK
 
 
 class WatchedState(defaultdict[Any, Any]):
@@ -29,11 +30,12 @@ class WatchedState(defaultdict[Any, Any]):
         Raises UnsupportedError where it cannot be had any more, CommunicationError where a rank that has a share of it
         does not answer.
         """
-        self._refuse_lost()
-        optimizer = self._optimizer()
-        while self.left and optimizer is not None:
-            self.left[0](optimizer)
-            del self.left[0]
+        with LOCK:
+            self._refuse_lost()
+            optimizer = self._optimizer()
+            while self.left and optimizer is not None:
+                self.left[0](optimizer)
+                del self.left[0]
 
     def raw(self, key: Any) -> Any:
         """The state of one parameter as it is now, for the update itself."""
@@ -67,16 +69,24 @@ class WatchedState(defaultdict[Any, Any]):
             self.behind = False
 
     def __reduce__(self) -> Any:
-        self._settle()
-        return defaultdict, (dict,), None, None, iter(dict.items(self))
+        with LOCK:
+            self._settle()
+            return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
+
+
+_GOING_THROUGH = ("__iter__", "items", "keys", "values")
 
 
 def _watched(name: str) -> Callable[..., Any]:
     stock = getattr(defaultdict, name)
 
     def method(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
-        return stock(self, *args, **kwargs)
+        with LOCK:
+            self._settle()
+            if name not in _GOING_THROUGH:
+                return stock(self, *args, **kwargs)
+            # The thread that trains may step, and take entries out, while another one goes through them.
+            return stock(defaultdict(dict, dict.items(self)))
 
     return method
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headway import torch_private
 from headway.strategies.data_parallel.decoupled import deferred
+from headway.strategies.data_parallel.decoupled.condition import LOCK
 from headway.strategies.data_parallel.decoupled.form import Form
 from headway.strategies.data_parallel.decoupled.granularity import UpdateGranularity, granularity_of
 from headway.strategies.data_parallel.decoupled.parameter_state import ParameterState
@@ -82,11 +83,12 @@ def _guards(optimizer: Optimizer) -> list[ParameterGuard]:
 
 def bring_up_to_date(optimizer: Optimizer) -> None:
     """Apply every step of ``optimizer`` that is still due, and let it hold its whole state."""
-    for guard in _guards(optimizer):
-        guard.before_value()
-    for settlement in _settlements(optimizer):
-        settlement.condition.check_usable()
-        settlement.form.state_wanted(optimizer)
+    with LOCK:
+        for guard in _guards(optimizer):
+            guard.before_value()
+        for settlement in _settlements(optimizer):
+            settlement.condition.check_usable()
+            settlement.form.state_wanted(optimizer)
 
 
 def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
@@ -94,7 +96,7 @@ def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool) ->
 
     Afterwards stock code may go through them without subclass dispatch: ``.grad`` is what it should be.
     """
-    with torch_private.without_subclass_dispatch(), torch.no_grad():
+    with LOCK, torch_private.without_subclass_dispatch(), torch.no_grad():
         for parameter in parameters:
             guard: ParameterGuard | None = deferred.entry_of(parameter)
             if guard is None:
@@ -123,14 +125,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     settlements = _settlements(optimizer)
     if not settlements:
         return None
-    bind(optimizer)
-    if isinstance(optimizer.state, WatchedState):
-        optimizer.state.recover()
     granularity = granularity_of(optimizer)
-    for settlement in settlements:
-        settlement.condition.check_usable()
-        if granularity is not UpdateGranularity.ELEMENTWISE or settlement.form.stepped_by_another(optimizer):
-            settlement.gather_gradients_from_now_on()
+    with LOCK:
+        bind(optimizer)
+        if isinstance(optimizer.state, WatchedState):
+            optimizer.state.recover()
+        for settlement in settlements:
+            settlement.condition.check_usable()
+            settlement.note_step(g.state for g in _guards(optimizer) if g.settlement is settlement)
+            if granularity is not UpdateGranularity.ELEMENTWISE or settlement.form.stepped_by_another(
+                optimizer
+            ):
+                settlement.gather_gradients_from_now_on()
     if granularity is UpdateGranularity.GLOBAL:
         return None  # its own code reads gradients and parameters, which bring themselves up to date
     return (StandIn(optimizer, partial(_defer, optimizer)), *args[1:]), kwargs
@@ -138,6 +144,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _defer(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Give the engines their parameters to update, and return groups of the others."""
+    with LOCK:
+        return _deferred(optimizer)
+
+
+def _deferred(optimizer: Optimizer) -> list[dict[str, Any]]:
     granularity = granularity_of(optimizer)
     guards: list[list[ParameterGuard | None]] = [
         [deferred.entry_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups

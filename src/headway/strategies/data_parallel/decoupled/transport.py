@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,15 @@ from headway.collectives.hosts import Hosts
 from headway.collectives.program import scratch_numel
 from headway.collectives.selection import Selection
 from headway.compression.cast import Cast
-from headway.errors import HeadwayError
+from headway.errors import CommunicationError, HeadwayError
 from headway.scheduling.buckets import BucketSchedule
-from headway.strategies.data_parallel.channels.communication import Channels, Culprit, Job, own_work
+from headway.strategies.data_parallel.channels.communication import (
+    Channels,
+    Culprit,
+    Disagreement,
+    Job,
+    own_work,
+)
 from headway.strategies.data_parallel.channels.stream_channels import StreamChannels
 from headway.strategies.data_parallel.channels.streams import Streams
 from headway.strategies.data_parallel.channels.wiring import OwnGroups, Wiring
@@ -31,6 +37,11 @@ from headway.strategies.data_parallel.decoupled.condition import Condition
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 
 TAGS = 2**30  # messages are told apart among so many collectives
+STEPS_TOLD_APART = 4
+TO_SAVE = (
+    "To save this rank's parameters as of the last complete step, call recover() on the wrapped model, "
+    "and then state_dict()."
+)
 EXCHANGED = 1  # the tag of what is no collective
 
 
@@ -177,13 +188,16 @@ class BucketJob(Job):
         before: Callable[[], None] | None,
         after: Sequence[Job],
         behind: Callable[[], None] | None,
+        steps: int,
     ) -> None:
         super().__init__(
             kind, bucket.index, collectives.size_bytes(kind, bucket), after=after,
             algorithm=collectives.algorithm(kind, bucket),
         )  # fmt: skip
+        self.steps = steps
         number = bucket.gathers if kind == ALL_GATHER else bucket.reductions
-        self.tag = collectives.tag(kind, bucket, number)
+        # Ranks of which one has stepped and another has not must not add up, or get, what is not of one step.
+        self.tag = collectives.tag(kind, bucket, number * STEPS_TOLD_APART + steps % STEPS_TOLD_APART)
         self._collectives: Collectives | None = collectives
         self._on: LiveBucket | None = bucket
         self._before, self._behind = before, behind
@@ -236,11 +250,19 @@ class BucketTransport:
     """
 
     def __init__(
-        self, wiring: Wiring, groups: OwnGroups, hosts: Hosts, culprit: Culprit, condition: Condition
+        self,
+        wiring: Wiring,
+        groups: OwnGroups,
+        hosts: Hosts,
+        culprit: Culprit,
+        condition: Condition,
+        disagreement: Disagreement,
     ) -> None:
         self.streams = wiring.streams
         self.rank, self.world_size = dist.get_rank(groups.host[0]), dist.get_world_size(groups.host[0])
         self.channels = len(groups.native or groups.host)  # how many collectives may be in flight at a time
+        self.steps = 0  # how many optimizers' steps this rank has taken under the schedule in force
+        self.counts_steps = True  # not where ranks may take different numbers of them
         self.used = 0  # and how many are, by the schedule in force
         self._wiring = wiring
         self._groups = groups
@@ -251,13 +273,14 @@ class BucketTransport:
             host = Channels(groups, culprit, Streams(torch.device("cpu")), DecoupledStrategy.name)
             self._channels = StreamChannels(groups.native, host, wiring.streams)
         else:
-            self._channels = Channels(groups, culprit, wiring.streams, DecoupledStrategy.name)
+            self._channels = Channels(groups, culprit, wiring.streams, DecoupledStrategy.name, disagreement)
         self.submit: Callable[[Job], Job] = self._channels.submit
         self._collectives: Collectives
 
     def use(self, buckets: Sequence[LiveBucket], schedule: BucketSchedule) -> None:
         """Carry ``buckets`` from now on; every rank says so at the same point, with nothing queued."""
         self._channels.use(schedule.channels)
+        self.steps, self.counts_steps = 0, True
         self.used = schedule.channels
         self._collectives = (
             BackendCollectives(self._groups.native)
@@ -267,7 +290,7 @@ class BucketTransport:
 
     def reduction(self, bucket: LiveBucket, behind: Callable[[], None] | None = None) -> Job:
         """The reduce-scatter of ``bucket`` by its number; ``behind`` is done on its thread or stream."""
-        return BucketJob(REDUCE_SCATTER, bucket, self._collectives, None, (), behind)
+        return BucketJob(REDUCE_SCATTER, bucket, self._collectives, None, (), behind, self.steps)
 
     def gathering(
         self,
@@ -285,7 +308,7 @@ class BucketTransport:
         if before is not None and isinstance(self._channels, Channels):
             work = BucketWork("update", bucket, before, after)
             before, after = None, [self._channels.submit_work(work)]
-        return BucketJob(ALL_GATHER, bucket, self._collectives, before, after, behind)
+        return BucketJob(ALL_GATHER, bucket, self._collectives, before, after, behind, self.steps)
 
     def all_reduce(self, tensor: torch.Tensor) -> Job:
         """A job that sums a small tensor over ranks, in place."""
@@ -321,6 +344,9 @@ class BucketTransport:
         """Return when ``job`` is done. Raises CommunicationError or InternalError where it failed, and ever after."""
         try:
             self._channels.wait(job)
+        except CommunicationError as error:
+            self._condition.failure = CommunicationError(f"{error} {TO_SAVE}")
+            raise self._condition.failure from error.__cause__
         except HeadwayError as error:
             self._condition.failure = error
             raise
@@ -329,6 +355,15 @@ class BucketTransport:
         """Wait for every rank to come to this point."""
         token = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
         self.wait(self.submit(self.all_reduce(token)))
+
+    def note_step(self) -> None:
+        """An optimizer steps by reduced gradients."""
+        self.steps += self.counts_steps
+
+    def asked_for(self, sequence: int) -> list[Any] | None:
+        """What the collective of that number is; None where it has not been submitted, or was long ago."""
+        job = self._channels.job(sequence) if isinstance(self._channels, Channels) else None
+        return None if job is None else job.identity
 
     @property
     def progress(self) -> tuple[int, str]:

@@ -90,6 +90,8 @@ class DecoupledJoinHook(JoinHook):
         wrapped.uneven = uneven
         wrapped.join_begins()
         wrapped.reschedule(replace(uneven.schedule, gather="gradients"))
+        if wrapped.engine is not None:
+            wrapped.engine.transport.counts_steps = False
 
     def main_hook(self) -> None:
         """One iteration of the others."""

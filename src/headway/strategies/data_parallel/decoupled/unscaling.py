@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from headway.strategies.data_parallel.decoupled.clipping import sharded_gradients_of
+from headway.strategies.data_parallel.decoupled.condition import LOCK
 from headway.strategies.data_parallel.reads import answer_unscaling
 
 
@@ -23,11 +24,12 @@ def _unscaled(
     optimizer: Optimizer, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> Any:
     """Whether any gradient is not finite, by device; None where the stock method has to do it."""
-    sharded = sharded_gradients_of([p for group in optimizer.param_groups for p in group["params"]])
-    if sharded is None or found_inf.device.type != "cpu":
-        return None
-    gradients, states = sharded
-    if not allow_fp16 and any(state.parameter.dtype == torch.float16 for state in states):
-        return None  # the stock method refuses them
-    gradients.unscale(states, inverse_scale, found_inf)
-    return {found_inf.device: found_inf}
+    with LOCK:
+        sharded = sharded_gradients_of([p for group in optimizer.param_groups for p in group["params"]])
+        if sharded is None or found_inf.device.type != "cpu":
+            return None
+        gradients, states = sharded
+        if not allow_fp16 and any(state.parameter.dtype == torch.float16 for state in states):
+            return None  # the stock method refuses them
+        gradients.unscale(states, inverse_scale, found_inf)
+        return {found_inf.device: found_inf}

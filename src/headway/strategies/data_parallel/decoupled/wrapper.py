@@ -244,6 +244,20 @@ class DecoupledDataParallel(Joins):
         if self.engine is not None:
             self.engine.settlement.settle_all()
 
+    def recover(self) -> int:
+        """Behind a CommunicationError or an InternalError: leave ordinary parameters as of the last complete step.
+
+        On this rank alone, and the model cannot be trained any more. Returns how many of the optimizer's steps are
+        missing in them, 0 or 1. Raises UnsupportedError where nothing has failed, and where the latest step has reached
+        some parameters alone.
+        """
+        engine = self.engine
+        if engine is None or not engine.failed:
+            raise UnsupportedError(
+                "nothing has failed that a decoupled model could be recovered from", fix="Call state_dict()."
+            )
+        return lifecycle.give_up(engine)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all parameters by their total norm, as ``torch.nn.utils.clip_grad_norm_``; returns it.
 
@@ -297,7 +311,7 @@ class DecoupledDataParallel(Joins):
             raise UnsupportedError(
                 "a copy of a decoupled model cannot be trained", fix="Wrap a copy of its .module instead."
             )
-        engine.check_usable()
+        engine.begin_forward()
         if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
             refuse("CUDA graph capture")
         if not self._join_config.enable:

@@ -7,6 +7,7 @@ forward after a synchronised backward, so that accumulated passes lie between fo
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -55,6 +56,7 @@ class StepWatch:
         self._reductions: int | None = None
         self._armed = self._inside_forward = False
         self._out_ns = 0
+        self._thread = threading.get_ident()  # that trains: others may evaluate meanwhile
         self._handles: list[Any] = []
         self._observer: WaitObserver | None = None
         self._attach(module, engine)
@@ -104,6 +106,8 @@ class StepWatch:
 
     def forward_begins(self, _name: str, *_: Any) -> None:
         """The wrapped module is called."""
+        if threading.get_ident() != self._thread:
+            return
         self._inside_forward = torch.is_grad_enabled()
         if self._armed and self._inside_forward:
             self._armed = False
@@ -113,11 +117,15 @@ class StepWatch:
     def needed(self, name: str, *_: Any) -> None:
         """A module is called."""
         period = self._open
+        if threading.get_ident() != self._thread:
+            return
         if period is not None and period.forward_end is None and self._inside_forward:
             period.needs.setdefault(name, self._now())
 
     def forward_ended(self, _name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The wrapped module returns."""
+        if threading.get_ident() != self._thread:
+            return
         self._inside_forward = False
         period = self._open
         if period is None or not torch.is_grad_enabled():
