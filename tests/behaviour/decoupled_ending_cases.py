@@ -261,6 +261,34 @@ def interrupted(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+def emergency(rank: int, world_size: int, gather: str) -> dict[str, Any]:
+    """Rank 1 raises between two steps; rank 0 catches what that does to it, and saves an emergency checkpoint."""
+    wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    try:
+        for index in range(9):
+            if (rank, index) == (1, 3):
+                raise ValueError("a bad sample")
+            optimizer.zero_grad()
+            wrapped(torch.full((2, 6), float(rank + 1), dtype=torch.float64)).sum().backward()
+            optimizer.step()
+    except CommunicationError:
+        missing = wrapped.recover()
+    alone = model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (
+            sum(alone(torch.full((2, 6), float(r + 1), dtype=torch.float64)).sum() for r in (0, 1)) / 2
+        ).backward()
+        optimizer.step()
+    saved = wrapped.module.state_dict()
+    return {
+        "as after three steps": all(torch.allclose(saved[k], v) for k, v in alone.state_dict().items()),
+        "missing": missing,
+    }
+
+
 def _train(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, leaves_out: int = -1) -> None:
     for index in range(6):
         optimizer.zero_grad()
