@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import destroy_process_group  # as scripts import it, before anything is wrapped
 
 from headway.errors import CommunicationError, HeadwayError, UnsupportedError
-from headway.scheduling.buckets import GATHER_MODES
+from headway.scheduling.buckets import GATHER_MODES, GatherMode
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.decoupled import runtime
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -220,7 +220,7 @@ def an_update_fails(rank: int, world_size: int) -> dict[str, Any]:
 
 def disagreeing(rank: int, world_size: int) -> dict[str, str]:
     """Rank 1 leaves out its third step, once in each form; then what watches its collectives fails."""
-    found = {}
+    found: dict[str, str] = {}
     for gather in GATHER_MODES:
         wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
@@ -236,8 +236,8 @@ def disagreeing(rank: int, world_size: int) -> dict[str, str]:
 
 def interrupted(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 1's script ends before its last step, which rank 0 has taken; rank 0 saves what there is."""
-    found = {}
-    for gather in ("gradients", "parameters"):
+    found: dict[str, Any] = {}
+    for gather in reversed(GATHER_MODES):
         wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
         before: list[torch.Tensor] = []
@@ -261,6 +261,34 @@ def interrupted(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+def emergency(rank: int, world_size: int, gather: GatherMode) -> dict[str, Any]:
+    """Rank 1 raises between two steps; rank 0 catches what that does to it, and saves an emergency checkpoint."""
+    wrapped = runtime.wrap(model(), DecoupledStrategy(bucket_cap_bytes=100, gather=gather))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    try:
+        for index in range(9):
+            if (rank, index) == (1, 3):
+                raise ValueError("a bad sample")
+            optimizer.zero_grad()
+            wrapped(torch.full((2, 6), float(rank + 1), dtype=torch.float64)).sum().backward()
+            optimizer.step()
+    except CommunicationError:
+        missing = wrapped.recover()
+    alone = model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (
+            sum(alone(torch.full((2, 6), float(r + 1), dtype=torch.float64)).sum() for r in (0, 1)) / 2
+        ).backward()
+        optimizer.step()
+    saved = wrapped.module.state_dict()
+    return {
+        "as after three steps": all(torch.allclose(saved[k], v) for k, v in alone.state_dict().items()),
+        "missing": missing,
+    }
+
+
 def _train(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, leaves_out: int = -1) -> None:
     for index in range(6):
         optimizer.zero_grad()
@@ -270,7 +298,7 @@ def _train(wrapped: Any, optimizer: torch.optim.Optimizer, rank: int, leaves_out
     wrapped.flush()
 
 
-def _said_by(act: Callable[[], None]) -> str:
+def _said_by(act: Callable[[], object]) -> str:
     try:
         act()
     except HeadwayError as error:

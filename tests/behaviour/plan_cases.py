@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as Imported  # as a script
 
 from headway import torch_private
 from headway.compression.cast import Cast
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, UserError
 from headway.integrations import plan_injection
 from headway.integrations.parallelize import parallelize
 from headway.plan import Plan
@@ -21,6 +21,7 @@ from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelS
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.module_spec import model_spec
+from headway.strategies.data_parallel.parameter_server.policy import ParameterServerStrategy
 
 
 def cap_bytes(wrapped: Any) -> int | None:
@@ -127,6 +128,23 @@ def _other_model_alone(plan: Path) -> str:
     plan_injection.install(Plan.load(plan))
     other = Imported(nn.Linear(2, 2))
     return _refusal(lambda: other(torch.ones(1, 2)))
+
+
+def in_another_order(rank: int, world_size: int) -> dict[str, str]:
+    """Ranks register the parameters of the plan's model in different orders, under plans of several strategies."""
+    found = {}
+    for strategy in (decoupled(), DistributedDataParallelStrategy(), ParameterServerStrategy()):
+        plan_injection.install(plan(strategy, world_size))
+        other = nn.Sequential(*model())
+        if rank == 1:
+            other[0].bias = other[0].__dict__["_parameters"].pop("bias")
+            other[0].weight = other[0].__dict__["_parameters"].pop("weight")
+        try:
+            Imported(other)
+        except UserError as error:
+            found[strategy.name] = str(error)
+        plan_injection.uninstall()
+    return found
 
 
 def two_models(rank: int, world_size: int) -> dict[str, list[float]]:

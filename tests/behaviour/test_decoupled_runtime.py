@@ -146,6 +146,13 @@ def test_what_a_rank_can_save_whose_peer_ended_before_the_step() -> None:
     assert saved["state"].startswith("UnsupportedError: an optimizer's state is spread over ranks"), saved
 
 
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_an_emergency_checkpoint_has_the_last_step_of_all_ranks(gather: str) -> None:
+    saved, failed = workers.launch(2, f"{ENDINGS}:emergency", gather, timeout_s=60, group_timeout_s=900)
+    assert "ValueError: a bad sample" in failed.output
+    assert saved.result["as after three steps"], saved.output
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_killed_peer_is_reported(world_size: int) -> None:
     ended = workers.launch(world_size, f"{ENDINGS}:killed", timeout_s=40, group_timeout_s=10)

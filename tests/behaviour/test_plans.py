@@ -30,6 +30,13 @@ def test_parallelize() -> None:
 
 
 @pytest.mark.processes
+def test_a_model_that_is_the_plans_on_some_ranks_alone_is_refused() -> None:
+    for found in workers.run(2, "tests.behaviour.plan_cases:in_another_order"):
+        assert set(found) == {"decoupled", "ddp", "parameter_server"}, found
+        assert all("ranks do not agree on the model's parameters" in said for said in found.values()), found
+
+
+@pytest.mark.processes
 def test_an_unmodified_script_follows_the_plan(tmp_path: Path) -> None:
     results = workers.run(2, "tests.behaviour.plan_cases:injected", str(tmp_path))
     assert results[0] == results[1]

@@ -23,6 +23,7 @@ from headway.integrations.fitted import check, strategy_for
 from headway.integrations.followable import injection_of
 from headway.passes.applied import applied_to, apply_all
 from headway.plan import Plan
+from headway.strategies.data_parallel.existing_group import existing_group
 from headway.strategies.data_parallel.module_spec import model_spec
 from headway.strategies.injection import Injection
 from headway.torch_private import backends_of, sharded_by_fully_shard
@@ -119,7 +120,7 @@ def _planned_new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)
     if isinstance(model, nn.Module):
         planned = _is_planned(_installed.plan, model)
-        _check_everywhere(planned, model, kwargs.get("process_group"))
+        _check_everywhere(planned, model, args, kwargs)
         if not planned:
             return object.__new__(cls)
     if cls is DistributedDataParallel:
@@ -138,12 +139,15 @@ def _is_planned(plan: Plan, module: nn.Module) -> bool:
     return model_spec(module).fingerprint == plan.model.fingerprint
 
 
-def _check_everywhere(planned: bool, module: nn.Module, process_group: Any) -> None:
+def _check_everywhere(
+    planned: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Raise UserError where a model is the plan's on some ranks alone, which would wait for the others. Collective."""
     parameter = next((p for p in module.parameters() if p.requires_grad), None)
-    if parameter is None or not dist.is_initialized():
+    given = _stock_signature.bind_partial(None, *args, **kwargs).arguments
+    if parameter is None or not dist.is_initialized() or given.get("device_mesh") is not None:
         return
-    group = process_group if isinstance(process_group, dist.ProcessGroup) else dist.group.WORLD
+    group = existing_group(given.get("process_group"))
     device = "cpu" if "cpu" in backends_of(group) else parameter.device
     everyones = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, torch.tensor([int(planned)], device=device), group=group)
@@ -201,7 +205,7 @@ def _planned_init(self: DistributedDataParallel, module: nn.Module, *args: Any, 
         return
     planned = _is_planned(installed.plan, module)
     if installed.wrapper is None:  # else that has been looked at
-        _check_everywhere(planned, module, kwargs.get("process_group"))
+        _check_everywhere(planned, module, (module, *args), kwargs)
     if not planned:
         _stock_init(self, module, *args, **kwargs)
         _stays_stock(installed.plan, self)

@@ -27,7 +27,9 @@ def _act(model: Any, _optimizer: torch.optim.Optimizer) -> object:
 
 
 def _save(model: Any, optimizer: torch.optim.Optimizer) -> object:
-    return torch.save([model.state_dict(), optimizer.state_dict()], io.BytesIO())
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    return file
 
 
 READS: dict[str, Read] = {

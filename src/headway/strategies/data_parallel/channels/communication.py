@@ -203,6 +203,11 @@ class Channels:
             observer().wait(job.name, job.bucket, start_ns, time.monotonic_ns())
         job.check()
 
+    def finish_queued(self, deadline_s: float) -> None:
+        """Return when all that was submitted is done, or at ``deadline_s`` of the monotonic clock."""
+        for job in list(self._latest):
+            job.done.wait(max(0.0, deadline_s - time.monotonic()))
+
     def job(self, sequence: int) -> Job | None:
         """The job of that number; None where it has not been submitted, or was long ago."""
         behind = self.submitted - sequence
@@ -292,7 +297,7 @@ class Channels:
         failure: HeadwayError
         if isinstance(error, DisagreementError):
             return CommunicationError(
-                f"rank {self._rank}: ranks disagree: {error}. Restart the job from its last checkpoint."
+                f"rank {self._rank}: {job} cannot be done: {error}. Restart the job from its last checkpoint."
             )
         if _is_communication(error):
             failure = CommunicationError(

@@ -21,6 +21,9 @@ from headway.strategies.data_parallel.decoupled.unscaling import watch_unscaling
 SWITCH_INTERVAL_S = 1e-4
 """How often the interpreter changes threads while an engine lives: at its usual 5 ms messages wait for training."""
 
+LAST_STEP_S = 5.0
+"""How long a process that ends with an error takes part in the collectives of the step before."""
+
 LONGEST_STAY_S = 60.0
 """How long a process that has come to its end answers others that have not."""
 
@@ -149,14 +152,20 @@ def _before_shutdown(group: dist.ProcessGroup) -> None:
 
 
 def _at_exit() -> None:
-    """Take part in what peers still wait for, unless this process is ending because something went wrong.
+    """Take part in what peers still wait for; where an error ends this process, only in what is queued.
 
-    Then stay for a while, in case that they have questions: a rank may be saving what is spread over all.
+    So peers have the last step whole, and can save it. Otherwise stay for a while, in case that they have questions: a
+    rank may be saving what is spread over all.
     """
-    if getattr(sys, "last_value", None) is not None or not _here():
+    if not _here():
         return
     for engine in _engines:
         engine.peers.script_ends()
+    if getattr(sys, "last_value", None) is not None:
+        deadline = time.monotonic() + LAST_STEP_S
+        for engine in (each for each in _engines if not each.failed):
+            engine.transport.finish_queued(deadline)
+        return
     left = [engine for engine in _engines if not engine.failed]
     for engine in list(_engines):
         with suppress(Exception):

@@ -371,6 +371,11 @@ class BucketTransport:
         last = self._channels.last
         return self._channels.submitted, "" if last is None else str(last)
 
+    def finish_queued(self, deadline_s: float) -> None:
+        """Return when all that was submitted is done, or at ``deadline_s``."""
+        if isinstance(self._channels, Channels):
+            self._channels.finish_queued(deadline_s)
+
     def stop(self) -> None:
         """End the channels after what is queued."""
         self._channels.stop()
