@@ -16,7 +16,7 @@ import torch
 from tests.behaviour.decoupled.job import ALONE, CPU, GRADIENTS, PARAMETERS, TURNS, Job, case, mlp, sgd
 from torch import nn
 
-STEPS, LONG_STEPS = 12, 200
+STEPS, LONG_STEPS = 12, 60
 LONGEST_PAUSE_S = 0.002
 Read = Callable[[Any, torch.optim.Optimizer], object]
 
