@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.behaviour.decoupled.job import CPU, DDP, GRADIENTS, PARAMETERS, TURNS, Job, case, mlp, sgd
+from tests.behaviour.decoupled.job import ALONE, CPU, GRADIENTS, PARAMETERS, TURNS, Job, case, mlp, sgd
 from torch import nn
 
-STEPS = 12
+STEPS, LONG_STEPS = 12, 60
 LONGEST_PAUSE_S = 0.002
 Read = Callable[[Any, torch.optim.Optimizer], object]
 
@@ -119,10 +119,29 @@ def _adamw(model: Any) -> torch.optim.Optimizer:
 
 
 IN = (GRADIENTS, PARAMETERS, TURNS)
-for _name in READS:
-    case(name=f"another thread reads: {_name}", only_in=(DDP, *IN), world_sizes=[2], devices=[CPU])(
+for _name in ("forwards", "checkpoints"):
+    case(name=f"another thread reads: {_name}", only_in=IN, world_sizes=[2], devices=[CPU])(
         partial(_reading, [_name], sgd, STEPS)
     )
 case(name="all kinds of readers at once", only_in=IN, devices=[CPU])(
     partial(_reading, list(READS), _adamw, STEPS)
 )
+
+
+def for_long(rank: int, world_size: int, mode: str) -> list[str]:
+    """Many steps under readers of every kind, and of each by itself; returns what differs from training alone."""
+    differ = []
+    for names in [*([name] for name in READS), list(READS)]:
+        alone, job = Job(ALONE, rank, world_size), Job(mode, rank, world_size)
+        for training in (alone, job):
+            _reading(names, _adamw, LONG_STEPS, training)
+            training.finish()
+        for what, value in job.seen.items():
+            reference = alone.seen[what]
+            if (value is None) != (reference is None) or (
+                value is not None
+                and reference is not None
+                and not torch.allclose(value, reference, rtol=1e-9)
+            ):
+                differ.append(f"{what} under {', '.join(names)}")
+    return differ

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from tests import workers
 from tests.behaviour.decoupled import harness
 from tests.behaviour.decoupled.job import CASES, DDP, GRADIENTS, HANDED_OVER, PARAMETERS, TURNS
 
@@ -63,3 +64,10 @@ def test_same_as_in_one_process(mode: str, world_size: int, exhaustive: bool, ca
     names = of_size(mode, world_size, exhaustive=exhaustive)
     problem = harness.problems(MODULES, mode, world_size, names=names)[case]
     assert not problem, problem
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", [GRADIENTS, PARAMETERS, TURNS])
+def test_many_steps_while_other_threads_read(mode: str) -> None:
+    differ = workers.run(2, "tests.behaviour.decoupled.reader_cases:for_long", mode, timeout_s=200)
+    assert differ == [[], []]

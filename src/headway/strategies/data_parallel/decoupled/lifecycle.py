@@ -24,6 +24,9 @@ SWITCH_INTERVAL_S = 1e-4
 LAST_STEP_S = 5.0
 """How long a process that ends with an error takes part in the collectives of the step before."""
 
+TO_SAVE_S = 2.0
+"""How long it stays then, so that other ranks can save what they have."""
+
 LONGEST_STAY_S = 60.0
 """How long a process that has come to its end answers others that have not."""
 
@@ -163,8 +166,13 @@ def _at_exit() -> None:
         engine.peers.script_ends()
     if getattr(sys, "last_value", None) is not None:
         deadline = time.monotonic() + LAST_STEP_S
-        for engine in (each for each in _engines if not each.failed):
+        left = [engine for engine in _engines if not engine.failed]
+        for engine in left:
             engine.transport.finish_queued(deadline)
+            engine.peers.script_fails(sys.last_value)
+            engine.transport.abort()
+        if left:  # launchers kill all ranks as soon as one has ended, and these may be saving
+            time.sleep(TO_SAVE_S)
         return
     left = [engine for engine in _engines if not engine.failed]
     for engine in list(_engines):

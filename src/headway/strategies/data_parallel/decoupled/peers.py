@@ -108,6 +108,12 @@ class Peers:
         """Tell ranks that ask from now on that this one will begin no further collective."""
         self._ending = True
 
+    def script_fails(self, error: BaseException) -> None:
+        """Tell the other ranks what this one's script has ended with."""
+        if not self._blamed:
+            name = f"the script of rank {self._names[self.rank]}"
+            self._blame(f"{name} has ended with {type(error).__name__}: {one_line(str(error), 200)}")
+
     def all_gone(self, timeout_s: float = 0.0) -> bool:
         """Whether no rank will ask anything more; waits for that up to ``timeout_s``."""
         return self._departure.everyone_left(timeout_s)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from headway import torch_private
 from headway.collectives import native
 from headway.collectives.algorithms import ALL_GATHER, ALL_REDUCE, NATIVE, REDUCE_SCATTER, RING
 from headway.collectives.carrying_out import Run, prepare
@@ -375,6 +376,11 @@ class BucketTransport:
         """Return when all that was submitted is done, or at ``deadline_s``."""
         if isinstance(self._channels, Channels):
             self._channels.finish_queued(deadline_s)
+
+    def abort(self) -> None:
+        """Close the connections, so that peers fail rather than wait."""
+        for group in self._groups.all:
+            torch_private.abort_group(group)
 
     def stop(self) -> None:
         """End the channels after what is queued."""
