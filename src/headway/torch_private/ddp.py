@@ -66,7 +66,8 @@ def copied_without_hook(ddp: DistributedDataParallel, *added: str) -> None:
     def state() -> dict[str, Any]:
         copied: Any = reference()
         assert copied is not None
-        found: dict[str, Any] = type(copied).__getstate__(copied)
+        kind: Any = type(copied)
+        found: dict[str, Any] = kind.__getstate__(copied)
         found["_comm_hooks"] = []
         return {name: value for name, value in found.items() if name not in (*added, "__getstate__")}
 
@@ -88,10 +89,10 @@ def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
         "find_unused_parameters": wrapper.find_unused_parameters,
     }  # fmt: skip
     plain = stock_ddp(None, wrapper.module, options)
-    state = plain.__getstate__()  # type: ignore[no-untyped-call]
+    state = plain.__getstate__()
     let_go_of_reducer(plain)
     state["training"] = wrapper.training
-    return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
+    return copyreg._reconstructor, (DistributedDataParallel, object, None), state
 
 
 def divides_by_ranks_left(ddp: DistributedDataParallel) -> bool:
