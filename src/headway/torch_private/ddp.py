@@ -92,7 +92,7 @@ def reduced_to_stock(wrapper: DistributedDataParallel) -> tuple[Any, ...]:
     state = plain.__getstate__()
     let_go_of_reducer(plain)
     state["training"] = wrapper.training
-    return copyreg._reconstructor, (DistributedDataParallel, object, None), state
+    return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
 
 
 def divides_by_ranks_left(ddp: DistributedDataParallel) -> bool:
