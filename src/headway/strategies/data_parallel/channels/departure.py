@@ -28,7 +28,10 @@ def in_time(ask: Callable[[], Answer], limit_s: float = STORE_LIMIT_S) -> Answer
         except BaseException as error:
             answer.put((None, error))
 
-    threading.Thread(target=run, name="headway-store", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="headway-store", daemon=True).start()
+    except RuntimeError:  # the interpreter is shutting down
+        return ask()
     try:
         found, error = answer.get(timeout=limit_s)
     except Empty:

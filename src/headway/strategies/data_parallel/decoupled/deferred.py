@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from headway import torch_private
+from headway.strategies.data_parallel.decoupled.condition import LOCK
 
 
 class Pending(Protocol):
@@ -70,7 +71,10 @@ class DeferredParameter(torch_private.StandsInForParameter):
         if func == _GRADIENT_READ:
             _entry(args[0]).before_gradient_read()
         elif func in _GRADIENT_CHANGES:
-            _entry(args[0]).before_gradient_write()
+            with LOCK:  # another thread's update may have put an average there for a moment
+                _entry(args[0]).before_gradient_write()
+                with torch_private.without_subclass_dispatch():
+                    return func(*args, **kwargs)
         elif func not in ABOUT_NEITHER:
             for parameter in tensors_in((args, kwargs), DeferredParameter):
                 _entry(parameter).before_value()
@@ -111,13 +115,15 @@ class DeferredGradient(torch_private.StandsInForParameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        _entry(self).before_gradient_write()
-        set_gradient(self, value)
+        with LOCK:
+            _entry(self).before_gradient_write()
+            set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _entry(self).before_gradient_write()
-        set_gradient(self, None)
+        with LOCK:
+            _entry(self).before_gradient_write()
+            set_gradient(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the value into an ordinary parameter."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ class Peers:
         """Tell ranks that ask from now on that this one will begin no further collective."""
         self._ending = True
 
-    def script_fails(self, error: BaseException) -> None:
+    def script_fails(self, error: BaseException | None) -> None:
         """Tell the other ranks what this one's script has ended with."""
         if not self._blamed:
             name = f"the script of rank {self._names[self.rank]}"
@@ -201,8 +201,7 @@ class Peers:
                 request = {"want": "blame", "blamed": noted[:MAX_REFUSAL]}
                 self._ask(rank, request, Limits(), PRESENCE_TIMEOUT_S)
 
-        with ThreadPoolExecutor(max(1, len(self._others))) as pool:
-            list(pool.map(tell, self._others))
+        _of_all(tell, self._others)
 
     @property
     def _others(self) -> list[int]:
@@ -241,16 +240,14 @@ class Peers:
                 )
             return f"{here} has come to {job}, and {name} to a {theirs[0]} of bucket {theirs[1]} in its place"
 
-        with ThreadPoolExecutor(max(1, len(self._others))) as pool:
-            found = next(filter(None, pool.map(proof, self._others)), "")
+        found = next(filter(None, _of_all(proof, self._others)), "")
         if found:
             self._blame(found)
         return self._blamed
 
     def _find_culprit(self) -> str:
         others = self._others
-        with ThreadPoolExecutor(max(1, len(others))) as pool:
-            states = dict(zip(others, pool.map(self._state_of, others), strict=True))
+        states = dict(zip(others, _of_all(self._state_of, others), strict=True))
         if self._blamed:  # a peer has told meanwhile
             return self._blamed
         for wanted, one_did, several_did in (
@@ -321,6 +318,18 @@ class Peers:
             return self._respondent.answer(request)
         except Exception as error:  # sent to who asked, who raises it
             return {"refused": one_line(str(error), limit=MAX_REFUSAL)}, []
+
+
+Found = TypeVar("Found")
+
+
+def _of_all(ask: Callable[[int], Found], ranks: Sequence[int]) -> list[Found]:
+    """What ``ask`` finds of each rank: of all at once, or one by one where the interpreter is shutting down."""
+    with ThreadPoolExecutor(max(1, len(ranks))) as pool:
+        try:
+            return [future.result() for future in [pool.submit(ask, rank) for rank in ranks]]
+        except RuntimeError:
+            return [ask(rank) for rank in ranks]
 
 
 def _steps(count: int) -> str:

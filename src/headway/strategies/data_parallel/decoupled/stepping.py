@@ -209,6 +209,10 @@ class _Clearing:
         """Clear."""
         owner = self._optimizer()
         assert owner is not None
+        with LOCK:  # another thread's update may have put averages there for a moment
+            self._clear(owner, set_to_none)
+
+    def _clear(self, owner: Optimizer, set_to_none: bool) -> None:
         parameters = [p for group in owner.param_groups for p in group["params"]]
         clear_gradients(parameters, set_to_none=set_to_none)
         if self.own is not None:

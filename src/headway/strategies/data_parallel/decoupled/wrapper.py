@@ -26,6 +26,7 @@ from headway.strategies.data_parallel.decoupled.checks import (
     check_module,
     trainable_parameters,
 )
+from headway.strategies.data_parallel.decoupled.condition import LOCK
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.joining import Joins
 from headway.strategies.data_parallel.decoupled.peers import Peers
@@ -267,8 +268,9 @@ class DecoupledDataParallel(Joins):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, without waiting for those in flight."""
-        clear_gradients(self.module.parameters(), set_to_none=set_to_none)
-        super().zero_grad(set_to_none)
+        with LOCK:
+            clear_gradients(self.module.parameters(), set_to_none=set_to_none)
+            super().zero_grad(set_to_none)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
