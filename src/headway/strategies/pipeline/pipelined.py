@@ -256,7 +256,9 @@ class PipelinedModel(nn.Module):
             if len(stages) == 1:
                 continue
             ranks = [[own[each] for each in stages] for own in self._place.ranks]
-            groups = [dist.new_group(each, torch_private.group_timeout(dist.group.WORLD)) for each in ranks]
+            assert dist.group.WORLD is not None
+            timeout = torch_private.group_timeout(dist.group.WORLD)
+            groups = [dist.new_group(each, timeout) for each in ranks]
             if self._rank in stages:
                 group = groups[self._place.pipeline]
                 found.append((next(own[name] for name in names if name in own), (stages[0], group)))
