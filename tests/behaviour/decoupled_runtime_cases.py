@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
 from headway.strategies.data_parallel.reads import install
 from headway.strategies.registry import plugin_of
+
+STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class Log:
@@ -85,7 +88,7 @@ def overlap(rank: int, world_size: int) -> dict[str, Any]:
     for index in range(2):
         loss = wrapped(x).sum()
         if rank == 1:
-            store.wait([f"forward-{index}"])
+            store.wait([f"forward-{index}"], STORE_TIMEOUT)
             time.sleep(0.1)
         loss.backward()
         log.mark("step begins")
@@ -242,7 +245,7 @@ def a_slower_rank_looks_at_a_state_that_another_has_dropped(rank: int, world_siz
     step(wrapped, optimizer, rank)
     store = torch_private.default_store()
     if rank == 1:
-        store.wait(["gone on"])
+        store.wait(["gone on"], STORE_TIMEOUT)
     state = optimizer.state_dict()["state"]
     del optimizer
     gc.collect()

@@ -149,9 +149,8 @@ def pipelined(rank: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimi
 
     def step() -> None:
         optimizer.zero_grad()
-        schedule.step(
-            *([batch] if rank == 0 else []), **({"target": batch} if rank == world_size - 1 else {})
-        )
+        target = batch if rank == world_size - 1 else None
+        schedule.step(*([batch] if rank == 0 else []), target=target)
         optimizer.step()
 
     return module, optimizer, step

@@ -30,6 +30,7 @@ from headway.recording.recorder import Recorder, RecordOptions
 from headway.strategies.data_parallel.channels import observer as observing
 from headway.strategies.data_parallel.channels.observer import Collective
 from headway.strategies.data_parallel.decoupled.runtime import DecoupledDataParallel
+from headway.torch_private import JobStore
 
 SHORT_S = 3.0  # what waits for others last here
 
@@ -170,7 +171,7 @@ def the_store_is_gone(rank: int, world_size: int, folder: str) -> dict[str, Any]
         nonlocal server
         server = None
         dist.barrier()
-        torch_private.default_store = lambda: client
+        torch_private.default_store = lambda limit_s=30.0: JobStore(client, limit_s)
 
     try:
         return recorded_alone(folder, between)

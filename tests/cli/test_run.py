@@ -28,7 +28,7 @@ def plan(prediction: Prediction | None = PREDICTION, cluster: Cluster | None = N
 
 
 def changed(**fields: object) -> Report:
-    return Report(**{**{name: getattr(RANK_0, name) for name in Report.__slots__}, **fields})  # type: ignore[arg-type]
+    return Report(**{**{name: getattr(RANK_0, name) for name in Report.__slots__}, **fields})
 
 
 @pytest.mark.parametrize(

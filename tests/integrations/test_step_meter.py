@@ -41,10 +41,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     made = Job(tmp_path)
     monkeypatch.setenv(reports.REPORTS_VARIABLE, str(tmp_path))
     monkeypatch.setattr(reports, "_said", {})
-    monkeypatch.setattr(planned.time, "monotonic_ns", lambda: made.now_ns)
+    monkeypatch.setattr("headway.integrations.planned.time.monotonic_ns", lambda: made.now_ns)
     hooks: list[StepHook] = []
     monkeypatch.setattr(planned, "after_every_step", lambda call: hooks.append(after_every_step(call)))
-    monkeypatch.setattr(planned.atexit, "register", lambda call: None)
+    monkeypatch.setattr("headway.integrations.planned.atexit.register", lambda call: None)
     yield made
     for hook in hooks:
         hook.remove()
@@ -90,7 +90,8 @@ def test_of_several_models_the_plans_own_counts(job: Job) -> None:
         job.step(5.0)
         job.step(5.0, model=1)
     meter.tell()
-    assert (job.report().steps, job.report().step_ms) == (20, pytest.approx(10.0))
+    assert job.report().steps == 20
+    assert job.report().step_ms == pytest.approx(10.0)
 
 
 def test_a_job_without_steps_says_none(job: Job) -> None:

@@ -89,7 +89,7 @@ def side_by_side(baselines: Sequence[Diagnosis], after: Diagnosis) -> SideBySide
         steps_before=tuple(_spread(one) for one in baselines),
         steps_after=_spread(after),
         buckets=_buckets(*(one.buckets if one is not None else () for one in details)),
-        modules=modules[:MOST_MODULES],
+        modules=tuple(modules[:MOST_MODULES]),
         modules_left_out=max(len(modules) - MOST_MODULES, 0),
     )
 

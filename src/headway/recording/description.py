@@ -14,7 +14,7 @@ from headway.passes.optimizer import OptimizerImplementation
 from headway.passes.optimizer_switch import said
 from headway.recording.modules import ModuleWatch
 from headway.strategies.data_parallel.module_spec import model_spec
-from headway.strategies.plugin import InForce
+from headway.strategies.plugin import InForce, StrategyPlugin
 from headway.strategies.registry import ask
 from headway.trace.events import Event, Kind
 
@@ -102,12 +102,16 @@ def strategy_in_force(*trained: object) -> tuple[str, InForce]:
 
     The name is "" where nothing is trained under any. A strategy that builds on another is asked before it.
     """
-    for each in trained:
-        if each is None:
+    for model in trained:
+        if model is None:
             continue
-        for name, found in ask(lambda plugin, model=each: plugin.recognise(model), last_first=True):
-            if found is not None:
-                return name, found
+
+        def recognised(plugin: StrategyPlugin[Any], model: object = model) -> InForce | None:
+            return plugin.recognise(model)
+
+        for name, in_force in ask(recognised, last_first=True):
+            if in_force is not None:
+                return name, in_force
     return "", InForce({})
 
 

@@ -155,7 +155,7 @@ def _strip(name: str, spread: StepSpread, at: int, x: Callable[[float], float]) 
 
 
 def _exposed_ms(pair: Pair[Any]) -> float:
-    return max(one.exposed_ms for one in (pair.before, pair.after) if one is not None)
+    return max(float(side.exposed_ms) for side in (pair.before, pair.after) if side is not None)
 
 
 def _causes(comparison: Comparison) -> list[str]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from headway.interop.settings.settings import Settings
 from tests.interop.settings.plans import BY_NAME, asked, meshed, of_tables, piped
 from tests.interop.settings.tuner_reader import COLLECTIVES, Choice, answer
 
@@ -16,6 +15,7 @@ from headway.interop.settings import nccl
 from headway.interop.settings.asked import Asked, CollectiveOptions, unexpressed
 from headway.interop.settings.tuner_table import ANY_SIZE, TunerRule
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
+from headway.tool_settings import Settings
 
 AS_REPLAYED = CollectiveOptions(as_replayed=True)
 CHANNELS = CollectiveOptions(channels=8)

@@ -256,8 +256,9 @@ class PipelinedModel(nn.Module):
             if len(stages) == 1:
                 continue
             ranks = [[own[each] for each in stages] for own in self._place.ranks]
-            assert dist.group.WORLD is not None
-            timeout = torch_private.group_timeout(dist.group.WORLD)
+            world = dist.group.WORLD
+            assert world is not None
+            timeout = torch_private.group_timeout(world)
             groups = [dist.new_group(each, timeout) for each in ranks]
             if self._rank in stages:
                 group = groups[self._place.pipeline]

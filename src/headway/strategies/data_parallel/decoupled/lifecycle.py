@@ -164,12 +164,13 @@ def _at_exit() -> None:
         return
     for engine in _engines:
         engine.peers.script_ends()
-    if getattr(sys, "last_value", None) is not None:
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is not None:
         deadline = time.monotonic() + LAST_STEP_S
         left = [engine for engine in _engines if not engine.failed]
         for engine in left:
             engine.transport.finish_queued(deadline)
-            engine.peers.script_fails(sys.last_value)
+            engine.peers.script_fails(error)
             engine.transport.abort()
         if left:  # launchers kill all ranks as soon as one has ended, and these may be saving
             time.sleep(TO_SAVE_S)
