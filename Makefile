@@ -76,7 +76,7 @@ test-with:
 demo: $(STAMP)
 	$(BIN)/headway demo
 
-# The whole loop in less than two minutes, its answer checked.
+# The whole loop in some two minutes, its answer checked.
 demo-check: $(STAMP)
 	$(BIN)/python -m tests.demo_check $(VENV)/demo
 

@@ -46,7 +46,7 @@ WRITTEN = frozenset((
 )
 @click.option(
     "--quick", is_flag=True,
-    help="The same loop in less than two minutes: fewer steps, and one plan besides stock DDP.",
+    help="The same loop in some two minutes: smaller batches, and one plan besides stock DDP.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def demo(

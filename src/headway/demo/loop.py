@@ -45,13 +45,14 @@ Progress = Callable[[str], None]
 class DemoOptions:
     """What the demo trains, in which lab of one worker a host, and how long.
 
-    ``probes`` says that links are measured before the recording, which is more precise than right after it.
+    ``batch_share`` scales the batches that workers train on. ``probes`` says that links are measured before the recording, which is more precise than right after it.
     """
 
     folder: Path
     lab: LabSpec
     model: str = "gpt"
     steps: int = 20
+    batch_share: float = 1.0
     rounds: int = 2
     contenders: int = CONTENDERS
     probes: bool = True
@@ -59,8 +60,9 @@ class DemoOptions:
 
     @classmethod
     def quick(cls, **options: object) -> DemoOptions:
-        """The same loop in less than two minutes: fewer steps, one contender, links measured after the recording."""
-        return cls(**{**options, "steps": 15, "contenders": 1, "probes": False})  # type: ignore[arg-type]
+        """The same loop in some two minutes: smaller batches, one contender, links measured after the recording."""
+        shorter = {"steps": 14, "batch_share": 0.5, "contenders": 1, "probes": False}
+        return cls(**{**options, **shorter})  # type: ignore[arg-type]
 
     @property
     def stages(self) -> int:
@@ -319,7 +321,7 @@ class _Lab:
         run.losses = logged["losses"]
 
     def _command(self) -> list[str]:
-        batch = {"gpt": "32", "digits": "96"}[self._options.model]
+        batch = str(round({"gpt": 32, "digits": 96}[self._options.model] * self._options.batch_share))
         steps = str(self._options.steps)
         return [sys.executable, "-P", "-m", MODELS[self._options.model], "--steps", steps, "--batch", batch]
 
