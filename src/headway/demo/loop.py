@@ -45,7 +45,8 @@ Progress = Callable[[str], None]
 class DemoOptions:
     """What the demo trains, in which lab of one worker a host, and how long.
 
-    ``batch_share`` scales the batches that workers train on. ``probes`` says that links are measured before the recording, which is more precise than right after it.
+    ``batch_share`` scales the batches that workers train on. ``probes`` says that links are measured before the
+    recording, which is more precise than right after it.
     """
 
     folder: Path
