@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
-PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(headway|torchrun|python|srun|pip|make|git|source|cp) ")
+PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(headway|torchrun|python|srun|pip|make|git|source|cp|sed) ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,20 +18,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_the_script_of_the_readme_goes_through_the_loop(tmp_path: Path) -> None:
-    job = (*TORCHRUN, EXAMPLES / "train.py")
-    trace, plan = tmp_path / "trace", tmp_path / "plan.yaml"
-    for arguments in (
-        ("record", "-o", trace, "--", *job),
-        ("diagnose", trace, "--html", tmp_path / "report.html"),
-        ("optimize", trace, "-o", plan),
-        ("run", "--plan", plan, "--", *job),
-    ):
-        done = headway(*arguments)
-        assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
-
-
 def test_the_example_in_code_trains_the_same_under_its_plan(tmp_path: Path) -> None:
     command = [*TORCHRUN, str(EXAMPLES / "in_code.py"), str(tmp_path)]
     done = run(command, 90, {**os.environ, "OMP_NUM_THREADS": "1"})
