@@ -46,13 +46,19 @@ def ranks_of(places: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("places", "options", "accumulation"),
     [
-        ("aabb", {"groups": "static"}, 1),
+        pytest.param("aabb", {"groups": "static"}, 1, marks=pytest.mark.exhaustive),
         ("aabb", {"groups": "all"}, 2),
-        ("abab", {"groups": "all", "moments": "averaged"}, 1),
-        ("abbb", {"groups": "all", "staleness": 1, "moments": "averaged"}, 1),
-        ("aabc", {"groups": "static", "group_size": 2, "staleness": 1}, 1),
+        pytest.param("abab", {"groups": "all", "moments": "averaged"}, 1, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "abbb", {"groups": "all", "staleness": 1, "moments": "averaged"}, 1, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "aabc", {"groups": "static", "group_size": 2, "staleness": 1}, 1, marks=pytest.mark.exhaustive
+        ),
         ("aabc", {"groups": "first-come", "group_size": 2, "deadline_ms": 50}, 1),
-        ("aaaa", {"groups": "pairs", "staleness": 1, "hosts": [2, 2]}, 2),
+        pytest.param(
+            "aaaa", {"groups": "pairs", "staleness": 1, "hosts": [2, 2]}, 2, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.values()))[:30] if isinstance(value, dict) else str(value),
 )
@@ -93,7 +99,7 @@ def test_a_step_that_a_scaler_leaves_out_is_left_out_by_the_whole_host() -> None
     assert len({each["digest"] for each in results}) == 1
 
 
-@pytest.mark.parametrize("victim", [3, 2])
+@pytest.mark.parametrize("victim", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_host_that_loses_a_rank_ends_and_the_others_go_on(victim: int) -> None:
     ended = workers.launch(4, f"{CASES}:one_is_killed", "aabb", victim)
     assert ended[victim].status != 0
@@ -108,7 +114,7 @@ def test_a_host_that_loses_a_rank_ends_and_the_others_go_on(victim: int) -> None
     assert ended[0].result["endings"].count("committed") >= 2
 
 
-@pytest.mark.parametrize("groups", ["all", "static"])
+@pytest.mark.parametrize("groups", ["all", pytest.param("static", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_checkpoint_is_gone_on_from(staleness: int, groups: str) -> None:
     options = {"groups": groups, "staleness": staleness}
@@ -118,7 +124,7 @@ def test_a_checkpoint_is_gone_on_from(staleness: int, groups: str) -> None:
         assert "different checkpoints" in result["refused"], rank
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_rounds_of_hosts_are_recorded_and_diagnosed(tmp_path: Path, staleness: int) -> None:
     folder = tmp_path / "trace"
     told = workers.run(4, f"{CASES}:recorded", "abab", str(folder), staleness)

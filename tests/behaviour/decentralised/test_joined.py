@@ -37,15 +37,22 @@ def check_against_reference(results: list[Any], options: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"groups": "static", "group_size": 2, "hosts": [2, 2]},
+        pytest.param({"groups": "static", "group_size": 2, "hosts": [2, 2]}, marks=pytest.mark.exhaustive),
         {"groups": "static", "staleness": 1},
         {"groups": "all"},
-        {"groups": "all", "staleness": 1, "moments": "averaged"},
-        {"groups": "first-come", "group_size": 2, "deadline_ms": 50},
-        {"groups": "global-division", "group_size": 2, "slowdown_threshold": 5, "seed": 2**40},
-        {"groups": "inter-intra", "group_size": 2},
-        {"groups": "group-buffer", "group_size": 3, "mixing_window": 3},
-        {"groups": "random", "group_size": 3},
+        pytest.param({"groups": "all", "staleness": 1, "moments": "averaged"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"groups": "first-come", "group_size": 2, "deadline_ms": 50}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            {"groups": "global-division", "group_size": 2, "slowdown_threshold": 5, "seed": 2**40},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param({"groups": "inter-intra", "group_size": 2}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"groups": "group-buffer", "group_size": 3, "mixing_window": 3}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param({"groups": "random", "group_size": 3}, marks=pytest.mark.exhaustive),
         {"groups": "pairs", "neighbours": "any"},
     ],
     ids=lambda options: "-".join(str(value) for value in options.values())[:30],
@@ -95,7 +102,15 @@ def test_static_groups_are_of_the_hosts_that_ranks_find_themselves_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"groups": "all"}, {"groups": "static"}, {"groups": "all", "staleness": 1}], ids=str
+    "options",
+    [
+        {"groups": "all"},
+        *(
+            pytest.param(options, marks=pytest.mark.exhaustive)
+            for options in ({"groups": "static"}, {"groups": "all", "staleness": 1})
+        ),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("begins_frozen", [False, True], ids=["freezes", "thaws"])
 def test_frozen_parameters_and_buffers_are_the_same_on_all_ranks_at_the_end(

@@ -35,8 +35,8 @@ def endings(result: Any) -> list[str]:
     ("staleness", "moments", "buffers"),
     [
         (0, "local", "averaged"),
-        (0, "averaged", "local"),
-        (1, "local", "averaged"),
+        pytest.param(0, "averaged", "local", marks=pytest.mark.exhaustive),
+        pytest.param(1, "local", "averaged", marks=pytest.mark.exhaustive),
         (1, "averaged", "averaged"),
     ],
 )
@@ -99,7 +99,10 @@ def test_pairs_by_a_schedule_need_no_coordinator(staleness: int) -> None:
     assert results[0]["final"] == pytest.approx(mean.tolist(), rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize(("kind", "staleness"), [("killed", 0), ("killed", 1), ("stopped", 0)])
+@pytest.mark.parametrize(
+    ("kind", "staleness"),
+    [("killed", 0), pytest.param("killed", 1, marks=pytest.mark.exhaustive), ("stopped", 0)],
+)
 def test_a_worker_that_fails_in_the_middle_leaves_the_others_whole(kind: str, staleness: int) -> None:
     with coordinator(4, (4,)) as server:
         ended = workers.launch(4, f"{CASES}:one_fails", server.port, kind, staleness, timeout_s=60)

@@ -74,7 +74,10 @@ def _step_and_average(
 
 @pytest.mark.parametrize(
     ("arguments", "accumulation", "clip"),
-    [((), 1, 0.0), (("--accumulation", 3, "--clip", 0.5, "--amp"), 3, 0.5)],
+    [
+        pytest.param((), 1, 0.0, marks=pytest.mark.exhaustive),
+        (("--accumulation", 3, "--clip", 0.5, "--amp"), 3, 0.5),
+    ],
 )
 def test_a_script_averages_its_parameters_after_each_step(
     tmp_path: Path, arguments: tuple[object, ...], accumulation: int, clip: float
@@ -92,7 +95,7 @@ def test_a_script_averages_its_parameters_after_each_step(
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("groups", ["all", "static"])
+@pytest.mark.parametrize("groups", ["all", pytest.param("static", marks=pytest.mark.exhaustive)])
 def test_a_script_averages_the_parameters_of_its_hosts_after_each_step(tmp_path: Path, groups: str) -> None:
     """The ranks of a host all-reduce gradients: accumulated, unscaled and clipped as under DistributedDataParallel."""
     saved = tmp_path / "digits.pt"

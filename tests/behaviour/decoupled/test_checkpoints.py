@@ -30,7 +30,11 @@ def test_saving_changes_nothing(saved: dict[str, str], case: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "case"),
-    [(size, case) for size in RESUMING for case in harness.names_of(checkpoint_cases.CHECKPOINTS, size)],
+    [
+        pytest.param(size, case, marks=[pytest.mark.exhaustive] if size != RESUMING[0] else [])
+        for size in RESUMING
+        for case in harness.names_of(checkpoint_cases.CHECKPOINTS, size)
+    ],
 )
 @pytest.mark.usefixtures("saved")
 def test_resumed_training_goes_on_with_the_same_curve(folder: Path, world_size: int, case: str) -> None:

@@ -29,21 +29,22 @@ def of_size(mode: str, size: int, *, exhaustive: bool) -> tuple[str, ...]:
     """The cases of ``mode`` that are run on ``size`` ranks by default, or only where everything is.
 
     Those that can be run on two ranks and on three are by default run on two in one decoupled mode, and on three in the
-    other one; under stock DDP, which only proves the cases, on two. Where stock DDP does all steps they prove less than
-    where it does every other one.
+    other one. Under stock DDP they only prove the cases themselves. Where it does all steps they prove less than where
+    it does every other one, and that needs two ranks.
     """
-    if mode == HANDED_OVER and not exhaustive:
+    is_exhaustive = mode in (DDP, HANDED_OVER) or (mode == TURNS and size != WORLD_SIZES[0])
+    if is_exhaustive and not exhaustive:
         return ()
     elsewhere = {case for other in WORLD_SIZES if other != size for case in harness.names_of(mode, other)}
 
     def chosen(number: int) -> int:
-        return WORLD_SIZES[0 if mode == DDP else (number + MODES.index(mode)) % len(WORLD_SIZES)]
+        return WORLD_SIZES[(number + MODES.index(mode)) % len(WORLD_SIZES)]
 
     number_of = {name: number for number, name in enumerate(CASES)}
     return tuple(
         name
         for name in harness.names_of(mode, size)
-        if mode == HANDED_OVER or exhaustive == (name in elsewhere and chosen(number_of[name]) != size)
+        if is_exhaustive or exhaustive == (name in elsewhere and chosen(number_of[name]) != size)
     )
 
 
