@@ -38,7 +38,7 @@ def commands_of(page: Path) -> list[Documented]:
         if line.startswith("```"):
             language = (line[3:].strip() or "text") if language is None else None
             continue
-        in_shell = language in ("bash", "sh", "console", "text") if language else line.startswith("    ")
+        in_shell = language in ("bash", "sh") if language else line.startswith("    ")
         if not in_shell:
             continue
         if not text:

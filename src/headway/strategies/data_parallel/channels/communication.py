@@ -38,8 +38,21 @@ NO_CHANNEL = -1
 """What work that is no collective is told that it runs on."""
 FAILED_JOB_S = 1.0
 """How long a job is waited for after a failure: connections that this rank has closed do not wake its own threads."""
+BLOCKED_S = 20.0
+"""How long a process that ends waits for such threads: a peer that fails, too, takes some seconds to close its end."""
 FAILED_JOIN_S = 5.0
 """How long the end of a thread is waited for after a failure, which has closed the connections that it waited on."""
+
+
+_blocked: list[threading.Thread] = []
+"""Threads that still waited for a peer when their channels were stopped."""
+
+
+def await_blocked() -> None:
+    """Wait for threads that outlasted their channels, at the end of the process: waking later they would abort it."""
+    deadline = time.monotonic() + BLOCKED_S
+    for thread in _blocked:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _nothing(_channel: int) -> None:
@@ -237,6 +250,7 @@ class Channels:
                     self._look_for_disagreement()
                 deadline = time.monotonic() + FAILED_JOIN_S
             thread.join(max(0.0, deadline - time.monotonic()))
+        _blocked.extend(thread for thread in self._threads if thread.is_alive())
 
     def _serve(self, queue: SimpleQueue[Job | None], channel: int) -> None:
         # A job's collective is called from here and from nowhere deeper: this is its way from the queue to the network.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from headway import torch_private
 from headway.errors import CommunicationError, HeadwayError, UnsupportedError
 from headway.strategies.data_parallel.channels import retirement
-from headway.strategies.data_parallel.channels.communication import Channels, Culprit, Job
+from headway.strategies.data_parallel.channels.communication import Channels, Culprit, Job, await_blocked
 from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.channels.wiring import groups_of_our_own, wiring_of
 from headway.strategies.silent import in_words, silent_ranks
@@ -159,3 +159,4 @@ def _before_shutdown(group: dist.ProcessGroup) -> None:
 def _at_exit() -> None:
     for channels in list(_alive):
         channels.stop()
+    await_blocked()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from headway import torch_private
 from headway.errors import CommunicationError, InternalError
 from headway.strategies.data_parallel.channels import retirement
+from headway.strategies.data_parallel.channels.communication import await_blocked
 from headway.strategies.data_parallel.decoupled.clipping import watch_clipping
 from headway.strategies.data_parallel.decoupled.engine import Engine
 from headway.strategies.data_parallel.decoupled.stepping import watch_optimizers
@@ -189,3 +190,4 @@ def _at_exit() -> None:
     for engine in list(_engines):
         with suppress(Exception):
             release(engine, together=False, exiting=True)
+    await_blocked()
