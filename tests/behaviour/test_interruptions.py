@@ -126,7 +126,10 @@ def test_a_run_under_a_plan_ends_with_the_signals_status(tmp_path: Path) -> None
         to_headway, signal.SIGTERM, "run", "--plan", tmp_path / "plan.yaml", "--", *job, at="stepped 0"
     )
     assert status == 143
-    assert "headway:" not in said
+    told = [line for line in said.splitlines() if line.startswith("headway:")]
+    assert told[0].startswith("headway: running under DDP")
+    assert len(told) <= 2
+    assert all("ms a step" in line for line in told[1:])
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_without_the_library_that_decodes(
 ) -> None:
     monkeypatch.setitem(sys.modules, "msgspec", None)
     assert run(["import", str(recordings), "-o", str(tmp_path / "out")]) == 2
-    assert "pip install 'headway[traces]'" in capsys.readouterr().err
+    assert "pip install 'msgspec" in capsys.readouterr().err
 
 
 def test_many_notes_are_not_all_shown(

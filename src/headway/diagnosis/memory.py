@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -127,10 +127,9 @@ def _points(model: ModelSpec, held: Footprint, at_ms: Mapping[str, float]) -> tu
 
 def _innermost(calls: tuple[ModuleMemory, ...]) -> list[ModuleMemory]:
     """The calls that no other lies inside of: the one that begins next has another module's name in front."""
-    following = chain(calls[1:], [None])
     return [
         call
-        for call, after in zip(calls, following, strict=True)
+        for call, after in zip_longest(calls, calls[1:])
         if after is None or not after.module.startswith(f"{call.module}.")
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headway.collectives.selection import Selection
+from headway.errors import UserError
 
 
 @dataclass(slots=True)
@@ -30,10 +31,12 @@ class Communication:
         return self.ends[self.members.index(rank)]
 
     def check_asked(self) -> None:
-        """Raise ValueError where a member has not asked for it: it would begin without that member."""
+        """Raise UserError where a member has not asked for it: it would begin without that member."""
         if missing := [rank for rank in self.members if rank not in self.asked_by]:
-            raise ValueError(
-                f"{self.name} of step {self.step}, members {list(self.members)}: ranks {missing} never ask for it"
+            raise UserError(
+                "ranks take part in different collectives, which cannot be replayed",
+                got=f"{self.name} of step {self.step}, members {list(self.members)}: ranks {missing} never ask for it",
+                fix="Record steps in which all ranks do the same.",
             )
 
 

@@ -56,6 +56,9 @@ def scaling(
     return found
 
 
+ALIKE = 0.01
+
+
 def best_of(predictions: Sequence[Prediction], allow: Collection[str] = ()) -> Prediction:
     """The fastest of those that may be recommended with what is permitted; where none may, the fastest of all.
 
@@ -69,10 +72,12 @@ def indistinct(one: Prediction, other: Prediction, times_error: float) -> bool:
     """Whether errors may turn the order of two predictions of one model on as many workers.
 
     All layers' times are off by the same share, which moves both steps alike, but for the communication that is not
-    hidden: what it adds to a step may be off by that share of it.
+    hidden: what it adds to a step may be off by that share of it. No model of layers tells apart steps within
+    ``ALIKE`` of each other.
     """
     of_times_ms = times_error * max(one.exposed_ms, other.exposed_ms)
-    return abs(one.step_ms - other.step_ms) <= math.hypot(one.links_ms, other.links_ms, of_times_ms)
+    errors_ms = math.hypot(one.links_ms, other.links_ms, of_times_ms)
+    return abs(one.step_ms - other.step_ms) <= max(errors_ms, ALIKE * min(one.step_ms, other.step_ms))
 
 
 def crossovers(predictions: Sequence[Prediction]) -> list[Crossover]:

@@ -240,11 +240,11 @@ class _Enter(JobHook):
             and before.node is not None
             and before.output is not None
             and before.output() is given
-            and before.output_version == torch_private.version_of(given)
+            and before.output_version == torch_private.version_or_zero(given)
         )
         call = _Call(self._place, self._name, len(self._look.outputs_bytes), follows)
         if given is not None:
-            call.given, call.version = weakref.ref(given), torch_private.version_of(given)
+            call.given, call.version = weakref.ref(given), torch_private.version_or_zero(given)
         calls.append(call)
 
 
@@ -264,11 +264,11 @@ class _Leave(JobHook):
         call = calls[-1]
         given = call.given() if call.given is not None else None
         call.changed = given is not None and (
-            given is output or torch_private.version_of(given) != call.version
+            given is output or torch_private.version_or_zero(given) != call.version
         )
         if isinstance(output, torch.Tensor) and output.grad_fn is not None and output.is_floating_point():
             call.node, call.output = output.grad_fn, weakref.ref(output)
-            call.output_version = torch_private.version_of(output)
+            call.output_version = torch_private.version_or_zero(output)
             call.output_bytes = output.numel() * output.element_size()
             call.rows = output.shape[0] if output.dim() else 1
 

@@ -11,6 +11,7 @@ from headway.torch_private.autograd import (
     put_gradient_hook_first,
     queue_backward_callback,
     version_of,
+    version_or_zero,
 )
 from headway.torch_private.compiled import (
     CompiledForward,
@@ -192,6 +193,7 @@ __all__ = [
     "unhooked_step",
     "unscale",
     "version_of",
+    "version_or_zero",
     "wait_for_work",
     "when_work_completes",
     "without_subclass_dispatch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -54,9 +55,10 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     return cast("AbstractContextManager[Any]", autograd._unsafe_preserve_version_counter(tuple(tensors)))
 
 
-def version_of(tensor: torch.Tensor) -> int:
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor has been written in place, as autograd counts it; raises RuntimeError for inference tensors."""
+
+
+def version_or_zero(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to; 0 for one of inference mode, of which torch does not count it."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-"""How often a tensor has been written in place, as autograd counts it."""
+    return 0 if tensor.is_inference() else version_of(tensor)

@@ -42,7 +42,7 @@ class Condition:
         self.limit_s = limit_s
         self.trainer: int | None = None  # the thread of the latest forward that is to be reduced
         self.accumulating = False  # the first gradient of a reduced backward is being added to ``.grad``
-        self._end: weakref.ref[_End] | None = None
+        self.end: weakref.ref[_End] | None = None
         self.failure: HeadwayError | None = None
         self.closed = False
         self.filling = False  # a synchronised backward is filling buckets, or was interrupted while it did
@@ -87,17 +87,17 @@ class Condition:
         """Call ``ended`` when the backward that is running is done; once, however often it is said."""
         if not self.is_in_backward:
             end = _End(self, ended)
-            self._end = weakref.ref(end)
+            self.end = weakref.ref(end)
             torch_private.queue_backward_callback(end)
 
     def ends(self) -> None:
         """The backward that was running is done, or at least the innermost of several."""
-        self._end = None
+        self.end = None
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward with an end to come is running, on whatever thread: not one that was interrupted."""
-        return self._end is not None and self._end() is not None
+        return self.end is not None and self.end() is not None
 
     @property
     def is_elsewhere(self) -> bool:
