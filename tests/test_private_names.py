@@ -11,7 +11,7 @@ import headway
 ROOT = Path(headway.__file__).parent
 ADAPTER = Path("torch_private")
 OF_MODULES = {"_parameters", "_buffers", "_modules"}  # also names of our own
-OF_PYTHON = {"_replace", "_fields", "_field_defaults", "_exit", "_getframe", "_Decompress"}
+OF_PYTHON = {"_asdict", "_replace", "_fields", "_field_defaults", "_exit", "_getframe", "_Decompress"}
 
 
 def _is_private(name: str) -> bool:
