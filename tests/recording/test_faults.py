@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import headway
+from headway import torch_private
 from headway.errors import HeadwayError
 from headway.memory.pass_watch import Allocations, PassMemoryWatch
 from headway.recording import collectives, layer, modules
@@ -123,6 +124,7 @@ def test_a_fault_of_an_observer_ends_the_recording_and_not_the_job(
         said = capsys.readouterr().err
         assert losses == expected, name
         assert stock() == functions, name
+        assert torch_private.dispatch_modes() == [], name
         if (owner, name) in HARMLESS:
             assert said == "", (name, said)
             assert headway.load_trace(out).steps == tuple(range(FIRST, STOP))

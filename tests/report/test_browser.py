@@ -109,7 +109,10 @@ def test_narrow_and_dark_pages_fit(chromium: Any, tmp_path: Path) -> None:
             assert (ink == "rgb(31, 41, 51)") == (scheme == "light")
             if name == "page" and scheme == "dark":
                 opened.emulate_media(color_scheme="light")  # as when it is printed
-                opened.wait_for_function("model('timeline').background_fill_color === 'white'")
+                limit = limits.Limit(10)
+                while colour_of(opened, figure) != "white" and limit.left_s() > 0:
+                    opened.wait_for_timeout(50)
+                assert colour_of(opened, figure) == "white"
             assert complaints == []
             context.close()
 

@@ -207,6 +207,10 @@ class PassMemoryWatch:
         self._after_bytes = self._peak_bytes()
         self._held_bytes = self._allocations.held_bytes
 
+    def stop(self) -> None:
+        """See nothing any more."""
+        self._allocations.stop()
+
     def end(self) -> PassMemory | None:
         """The update is done; None where no whole pass was seen, or not one that is understood."""
         held_bytes = max(self._held_bytes, self._allocations.held_bytes)

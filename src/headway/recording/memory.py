@@ -26,6 +26,7 @@ class MemoryWatch:
     def __init__(self) -> None:
         self.found: PassMemory | None = None
         self._watch: PassMemoryWatch | None = None
+        self._given_up: PassMemoryWatch | None = None
         self._handles: list[Any] = []
 
     def arm(self, model: nn.Module, root: nn.Module) -> None:
@@ -61,6 +62,8 @@ class MemoryWatch:
         if self._watch is not None:
             self.found = self._watch.end()
             self._watch = None
+        if self._given_up is not None:
+            self._given_up.stop()  # within a backward that had no effect: autograd restores the modes of before
 
     def _hook(self, register: Callable[..., Any], observe: Callable[..., None], **how: Any) -> None:
         self._handles.append(register(JobHook(observe, self._give_up), **how))
@@ -70,6 +73,7 @@ class MemoryWatch:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
+            self._given_up = watch
         self.end()
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
