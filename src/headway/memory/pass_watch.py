@@ -33,7 +33,7 @@ class Allocations(torch_private.DispatchMode):
         self.held_bytes = 0
         self.understood = True
         self.tell: Callable[[Change], object] | None = None  # of everything, where somebody wants to know
-        self._stopped = False
+        self._stopped = self._left = False
         self._peak_bytes = 0
         self._sizes_bytes: dict[int, int] = {}  # by memory
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -64,7 +64,12 @@ class Allocations(torch_private.DispatchMode):
     def stop(self) -> None:
         """See nothing any more."""
         self._stopped = True
-        if torch_private.dispatch_modes()[-1:] == [self]:
+        if torch_private.dispatch_modes()[-1:] != [self]:
+            return
+        if self._left:
+            torch_private.pop_dispatch_mode()
+        else:
+            self._left = True
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

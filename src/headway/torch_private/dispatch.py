@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
 )
 
 DispatchMode = TorchDispatchMode
@@ -116,6 +117,11 @@ def returns_given_memory(operator: Any) -> bool:
 def returns_view(operator: Any) -> bool:
     """Whether an operator says that it returns memory it was given and did not write to."""
     return any(each.alias_info and not each.alias_info.is_write for each in operator._schema.returns)
+
+
+def pop_dispatch_mode() -> None:
+    """Take the innermost dispatch mode off, which was left within a backward: autograd brought it back afterwards."""
+    _pop_mode()
 
 
 def dispatch_modes() -> list[Any]:
