@@ -28,7 +28,9 @@ from headway import files
 from headway.cli.main import cli
 
 KEPT = Path(__file__).with_name("kept.json")
-VOLATILE = frozenset(("elapsed_s", "headway", "plan", "path", "trace", "output", "sources", "commands", "job"))
+VOLATILE = frozenset(
+    ("elapsed_s", "headway", "plan", "path", "trace", "output", "sources", "commands", "job")
+)
 LARGEST = 400  # characters of an answer that is kept whole
 
 JOB = SyntheticJob(steps=12, bucket_bytes=(400_000, 1_600_000, 800_000, 1_200_000), gbps=2.0, jitter=0.02)

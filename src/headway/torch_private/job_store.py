@@ -93,7 +93,11 @@ class JobStore:
 
         thread = threading.Thread(target=ask, daemon=True, name="headway-store")
         deadline = _deadlines[thread] = max([now, *before]) + allowed_s
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            _deadlines.pop(thread)
+            return operation()
         thread.join(deadline - now)
         if failures:
             raise failures[0]

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any
 
 PRESENCE_EVERY_S = 1.0
-STORE_LIMIT_S = 5.0
-"""How long the job's store may take to answer. Its keeper may be frozen, and torch then waits for ever."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.2
-
-
-Answer = TypeVar("Answer")
-
-
-def in_time(ask: Callable[[], Answer], limit_s: float = STORE_LIMIT_S) -> Answer:
-    """What ``ask`` returns, called on another thread. Raises what it raises, TimeoutError where that takes too long."""
-    answer: SimpleQueue[tuple[Answer | None, BaseException | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answer.put((ask(), None))
-        except BaseException as error:
-            answer.put((None, error))
-
-    try:
-        threading.Thread(target=run, name="headway-store", daemon=True).start()
-    except RuntimeError:  # the interpreter is shutting down
-        return ask()
-    try:
-        found, error = answer.get(timeout=limit_s)
-    except Empty:
-        raise TimeoutError(f"the job's store did not answer within {limit_s:g} s") from None
-    if error is not None:
-        raise error
-    return cast("Answer", found)
 
 
 class Departure:
@@ -60,7 +30,7 @@ class Departure:
         """Tell the other ranks that this one has left."""
         self.left = True
         with suppress(Exception):  # the store may have gone down with its host
-            in_time(lambda: self._store.set(self._left(self._rank), b""))
+            self._store.set(self._left(self._rank), b"")
 
     def everyone_left(self, timeout_s: float = 0.0) -> bool:
         """Whether all ranks have left; waits for the others up to ``timeout_s``."""
@@ -83,7 +53,7 @@ class Departure:
         return True
 
     def _not_left(self, ranks: Sequence[int]) -> list[int]:
-        return in_time(lambda: [rank for rank in ranks if not self._store.check([self._left(rank)])])
+        return [rank for rank in ranks if not self._store.check([self._left(rank)])]
 
     def _left(self, rank: int) -> str:
         return f"{self._key}/gone/{rank}"

@@ -133,7 +133,9 @@ def _departure(group: dist.ProcessGroup) -> Departure:
     token = torch.tensor([secrets.randbits(62)])
     dist.broadcast(token, group=group, group_src=0)
     key = f"headway/{torch_private.group_name(group)}/{int(token)}"
-    return Departure(torch_private.default_store(), key, group.rank(), group.size())
+    return Departure(
+        torch_private.default_store(torch_private.SHORT_LIMIT_S), key, group.rank(), group.size()
+    )
 
 
 _alive: weakref.WeakSet[HookedChannels] = weakref.WeakSet()

@@ -23,7 +23,7 @@ from headway import torch_private
 from headway.errors import CommunicationError, one_line
 from headway.rpc import interface, trusted
 from headway.strategies.data_parallel.channels.communication import Job
-from headway.strategies.data_parallel.channels.departure import Departure, in_time
+from headway.strategies.data_parallel.channels.departure import Departure
 from headway.strategies.data_parallel.decoupled import messages
 from headway.strategies.data_parallel.decoupled.messages import Answer, Limits, Reply
 
@@ -79,7 +79,7 @@ class Peers:
         self._blamed = ""  # who is to blame for a failure, as soon as this rank knows or is told
         self._ending = False
         self._key = f"headway/{torch_private.group_name(group)}"
-        self._store = torch_private.default_store()
+        self._store = torch_private.default_store(torch_private.SHORT_LIMIT_S)
         if self.world_size > 1:
             self._open(group)
         self._departure = Departure(self._store, self._key, self.rank, self.world_size, self._is_there)
@@ -183,15 +183,15 @@ class Peers:
     def _noted(self) -> str:
         """Who is to blame, as another rank has noted; "" where nobody has."""
         with suppress(Exception):  # the store may have gone down, or be frozen, with its host
-            if in_time(lambda: self._store.check([self._key])):
-                return str(in_time(lambda: self._store.get(self._key)).decode())
+            if self._store.check([self._key]):
+                return str(self._store.get(self._key).decode())
         return self._blamed
 
     def _blame(self, found: str) -> None:
         """Note who is to blame unless another rank has, and tell the others: the store may go with the first to end."""
         noted = found
         with suppress(Exception):
-            noted = str(in_time(lambda: self._store.compare_set(self._key, "", found)).decode())
+            noted = str(self._store.compare_set(self._key, "", found).decode())
         if self._blamed:  # told meanwhile
             return
         self._blamed = noted
