@@ -29,14 +29,15 @@ def free_port() -> int:
 
 
 def headway(
-    *arguments: object, timeout_s: float = 90, measuring: bool = False
+    *arguments: object, timeout_s: float = 90, measuring: bool = False, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run ``headway`` with ``arguments``; output is captured, a hang fails.
 
     A job that is recorded does not stop to measure its machine, which takes seconds, unless ``measuring``.
     Commands that only compute run in this process: starting Python and importing torch takes a core two seconds.
+    They run in a ``fresh`` one where a test is about what a process does once.
     """
-    if arguments[0] in IN_PROCESS and "--" not in arguments:
+    if not fresh and arguments[0] in IN_PROCESS and "--" not in arguments:
         return in_process(*arguments)
     if arguments[0] == "record" and not measuring:
         arguments = ("record", "--no-measuring", *arguments[1:])

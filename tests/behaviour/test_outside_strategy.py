@@ -38,7 +38,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 def ran(*arguments: object) -> str:
     """The output of a command, which says once, whatever ranks it starts, that one package is broken."""
-    done = headway(*arguments, timeout_s=300)
+    done = headway(*arguments, timeout_s=300, fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("steep (headway.strategies) of the package broken 1.0 is left out") == 1
     return done.stdout

@@ -162,7 +162,12 @@ def test_training_goes_on_whatever_keeps_a_recording_from_being_written(
 ) -> None:
     for rank, seen in enumerate(cases[1]):
         check_training_went_on(seen["writing_fails"])
-        assert seen["writing_fails"]["written"] == [f"status-{rank:05d}.json"]
+        written = set(seen["writing_fails"]["written"])  # by all ranks so far: they share the folder
+        assert (
+            f"status-{rank:05d}.json"
+            in written
+            <= {f"status-{other:05d}.json" for other in range(len(cases[1]))}
+        )
         assert f"rank {rank} could not write its recording" in seen["writing_fails"]["said"]
 
 

@@ -112,8 +112,10 @@ def test_a_refusal_on_one_host_is_the_last_line_on_both(tmp_path: Path) -> None:
     for model, path in zip(models, plans, strict=True):
         made_for = model_spec(model)
         Plan.data_parallel(DistributedDataParallelStrategy(), 2, made_for).save(path)
-    for launcher in launchers([tmp_path] * 2, plans=plans):
-        printed, said = communicate(launcher, LIMIT_S)
-        assert launcher.returncode == 2, said
-        assert said.splitlines()[-1].startswith("headway: the plan is for another model")
+    started = launchers([tmp_path] * 2, plans=plans)
+    for launcher, (printed, errors) in [(launcher, communicate(launcher, LIMIT_S)) for launcher in started]:
+        assert launcher.returncode == 2, errors
+        assert errors.splitlines()[-1].startswith(
+            "headway: ranks do not agree on the plan; got one for this model on rank 0, and one for another model"
+        )
         assert "stepped" not in printed

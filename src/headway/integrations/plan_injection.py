@@ -149,14 +149,25 @@ def _check_everywhere(
         return
     group = existing_group(given.get("process_group"))
     device = "cpu" if "cpu" in backends_of(group) else parameter.device
-    everyones = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, torch.tensor([int(planned)], device=device), group=group)
-    others = [rank for rank, theirs in enumerate(everyones) if bool(theirs) != planned]
-    if others:
-        is_ours, is_theirs = ("is", "is not") if planned else ("is not", "is")
+    model = int(model_spec(module).fingerprint[:15], 16)
+    row = torch.tensor([int(planned), model], device=device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    rank = dist.get_rank(group)
+    for other, (is_others, others_model) in enumerate(torch.stack(rows).tolist()):
+        if bool(is_others) == planned:
+            continue
+        with_plan, without = (rank, other) if planned else (other, rank)
+        if others_model == model:
+            raise UserError(
+                "ranks do not agree on the plan",
+                got=f"one for this model on rank {with_plan}, and one for another model on rank {without}",
+                expected="the same plan on every rank",
+                fix="Give every host the same plan file.",
+            )
         raise UserError(
             "ranks do not agree on the model's parameters (names, shapes, dtypes, and their order)",
-            got=f"one that {is_ours} the plan's on rank {dist.get_rank(group)}, and {is_theirs} on rank {others[0]}",
+            got=f"the plan's model on rank {with_plan}, and another on rank {without}",
             expected="the same model on every rank",
             fix="Build the model the same way everywhere: register parameters in one order.",
         )

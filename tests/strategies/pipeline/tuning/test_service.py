@@ -21,9 +21,9 @@ STRATEGY = PipelineStrategy(order="kfkb", group_sizes=(2,), micro_batches=4)
 
 
 def test_a_stopped_tuner_does_not_stop_training_and_ends_with_its_pipeline() -> None:
-    threads = threading.active_count()
+    threads, before = threading.active_count(), set(psutil.Process().children())
     asked = TunerProcess(Tuner(candidates_of(STRATEGY), (8,)))
-    (tuner,) = psutil.Process().children()
+    (tuner,) = set(psutil.Process().children()) - before
     os.kill(tuner.pid, signal.SIGSTOP)
     for _ in range(3 * UNSENT):
         asked.tell(ROWS)

@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from headway import torch_private
 from headway.errors import HeadwayError, HeadwayWarning, UnsupportedError
@@ -41,8 +42,8 @@ class Condition:
     def __init__(self, limit_s: float = 1800.0) -> None:
         self.limit_s = limit_s
         self.trainer: int | None = None  # the thread of the latest forward that is to be reduced
-        self.accumulating = False  # the first gradient of a reduced backward is being added to ``.grad``
-        self.end: weakref.ref[_End] | None = None
+        self.in_first_gradient = False  # the first gradient of a reduced backward is being added to ``.grad``
+        self.end: weakref.ref[Callable[[], None]] | None = None
         self.failure: HeadwayError | None = None
         self.closed = False
         self.filling = False  # a synchronised backward is filling buckets, or was interrupted while it did
@@ -84,15 +85,15 @@ class Condition:
     # A backward that is reduced ------------------------------------------------------------------------
 
     def call_at_end(self, ended: Callable[[], None]) -> None:
-        """Call ``ended`` when the backward that is running is done; once, however often it is said."""
-        if not self.is_in_backward:
-            end = _End(self, ended)
+        """Call ``ended``, which clears ``end``, when the backward that is running, or the innermost, is done.
+
+        Once, however often this is said.
+        """
+        if self.end is None or self.end() is None:
+            # Held by the backward alone, so that it is gone where that was interrupted.
+            end = partial(ended)
             self.end = weakref.ref(end)
             torch_private.queue_backward_callback(end)
-
-    def ends(self) -> None:
-        """The backward that was running is done, or at least the innermost of several."""
-        self.end = None
 
     @property
     def is_in_backward(self) -> bool:
@@ -104,7 +105,7 @@ class Condition:
         """Whether another thread than this one is in a backward that is reduced."""
         if threading.get_ident() == self.trainer or torch_private.inside_backward():
             return False
-        return self.filling or (self.accumulating and self.is_in_backward)
+        return self.filling or (self.in_first_gradient and self.is_in_backward)
 
     def await_backward(self, what: str) -> None:
         """Return when no other thread is in a backward that is reduced; called under ``LOCK``, which it lends.
@@ -123,7 +124,7 @@ class Condition:
 
     def end_backward(self) -> None:
         """No backward is being reduced any more; called under ``LOCK``."""
-        self.filling = self.accumulating = False
+        self.filling = self.in_first_gradient = False
         _backward_ended.notify_all()
 
     # What goes wrong -----------------------------------------------------------------------------------
@@ -156,16 +157,3 @@ class Condition:
                 HeadwayWarning,
                 stacklevel=2,
             )
-
-
-class _End:
-    """What a backward calls when it is done; it lives no longer than that, and is gone where it was interrupted."""
-
-    def __init__(self, condition: Condition, ended: Callable[[], None]) -> None:
-        self._condition = condition
-        self._ended = ended
-
-    def __call__(self) -> None:
-        """The backward is done."""
-        self._condition.ends()
-        self._ended()

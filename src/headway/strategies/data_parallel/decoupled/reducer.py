@@ -110,8 +110,9 @@ class GradientReducer:
         with LOCK:
             if self._expected:
                 self._condition.call_at_end(self._backward_ended)
-                self._condition.accumulating = True
-                self._settle_before_backward()
+                self._condition.in_first_gradient = True
+                if self._condition.work_deferred:
+                    self._settle_before_backward()
             else:
                 self._local = True
                 torch_private.queue_backward_callback(self._local_ended)
@@ -121,13 +122,13 @@ class GradientReducer:
         self._local = False
 
     def _settle_before_backward(self) -> None:
-        if self._condition.work_deferred:
-            self._settlement.form.before_gradients()
-            self._condition.work_deferred = False
+        self._settlement.form.before_gradients()
+        self._condition.work_deferred = False
 
     def _let_go(self) -> None:
         """Gradients are being accumulated: whatever was in flight for the earlier ones ends here."""
-        self._settle_before_backward()
+        if self._condition.work_deferred:
+            self._settle_before_backward()
         if self._condition.gradients_kept:
             self._condition.gradients_kept = False
             self._settlement.form.begin_backward()
@@ -244,6 +245,7 @@ class GradientReducer:
     # The end -----------------------------------------------------------------------------------------
 
     def _backward_ended(self) -> None:
+        self._condition.end = None
         with LOCK:
             if not self._readiness.complete and torch_private.inside_backward():
                 return  # nested in another backward, which goes on

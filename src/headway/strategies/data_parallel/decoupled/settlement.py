@@ -135,7 +135,7 @@ class Settlement:
 
         Raises UnsupportedError where backward is still running.
         """
-        if not state.phase.to_bring and not self.condition.accumulating:
+        if not state.phase.to_bring and not self.condition.in_first_gradient:
             return
         with LOCK:
             self.condition.await_backward(f"the gradient of {state.name}")
