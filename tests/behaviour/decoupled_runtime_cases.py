@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
@@ -121,6 +122,29 @@ def lone_reader(rank: int, world_size: int) -> list[float]:
         wrapped(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
     return [p.sum().item() for p in wrapped.parameters()]
+
+
+def drift_under_stock_ddp(rank: int, world_size: int) -> list[str]:
+    """The warnings of a script whose ranks would drift apart under stock DDP, in two ways, each of them twice."""
+    inner = model()
+    inner[0].requires_grad_(False)
+    wrapped = DecoupledDataParallel(inner, bucket_cap_mb=0.0004)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(wrapped, optimizer, rank, 0)
+        inner[3].requires_grad_(False)
+        step(wrapped, optimizer, rank, 1)
+        inner[3].requires_grad_(True)  # in stock DDP's buckets all the time
+        step(wrapped, optimizer, rank, 2)
+        assert not caught
+        inner[0].requires_grad_(True)
+        for _ in range(2):
+            losses = [wrapped(torch.ones(2, 6, dtype=torch.float64)).sum() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
 
 
 def many_wraps_of_subgroups(rank: int, world_size: int) -> float:

@@ -47,6 +47,14 @@ def test_a_reader_on_one_rank_needs_nothing_of_the_others() -> None:
     assert results[0] == results[1] == results[2]
 
 
+def test_what_drifts_apart_under_stock_ddp_is_said_once() -> None:
+    for unfrozen, second in workers.run(2, f"{CASES}:drift_under_stock_ddp"):
+        assert unfrozen.startswith(
+            "0.weight was unfrozen or added after the model was wrapped: this plan averages"
+        )
+        assert second.startswith("a second backward follows several forwards: this plan averages")
+
+
 def test_destroying_the_group_finishes_the_work() -> None:
     results = workers.run(2, f"{ENDINGS}:destroyed_with_work_in_flight")
     assert results[0] == results[1]

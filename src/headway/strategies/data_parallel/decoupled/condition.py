@@ -50,7 +50,7 @@ class Condition:
         self.work_deferred = False  # since a backward began: the next one must complete it first
         self.gradients_kept = False  # a reduced gradient may be in flight
         self.unfilled: Callable[[], Sequence[str]] = tuple
-        self._warned = False
+        self._warned: set[str] = set()
 
     def defer_work(self) -> None:
         """Deferred work now exists; the next backward must complete it first."""
@@ -146,14 +146,23 @@ class Condition:
         )
 
     def warn_of_aliases(self, name: str) -> None:
-        """Say, once, that overlap is lost for a bucket because somebody could look past the parameter."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept, a "
-                "loss whose backward did not run, or another thread that reads it), so its bucket is updated "
-                "inside step() and gains nothing. "
-                "Keep a copy (clone), or delete it before step().",
-                HeadwayWarning,
-                stacklevel=2,
-            )
+        """Warn once that overlap is lost for a bucket because somebody could look past the parameter."""
+        self._warn_once(
+            "aliases",
+            f"another tensor shares the memory of {name} (a state_dict(), view or array that was kept, a "
+            "loss whose backward did not run, or another thread that reads it), so its bucket is updated "
+            "inside step() and gains nothing. Keep a copy (clone), or delete it before step().",
+        )
+
+    def warn_of_drift(self, what: str) -> None:
+        """Warn once that ranks would drift apart here under stock DDP, so that numbers differ from its numbers."""
+        self._warn_once(
+            what,
+            f"{what}: this plan averages these gradients over all ranks. Stock DDP does not, and its ranks drift "
+            "apart without a message. Losses will therefore differ from those under stock DDP.",
+        )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, HeadwayWarning, stacklevel=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -124,6 +124,11 @@ class Engine:
     def note_accumulated(self, parameters: Collection[int]) -> None:
         """The same of ``parameters`` until a backward is reduced, whatever buckets they were in meanwhile."""
         self._earlier = frozenset(parameters)
+
+    def warn_of_drift(self, unfrozen: Sequence[str]) -> None:
+        """Warn once where parameters are trained that were not when the model was wrapped."""
+        if unfrozen:
+            self._condition.warn_of_drift(f"{unfrozen[0]} was unfrozen or added after the model was wrapped")
 
     @property
     def schedule(self) -> BucketSchedule:

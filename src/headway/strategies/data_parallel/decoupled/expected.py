@@ -16,11 +16,13 @@ from headway import torch_private
 class Expected:
     """The backwards of one wrapped model that are to be reduced. True where the next one is.
 
-    ``begins`` is called when a backward reaches what a synchronised forward returned.
+    ``begins`` is called when a backward reaches what a synchronised forward returned, and ``begins_late`` before it
+    where stock DDP would not reduce that backward: another has been reduced since the forward.
     """
 
-    def __init__(self, begins: Callable[[], None]) -> None:
+    def __init__(self, begins: Callable[[], None], begins_late: Callable[[], None]) -> None:
         self._begins = begins
+        self._begins_late = begins_late
         self._forward = False  # there has been a synchronised forward since the last reduced backward
         self._reached: weakref.WeakSet[_Output] = weakref.WeakSet()  # they live as long as their graphs
 
@@ -37,6 +39,8 @@ class Expected:
 
     def reached(self, output: _Output) -> None:
         """A backward has come to what a forward returned, perhaps once more."""
+        if not self:
+            self._begins_late()
         self._reached.add(output)
         self._begins()
 

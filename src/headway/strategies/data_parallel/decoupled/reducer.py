@@ -53,7 +53,7 @@ class GradientReducer:
         self._device = device
         self._find_unused = find_unused
         self._unshared_holders = unshared(device)[0]
-        self._expected = Expected(self._backward_begins)
+        self._expected = Expected(self._backward_begins, self._second_backward_begins)
         self._local = False  # whether a backward is running that is not reduced
         self._layout: Layout
         self._usage: Usage
@@ -138,6 +138,10 @@ class GradientReducer:
         """A backward that may leave parameters without a gradient begins: be told of its end in any case."""
         if self._find_unused:
             self._begin()
+
+    def _second_backward_begins(self) -> None:
+        """A backward begins whose forward came before another backward."""
+        self._condition.warn_of_drift("a second backward follows several forwards")
 
     def _begin(self) -> None:
         condition = self._condition

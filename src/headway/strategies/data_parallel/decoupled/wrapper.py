@@ -160,6 +160,7 @@ class DecoupledDataParallel(Joins):
                 f"a plan of {begin_as.name} cannot adapt a compiled model", got=begin_as.describe(),
                 fix="Leave out --adapt, or adapt: true.",
             )  # fmt: skip
+        self._wrapped = {name: id(parameter) for name, parameter in trainable_parameters(module).items()}
         self._start_engine()
         if begin_as is not None:
             self.use_stock_ddp(begin_as)
@@ -341,6 +342,9 @@ class DecoupledDataParallel(Joins):
             else:
                 assert engine is not None
                 engine.reschedule(trainable, self.schedule)
+                engine.warn_of_drift(
+                    [name for name, p in trainable.items() if self._wrapped.get(name) != id(p)]
+                )
         self.trainable = frozenset(id(parameter) for parameter in trainable.values())
 
     def reschedule(self, schedule: BucketSchedule) -> None:
@@ -413,8 +417,8 @@ class DecoupledDataParallel(Joins):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: everything but the engine and the process group."""
         left_behind = (
-            "_engine", "_stock", "_abandoning", "process_group", "trainable", "_trained", "_compiled", "_wiring",
-            "tuner", "uneven",
+            "_engine", "_stock", "_abandoning", "process_group", "trainable", "_trained", "_wrapped", "_compiled",
+            "_wiring", "tuner", "uneven",
         )  # fmt: skip
         return {k: v for k, v in self.__dict__.items() if k not in left_behind}
 
