@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -12,12 +13,9 @@ from typing import Any
 
 import pytest
 import pytest_timeout
-import torch
 from hypothesis import HealthCheck, settings
 from tests import limits
 from xdist.scheduler import LoadScopeScheduling
-
-from headway import torch_private
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -26,6 +24,12 @@ settings.load_profile("headway")
 # Where it is set, each of some thousand processes would compile every module of Headway again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Several processes share the cores: threads of OpenMP would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Thousands of tests and modules live until the end: to go through them again and again takes a sixth of all time.
+gc.set_threshold(50_000, 20, 100)
 
 FILE_BUDGET_S = {True: 20.0, False: 4.0}
 """How long the default tests of one file may take (with processes, without), as CONTRIBUTING says."""
@@ -53,6 +57,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first."""
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
@@ -62,6 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def as_if_nothing_had_been_compiled() -> Iterator[None]:
     """A recording takes other ways in a process that has compiled: none of a test before shall be seen by the next."""
     yield
+    if "torch._dynamo" not in sys.modules:
+        return
+    import torch
+
+    from headway import torch_private
+
     if torch_private.has_compiled():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

@@ -1,38 +1,60 @@
-"""Ranks that start at once: forked from a process that has imported torch and has one thread.
+"""Ranks that start at once: forked from a process that has imported torch and Headway and has one thread.
 
-To start Python and import torch costs a core two seconds, hundreds of times in a run of all tests. A forked rank has an
-output and an end of its own as one that was started: exit handlers run, the interpreter is finalised.
+To start Python and import torch costs a core some seconds, hundreds of times in a run of all tests. A forked rank has
+an output and an end of its own as one that was started: threads are joined and exit handlers run. The interpreter is
+finalised where a test is about that, as it takes half a second.
 
-A server reads requests from its standard input, a line of JSON each, and says on its standard output which process
-answers each and how it ended. ``Forked`` is the other side of that, with the methods of ``subprocess.Popen``.
+A server listens on a socket that all processes of one run of tests share. It reads requests, a line of JSON each, and
+answers which process works on each and how that ended. ``Forked`` is the other side of that, with the methods of
+``subprocess.Popen``. A server ends with its last connection.
 """
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from tests import limits
 
 ROOT = Path(__file__).parents[1]
-# None of Headway: references are computed where it was never imported. Nor what starts threads (pyarrow).
+# Nothing that starts threads (pyarrow).
 IMPORTED = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "torch.distributed.tensor",
     "torch.utils.checkpoint", "torch.utils.data", "torch.distributed.checkpoint.state_dict", "torch.profiler",
     "numpy", "pydantic", "yaml", "click", "wrapt", "hypothesis", "pytest",
 )  # fmt: skip
+HEADWAY = (
+    "headway.integrations.parallelize", "headway.integrations.plan_injection", "headway.recording.attach",
+    "headway.strategies.registry", "headway.strategies.data_parallel.asynchronous_servers.runtime",
+    "headway.strategies.data_parallel.decoupled.runtime", "headway.strategies.data_parallel.local_sgd.runtime",
+    "headway.strategies.data_parallel.parameter_server.runtime", "headway.strategies.decentralised.host_wrapper",
+    "headway.strategies.decentralised.wrapper", "headway.strategies.pipeline.runtime",
+)  # fmt: skip
+BARE = "bare"  # of a server: without Headway, for references that are computed where it was never imported
+START_LIMIT_S = 60.0
 SERVERS = 2  # ranks of one group hash strings in at least two ways, as ranks that were started do
 
 
 # In the process of the test ----------------------------------------------------------------------------
+
+
+_started: list[subprocess.Popen[bytes]] = []  # nobody waits for them: they end with their last connection
 
 
 class Forked:
@@ -62,69 +84,90 @@ class Forked:
 
 
 class _Server:
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        atexit.register(self._end)
+    """A connection to the server at ``path``, which is started where there is none."""
+
+    def __init__(self, path: Path, environment: dict[str, str], arguments: Sequence[str]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
         self._forked = 0
         self._ended: dict[int, int] = {}
         self._unread = b""
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):
+                self._socket.connect(str(path))
+                return
+            path.unlink(missing_ok=True)
+            server = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(path), *arguments],
+                cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            _started.append(server)
+            self._await_server(path)
 
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    def _await_server(self, path: Path) -> None:
+        limit = limits.Limit(START_LIMIT_S, list)
+        while not limit.over():
+            with suppress(OSError):
+                return self._socket.connect(str(path))
+            time.sleep(0.01)
+        raise AssertionError("the server of ranks does not start")
 
     def fork(self, argument: str, output: Path) -> tuple[int, int]:
-        """The number of the new process among those of this server, and its pid."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([argument, str(output)]).encode() + b"\n")
-        self._process.stdin.flush()
+        """The number of the new process among those of this connection, and its pid."""
+        self._socket.sendall(json.dumps([argument, str(output)]).encode() + b"\n")
         self._forked += 1
         while True:
-            for said in self._said(wait_s=1.0):
-                if "pid" in said:
-                    return said["number"], said["pid"]
+            for message in self._messages(wait_s=1.0):
+                if "pid" in message:
+                    return message["number"], message["pid"]
 
     def status_of(self, number: int) -> int | None:
-        self._said(wait_s=0.0)
+        self._messages(wait_s=0.0)
         return self._ended.get(number)
 
-    def _said(self, wait_s: float) -> list[dict[str, int]]:
-        output = self._process.stdout
-        assert output is not None
-        if select.select([output], [], [], wait_s)[0]:
-            read = os.read(output.fileno(), 65536)
+    def _messages(self, wait_s: float) -> list[dict[str, int]]:
+        if select.select([self._socket], [], [], wait_s)[0]:
+            read = self._socket.recv(65536)
             assert read, "the server of ranks has ended"
             self._unread += read
         *lines, self._unread = self._unread.split(b"\n")
-        said: list[dict[str, int]] = [json.loads(line) for line in lines]
-        self._ended |= {one["number"]: one["status"] for one in said if "status" in one}
-        return said
+        messages: list[dict[str, int]] = [json.loads(line) for line in lines]
+        self._ended |= {message["number"]: message["status"] for message in messages if "status" in message}
+        return messages
 
 
 @cache
-def _servers(environment: frozenset[tuple[str, str]]) -> tuple[_Server, ...]:
-    return tuple(_Server(dict(environment)) for _ in range(SERVERS))
+def _servers(environment: frozenset[tuple[str, str]], *arguments: str) -> tuple[_Server, ...]:
+    """Servers with ``environment``, which all processes of one run of tests share."""
+    digest = hashlib.sha256(repr((sorted(environment), arguments)).encode()).hexdigest()[:16]
+    folder = (
+        Path(tempfile.gettempdir())
+        / f"headway-ranks-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    )
+    return tuple(_Server(folder / f"{digest}-{n}", dict(environment), arguments) for n in range(SERVERS))
 
 
-def start(rank: int, argument: str, output: Path, environment: dict[str, str]) -> Forked:
-    """Run ``tests.workers`` with ``argument`` in a process of its own."""
-    lasting = frozenset((name, value) for name, value in environment.items() if name != "PYTEST_CURRENT_TEST")
-    return Forked(_servers(lasting)[rank % SERVERS], argument, output)
+def start(rank: int, argument: str, output: Path, environment: dict[str, str], *, bare: bool) -> Forked:
+    """Run ``tests.workers`` with ``argument`` in a process of its own, which is ``bare`` of Headway or not."""
+    lasting = frozenset(
+        (name, value) for name, value in environment.items() if not name.startswith("PYTEST_")
+    )
+    return Forked(_servers(lasting, *([BARE] if bare else []))[rank % SERVERS], argument, output)
 
 
 # In the process of the server --------------------------------------------------------------------------
 
 
-def serve() -> str | None:
-    """Answer requests until there are no more. Returns, in each forked process, the argument it is to work on."""
-    for module in IMPORTED:
+def serve(path: str, *, bare: bool) -> str | None:
+    """Answer requests until nobody is connected. Returns, in each forked process, the argument it is to work on."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    gc.disable()
+    for module in IMPORTED if bare else (*IMPORTED, *HEADWAY):
         importlib.import_module(module)
+    gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "what is forked from several threads may hang"
     gc.collect()
     gc.freeze()  # what was imported need not be gone through again by every rank
@@ -132,43 +175,53 @@ def serve() -> str | None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    numbers: dict[int, int] = {}
-    forked, unread = 0, b""
+    unread: dict[socket.socket, bytes] = {}  # of each that is connected
+    numbers: dict[socket.socket, int] = {}
+    ranks: dict[int, tuple[socket.socket, int]] = {}
     while True:
-        ready, _, _ = select.select([0, awake], [], [])
+        waited: list[Any] = [listener, awake, *unread]
+        ready, _, _ = select.select(waited, [], [])
         if awake in ready:
             os.read(awake, 4096)
-            _tell_who_ended(numbers)
-        if 0 not in ready:
-            continue
-        if not (read := os.read(0, 65536)):
-            break
-        *requests, unread = (unread + read).split(b"\n")
-        for request in requests:
-            argument, output = json.loads(request)
-            pid = os.fork()
-            if pid == 0:
-                for end in (awake, wake):
-                    os.close(end)
-                _become_a_rank(output)
-                return str(argument)
-            numbers[pid] = forked = forked + 1
-            _tell(number=forked, pid=pid)
-    for pid in numbers:
-        os.kill(pid, signal.SIGKILL)
-    return None
+            _tell_who_ended(ranks)
+        if listener in ready:
+            connection = listener.accept()[0]
+            unread[connection], numbers[connection] = b"", 0
+        for connection in [each for each in ready if each in unread]:
+            read = connection.recv(65536)
+            *requests, unread[connection] = (unread[connection] + read).split(b"\n")
+            for request in requests:
+                argument, output = json.loads(request)
+                pid = os.fork()
+                if pid == 0:
+                    for end in (awake, wake, listener.fileno(), *(each.fileno() for each in unread)):
+                        os.close(end)
+                    _become_a_rank(output)
+                    return str(argument)
+                numbers[connection] += 1
+                ranks[pid] = connection, numbers[connection]
+                _tell(connection, number=numbers[connection], pid=pid)
+            if not read:
+                del unread[connection]
+                for pid in [pid for pid, (asker, _) in ranks.items() if asker is connection]:
+                    os.kill(pid, signal.SIGKILL)
+                if not unread:
+                    os.unlink(path)
+                    return None
 
 
-def _tell(**said: int) -> None:
-    os.write(1, json.dumps(said).encode() + b"\n")
+def _tell(connection: socket.socket, **message: int) -> None:
+    with suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _tell_who_ended(numbers: dict[int, int]) -> None:
-    while numbers:
+def _tell_who_ended(ranks: dict[int, tuple[socket.socket, int]]) -> None:
+    while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        _tell(number=numbers.pop(pid), status=os.waitstatus_to_exitcode(status))
+        connection, number = ranks.pop(pid)
+        _tell(connection, number=number, status=os.waitstatus_to_exitcode(status))
 
 
 def _become_a_rank(output: str) -> None:
@@ -186,7 +239,7 @@ def _become_a_rank(output: str) -> None:
 
 
 if __name__ == "__main__":
-    if (found := serve()) is not None:
+    if (argument := serve(sys.argv[1], bare=BARE in sys.argv)) is not None:
         from tests import workers
 
-        workers.work(found)
+        workers.work(argument)

@@ -5,15 +5,18 @@
 The function is called as ``function(rank, world_size, *arguments)`` after ``init_process_group``; what it returns comes
 back as JSON, by rank. A rank that raises fails the test with its traceback, and a rank that outlasts the time limit
 fails it with everybody's output. The limit counts from when every rank has imported what it needs, and a busy machine
-stretches it (``limits``). Ranks are forked from a process that has imported torch (``rank_server``).
+stretches it (``limits``). Ranks are forked from a process that has imported torch and Headway (``rank_server``).
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,18 +68,24 @@ def launch(
     group_timeout_s: float = 30,
     backend: str = "gloo",
     lost: Sequence[int] = (),
+    bare: bool = False,
+    finalise: bool = False,
 ) -> list[Worker]:
     """As ``run``, but for tests in which ranks are meant to die: return how each ended.
 
     Nobody waits for the ranks ``lost``: they are killed when the others have ended. With the backend "" the function
-    forms the process group by itself.
+    forms the process group by itself. ``bare`` ranks have not imported Headway. With ``finalise`` a rank that ends well
+    takes its interpreter apart, as Python does by itself.
     """
     with tempfile.TemporaryDirectory() as folder:
         group_limit_s = limits.stretched(group_timeout_s)
         started = [
-            _start(Path(folder), rank, world_size, function, arguments, group_limit_s, backend)
+            _start(
+                Path(folder), rank, world_size, function, arguments, group_limit_s, backend,
+                bare=bare, finalise=finalise,
+            )
             for rank in range(world_size)
-        ]
+        ]  # fmt: skip
         _await_start(Path(folder), started)
         limit = limits.Limit(timeout_s, lambda: [process.pid for process in started])
         overdue = False
@@ -103,14 +112,18 @@ def _start(
     arguments: tuple[Any, ...],
     group_timeout_s: float,
     backend: str,
+    *,
+    bare: bool,
+    finalise: bool,
 ) -> rank_server.Forked:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     job = {"rank": rank, "world_size": world_size, "function": function, "arguments": arguments,
-           "folder": str(folder), "group_timeout_s": group_timeout_s, "backend": backend}  # fmt: skip
-    return rank_server.start(rank, json.dumps(job), folder / f"output-{rank}", environment)
+           "folder": str(folder), "group_timeout_s": group_timeout_s, "backend": backend,
+           "finalise": finalise}  # fmt: skip
+    return rank_server.start(rank, json.dumps(job), folder / f"output-{rank}", environment, bare=bare)
 
 
 def _await_start(folder: Path, started: list[rank_server.Forked]) -> None:
@@ -155,6 +168,12 @@ def work(described: str) -> None:
     if dist.is_initialized():
         time.sleep(0.1)  # Gloo's threads may hang where they still hold a tensor
         dist.destroy_process_group()
+    if not job["finalise"]:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def meet(store: Any, rank: int, world_size: int, limit_s: float) -> None:

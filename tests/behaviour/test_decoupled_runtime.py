@@ -104,13 +104,13 @@ def test_a_group_of_some_ranks() -> None:
 
 
 def test_a_rank_that_ends_early_still_does_its_part() -> None:
-    for worker in workers.launch(2, f"{ENDINGS}:leaves_without_a_word", timeout_s=40):
+    for worker in workers.launch(2, f"{ENDINGS}:leaves_without_a_word", timeout_s=40, finalise=True):
         assert worker.status == 0, worker.output
 
 
 @pytest.mark.parametrize("how", ["the script exits", "the script returns", "the model is kept"])
 def test_a_rank_that_ends_early_answers_one_that_saves(how: str) -> None:
-    for worker in workers.launch(2, f"{ENDINGS}:ends_while_another_saves", how, timeout_s=40):
+    for worker in workers.launch(2, f"{ENDINGS}:ends_while_another_saves", how, timeout_s=40, finalise=True):
         assert worker.status == 0, worker.output
 
 
@@ -156,7 +156,9 @@ def test_what_a_rank_can_save_whose_peer_ended_before_the_step() -> None:
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_an_emergency_checkpoint_has_the_last_step_of_all_ranks(gather: str) -> None:
-    saved, failed = workers.launch(2, f"{ENDINGS}:emergency", gather, timeout_s=60, group_timeout_s=900)
+    saved, failed = workers.launch(
+        2, f"{ENDINGS}:emergency", gather, timeout_s=60, group_timeout_s=900, finalise=True
+    )
     assert "ValueError: a bad sample" in failed.output
     assert saved.result["as after three steps"], saved.output
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch.distributed as dist
 from tests.behaviour.decentralised import cases, job
 
-from headway.recording.attach import record
-
 FIRST, STOP = 3, 9
 
 
 def recorded(rank: int, _world_size: int, folder: str, port: int, staleness: int) -> Any:
     """An ordinary loop of a model that is averaged in groups, recorded; returns its rounds."""
+    from headway.recording.attach import record  # imports torch._dynamo, which takes seconds
+
     rounds: list[dict[str, Any]] = []
     module = job.model()
     with record(folder, first_step=FIRST, stop_step=STOP):

@@ -71,6 +71,7 @@ def problems(
                 ended = workers.launch(
                     world_size, f"{__name__}:run_cases", modules, mode, left, reports, str(folder or reports), device,
                     timeout_s=deadline - time.monotonic(), group_timeout_s=GROUP_TIMEOUT_S, backend=backend,
+                    bare=True,
                 )  # fmt: skip
                 output = "\n".join(f"rank {w.rank} ({w.status}):\n{w.output}" for w in ended if w.status)
             except AssertionError as error:
