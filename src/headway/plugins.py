@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 from headway.errors import one_line
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 API_VERSION = 1
@@ -104,6 +105,23 @@ def why_unusable(group: str, name: object) -> str:
 def unknown(what: str, group: str, name: object, names: Iterable[str]) -> str:
     """What is wrong with ``name``, which is none of the ``names`` that are usable in the ``group``."""
     return why_unusable(group, name) or f"unknown {what} {name!r}, expected one of {', '.join(names)}"
+
+
+def answers(what: str, asked: Iterable[tuple[str, T]], question: Callable[[T], A]) -> Iterator[tuple[str, A]]:
+    """What each of the named strategies, passes or codecs answers, with its name.
+
+    One of another package that raises is left out, with a warning; Headway's own may raise.
+    """
+    for name, plugin in asked:
+        try:
+            answer = question(plugin)
+        except Exception as error:
+            module = (plugin if isinstance(plugin, type) else type(plugin)).__module__
+            if module.partition(".")[0] == "headway":
+                raise
+            warn(module, f"the {what} {name} of {module} is left out: it raised {_reason(error)}")
+            continue
+        yield name, answer
 
 
 def warn(package: str, text: str) -> None:

@@ -19,6 +19,7 @@ from headway.optimization.search import search
 from headway.passes.base import Pass
 from headway.passes.precision import Precision
 from headway.planning.time_limit import TimeLimit, limited
+from headway.plugins import WARNED_VARIABLE
 from headway.replayer.replayer import Replayer
 from headway.replayer.what_if import WhatIf
 
@@ -43,6 +44,14 @@ class _Made(Pass):
 class Faster(_Made):
     name: ClassVar[str] = "faster"
     usual: ClassVar[float] = 0.5
+
+
+class Fails(_Made):
+    name: ClassVar[str] = "fails"
+
+    @classmethod
+    def proposed(cls, job: Job) -> tuple[Self, ...]:
+        raise ZeroDivisionError(f"no ranks in {job.world_size}")
 
 
 class Slower(_Made):
@@ -109,6 +118,16 @@ def test_a_pass_that_makes_plans_faster_is_kept(replayer: Replayer, monkeypatch:
     assert not any(
         each.name in ("slower", "smaller", "unknown") for c in found.candidates for each in c.passes
     )
+
+
+def test_a_pass_of_another_package_that_raises_is_left_out(
+    replayer: Replayer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(WARNED_VARIABLE, "")
+    there_are(monkeypatch, Fails, Faster)
+    assert [applied.name for applied in search(replayer).best().passes] == ["faster"]
+    warning = capsys.readouterr().err
+    assert f"the pass fails of {__name__} is left out: it raised ZeroDivisionError: no ranks in 2" in warning
 
 
 def test_a_pass_that_stands_first_does_so_when_it_is_added_later(

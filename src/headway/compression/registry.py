@@ -14,8 +14,7 @@ from headway.compression.codec import Codec
 from headway.compression.int8 import Int8
 from headway.compression.power_sgd import PowerSGD
 from headway.compression.top_k import TopK
-from headway.errors import PluginError
-from headway.plugins import load_entry_points, unknown
+from headway.plugins import answers, load_entry_points, unknown
 
 GROUP = "headway.codecs"
 SHIPPED: tuple[type[Codec], ...] = (Cast, Int8, TopK, PowerSGD)
@@ -31,22 +30,9 @@ def codecs() -> dict[str, type[Codec]]:
 
 @cache
 def proposed() -> tuple[Codec, ...]:
-    """What a search tries, and a probe measures: the codecs that each class proposes, Headway's own first.
-
-    Raises PluginError for a class of another package that fails to.
-    """
-    return tuple(chain.from_iterable(map(_proposed_by, codecs().values())))
-
-
-def _proposed_by(kind: type[Codec]) -> tuple[Codec, ...]:
-    try:
-        return kind.proposed()
-    except Exception as error:  # whatever a foreign package raises is its own fault
-        raise PluginError(
-            f"the codec {kind.name} cannot say what it proposes", got=f"{type(error).__name__}: {error}",
-            expected=f"codecs from {kind.__module__}.{kind.__qualname__}.proposed",
-            fix="Mend or uninstall the package that brings it.",
-        ) from error  # fmt: skip
+    """What a search tries, and a probe measures: the codecs that each class proposes, Headway's own first."""
+    each_proposes = answers("codec", codecs().items(), lambda kind: kind.proposed())
+    return tuple(chain.from_iterable(codecs_of_kind for _, codecs_of_kind in each_proposes))
 
 
 def _fitting(name: str, found: object) -> type[Codec] | None:

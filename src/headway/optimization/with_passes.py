@@ -14,6 +14,7 @@ from headway.passes.registry import passes
 from headway.permission import permitted
 from headway.planning.bound import Form, StepBound, bound_of
 from headway.planning.time_limit import time_is_up
+from headway.plugins import answers
 from headway.replayer.replayer import Replayer
 from headway.strategies.registry import plugin_of
 
@@ -44,7 +45,7 @@ def with_passes(
     job = replayer.job
     if len(job.stages) > 1:
         return WithPasses()
-    kinds = {name: _proposed(kind, job, allow) for name, kind in passes().items()}
+    kinds = dict(answers("pass", passes().items(), lambda kind: _proposed(kind, job, allow)))
     kinds = {name: found for name, found in kinds.items() if found}
     able = [each for each in candidates if each.recut is None and not plugin_of(each.strategy).has_horizon]
     if not kinds or not able:

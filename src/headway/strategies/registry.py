@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from headway.errors import PluginError
-from headway.plugins import load_entry_points, warn, why_unusable
+from headway.plugins import answers, load_entry_points, why_unusable
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp.policy import DistributedDataParallelStrategy
 from headway.strategies.data_parallel.decoupled.policy import DecoupledStrategy
@@ -61,19 +61,7 @@ def check_usable(name: str) -> None:
 def ask(question: Callable[[StrategyPlugin[Any]], A], *, last_first: bool = False) -> Iterator[tuple[str, A]]:
     """What each strategy answers, with its name. One of another package that raises is left out, with a warning."""
     strategies = list(plugins().items())
-    for name, plugin in reversed(strategies) if last_first else strategies:
-        try:
-            answer = question(plugin)
-        except Exception as error:
-            module = type(plugin).__module__
-            if module in SHIPPED:
-                raise
-            warn(
-                module,
-                f"the strategy {name} of {module} is left out: it raised {type(error).__name__}: {error}",
-            )
-            continue
-        yield name, answer
+    return answers("strategy", reversed(strategies) if last_first else strategies, question)
 
 
 def _fitting(name: str, found: object) -> StrategyPlugin[Any] | None:
