@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 import pytest
-from tests.documented import PAGES, Documented, commands_of, headway_parts
+from tests.documented import PAGES, ROOT, Documented, commands_of, headway_parts
 
 from headway.cli.main import cli
 
@@ -39,6 +41,13 @@ def test_the_readme_and_every_page_of_the_loop_show_commands() -> None:
     pages = {command.page for command in OF_HEADWAY}
     assert {"README.md", "docs/recording.md", "docs/diagnosis.md", "docs/replay.md", "docs/index.md"} <= pages
     assert len(OF_HEADWAY) > 80
+
+
+def test_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
+    quoted = re.findall(r'^\| "([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) >= 7
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    assert not [message for message in quoted if message not in source]
 
 
 @pytest.mark.parametrize(
