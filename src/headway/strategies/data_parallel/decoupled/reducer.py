@@ -147,7 +147,9 @@ class GradientReducer:
         condition = self._condition
         with LOCK:
             condition.check_usable(inside_backward=True)
-            condition.call_at_end(self._backward_ended)
+            end = condition.end
+            if end is None or end() is None:
+                condition.call_at_end(self._backward_ended)
             if not condition.filling:
                 self._local = False
                 self._let_go()
