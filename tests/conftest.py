@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_timeout
 from hypothesis import HealthCheck, settings
-from tests import limits
+from tests import exhaustive, limits
 from xdist.scheduler import LoadScopeScheduling
 
 # Machines are shared: how long an example takes says nothing about the code.
@@ -63,8 +63,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest begins first; what the list of exhaustive tests names is marked."""
+    exhaustive.mark(items)
+    if config.args == config.getini("testpaths") and (problems := list(exhaustive.problems(items))):
+        raise pytest.UsageError("tests/exhaustive.yaml: " + "; ".join(problems))
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
