@@ -35,7 +35,7 @@ GROUP_TIMEOUT_S = 5.0
 MEETING_TIMEOUT_S = 60.0
 NOTICED_S = 20.0  # four timeouts
 LIMIT_S = 45.0  # from the meeting on: several timeouts; whoever has not ended by then hangs
-JOBS_AT_A_TIME = 6
+JOBS_AT_A_TIME = 4
 
 
 def _killed() -> None:
@@ -57,18 +57,26 @@ def _raises() -> None:
 FAILURES: dict[str, Callable[[], None]] = {
     "killed": _killed, "stopped": _stopped, "asleep": _asleep, "raises": _raises
 }  # fmt: skip
+BY_DEFAULT = {
+    PARAMETERS: (("killed", "backward"), ("stopped", "backward")),
+    GRADIENTS: (("killed", "after step"), ("asleep", "forward")),
+}
 MOMENTS = ("forward", "backward", "between backward and step", "after step")
 
 
 def jobs(*, exhaustive: bool) -> list[tuple[str, str, str]]:
-    """Every failure in the middle of backward, which is the worst moment, and one failure at every moment.
+    """In both modes every failure in the middle of backward, the worst moment, and one failure at every moment.
 
-    By default the first of these in one mode and the others in the other one; exhaustive are those that are left.
+    By default a failure that closes connections and one that does not, in each mode; exhaustive are all others.
     """
-    worst = [(failure, "backward") for failure in FAILURES]
-    others = [("killed", moment) for moment in MOMENTS if moment != "backward"] + [("asleep", "forward")]
-    modes = (GRADIENTS, PARAMETERS) if exhaustive else (PARAMETERS, GRADIENTS)
-    return [(mode, *pair) for mode, pairs in zip(modes, (worst, others), strict=True) for pair in pairs]
+    pairs = [(failure, "backward") for failure in FAILURES]
+    pairs += [("killed", moment) for moment in MOMENTS if moment != "backward"] + [("asleep", "forward")]
+    return [
+        (mode, *pair)
+        for mode in (PARAMETERS, GRADIENTS)
+        for pair in pairs
+        if (pair in BY_DEFAULT[mode]) != exhaustive
+    ]
 
 
 def name_of(mode: str, failure: str, moment: str) -> str:

@@ -11,6 +11,7 @@ from tests.behaviour.decoupled.job import CASES, DDP, GRADIENTS, HANDED_OVER, PA
 
 MODES = (DDP, GRADIENTS, PARAMETERS, HANDED_OVER, TURNS)
 WORLD_SIZES = (2, 3)
+TURNS_BY_DEFAULT = 4
 MODULES = tuple(
     f"tests.behaviour.decoupled.{subject}_cases"
     for subject in (
@@ -30,9 +31,10 @@ def of_size(mode: str, size: int, *, exhaustive: bool) -> tuple[str, ...]:
 
     Those that can be run on two ranks and on three are by default run on two in one decoupled mode, and on three in the
     other one. Under stock DDP they only prove the cases themselves. Where it does all steps they prove less than where
-    it does every other one, and that needs two ranks.
+    it does every other one, and that needs two ranks; of those one of ``TURNS_BY_DEFAULT`` is run by default.
     """
     is_exhaustive = mode in (DDP, HANDED_OVER) or (mode == TURNS and size != WORLD_SIZES[0])
+    some = TURNS_BY_DEFAULT if mode == TURNS else 1
     if is_exhaustive and not exhaustive:
         return ()
     elsewhere = {case for other in WORLD_SIZES if other != size for case in harness.names_of(mode, other)}
@@ -44,7 +46,9 @@ def of_size(mode: str, size: int, *, exhaustive: bool) -> tuple[str, ...]:
     return tuple(
         name
         for name in harness.names_of(mode, size)
-        if is_exhaustive or exhaustive == (name in elsewhere and chosen(number_of[name]) != size)
+        if is_exhaustive
+        or exhaustive
+        == ((name in elsewhere and chosen(number_of[name]) != size) or number_of[name] % some > 0)
     )
 
 
