@@ -40,6 +40,6 @@ def problems(items: list[pytest.Item]) -> Iterator[str]:
         for name, cover in names.items():
             if f"{file}::{name}" not in by_test:
                 yield f"{file}::{name} does not exist"
-            covering = by_test.get(cover if "::" in cover else f"{file}::{cover}", [])
+            covering = by_test.get(cover if "/" in cover else f"{file}::{cover}", [])
             if not any(item.get_closest_marker("exhaustive") is None for item in covering):
                 yield f"{file}::{name}: {cover} is no test of the default suite"

@@ -56,7 +56,7 @@ def _problems(mode: str, imitation: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as reports:
         workers.launch(
             2, f"{harness.__name__}:run_cases", modules, mode, names, reports, reports, "cpu",
-            timeout_s=180, group_timeout_s=20,
+            timeout_s=180, group_timeout_s=20, bare=True,
         )  # fmt: skip
         found = harness._reports(Path(reports), 2)
     return {name: found.get(name, "did not come to its end") for name in names}
