@@ -59,7 +59,7 @@ unit: $(STAMP)
 	$(PYTEST) -m "not exhaustive"
 
 unit-all: $(STAMP)
-	$(PYTEST)
+	HEADWAY_TESTS=all $(PYTEST)
 
 # Lines and branches that any process of the tests went through, ranks and recorded jobs among them.
 coverage: $(STAMP)

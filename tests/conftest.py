@@ -18,7 +18,12 @@ from tests import exhaustive, limits
 from xdist.scheduler import LoadScopeScheduling
 
 # Machines are shared: how long an example takes says nothing about the code.
-settings.register_profile("headway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "headway",
+    deadline=None,
+    max_examples=exhaustive.examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("headway")
 
 # Where it is set, each of some thousand processes would compile every module of Headway again.

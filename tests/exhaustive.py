@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,13 @@ import pytest
 import yaml
 
 FILE = Path(__file__).with_suffix(".yaml")
+ALL = "HEADWAY_TESTS"
+"""Set to "all" where examples are drawn as often as tests ask for."""
+
+
+def examples(number: int) -> int:
+    """How many examples to draw where everything is run, or by default: a quarter, and at least ten."""
+    return number if os.environ.get(ALL) == "all" else min(number, max(10, number // 4))
 
 
 def left_out() -> dict[str, dict[str, str]]:

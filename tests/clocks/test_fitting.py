@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.clocks.jobs import BEGIN_NS, MS, SECOND, US, Clock, collectives, messages, recovered, skewed
+from tests.exhaustive import examples
 
 from headway.clocks import fit_clocks, meetings_of
 from headway.clocks.comparing import UNKNOWN_NS
@@ -230,7 +231,7 @@ def test_ends_that_all_tie_leave_what_the_quickest_took() -> None:
     assert done.fits["host 1"].uncertainty_ns < 150 * US
 
 
-@settings(max_examples=20, deadline=None)  # each draws some thousand numbers
+@settings(max_examples=examples(20), deadline=None)  # each draws some thousand numbers
 @given(st.data())
 def test_no_events_whatever_make_it_fail(data: st.DataObject) -> None:
     times = st.one_of(st.integers(0, 2**62), st.integers(10**9, 10**9 + 10**6), st.integers(-(2**62), 0))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives import plain_expansion
+from tests.exhaustive import examples
 
 from headway.cluster import AlgorithmCost, Cluster, Host
 from headway.collectives import dataflow
@@ -103,7 +104,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     cluster=clusters(),
     collectives=st.lists(

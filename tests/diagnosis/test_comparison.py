@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnosis.strategies import any_traces, healthy_jobs
 from tests.diagnosis.truth import JOB, found_in
+from tests.exhaustive import examples
 from tests.synthetic import MS, Extra, SyntheticJob, synthetic_trace, trace_of
 
 from headway import files
@@ -24,7 +25,7 @@ BASE = found_in(JOB)
 AGAIN = replace(JOB, seed=1)  # the same job, recorded once more
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(any_traces())
 def test_a_trace_did_not_change_from_itself(trace: Trace) -> None:
     found = diagnose(trace)
@@ -68,7 +69,7 @@ def test_one_recording_of_each_does_not_tell_load_from_change() -> None:
         )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(healthy_jobs, st.integers(0, 1000))
 def test_noise_is_no_regression(job: SyntheticJob, seed: int) -> None:
     assert not compare(found_in(replace(job, seed=seed)), found_in(job)).regressed

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnosis.strategies import COMPUTE, any_traces, jobs
+from tests.exhaustive import examples
 from tests.synthetic import MS, SyntheticJob, events_of, synthetic_trace, trace_of
 
 from headway import files
@@ -36,13 +37,13 @@ def assert_sums_hold(trace: Trace, found: Diagnosis) -> None:
     assert document["kind"] == "diagnosis"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(any_traces())
 def test_parts_and_path_add_up_for_any_trace(trace: Trace) -> None:
     assert_sums_hold(trace, diagnose(trace))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs)
 def test_parts_and_path_add_up_for_every_job(job: SyntheticJob) -> None:
     trace = synthetic_trace(job)
@@ -287,7 +288,7 @@ def test_one_rank_has_nobody_to_wait_for() -> None:
     assert found.overlap_percent == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(kinds=st.sets(st.sampled_from([*COMPUTE, Kind.COLLECTIVE])), rank=st.integers(0, 3))
 def test_missing_events_are_survived(kinds: set[str], rank: int) -> None:
     trace = synthetic_trace(SyntheticJob(slow={(2, "backward"): 10.0}))

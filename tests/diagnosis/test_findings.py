@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnosis.strategies import any_traces, healthy_jobs, jobs
 from tests.diagnosis.truth import JOB, check_findings, found_in, only_finding, planted_ms, standing
+from tests.exhaustive import examples
 from tests.synthetic import Connections, Extra, SyntheticJob, synthetic_trace, with_ranks
 
 from headway.diagnosis import diagnose
@@ -23,7 +24,7 @@ LARGE = replace(JOB, bucket_bytes=(4_000_000,) * 4)
 STALL = Extra(1, "rest", 60.0, range(2, 30, 5))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(healthy_jobs)
 def test_nothing_stands_out_of_a_healthy_job(job: SyntheticJob) -> None:
     found = found_in(job)
@@ -31,13 +32,13 @@ def test_nothing_stands_out_of_a_healthy_job(job: SyntheticJob) -> None:
     assert found.verdict.startswith("Nothing stands out: ")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(any_traces())
 def test_findings_of_any_trace_make_sense(trace: Trace) -> None:
     check_findings(trace, diagnose(trace))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(jobs)
 def test_findings_of_any_job_make_sense(job: SyntheticJob) -> None:
     trace = synthetic_trace(job)
@@ -180,7 +181,7 @@ def test_of_two_the_costlier_is_told_first_and_both_are_found(job: SyntheticJob,
 # Properties
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(jobs, st.sampled_from([3, 10, 1000]))
 def test_a_slower_clock_scales_costs_and_changes_no_cause(job: SyntheticJob, factor: int) -> None:
     trace = synthetic_trace(replace(job, forward_ms=job.forward_ms + 50))  # no threshold in ms is near
@@ -202,7 +203,7 @@ def test_a_slower_clock_scales_costs_and_changes_no_cause(job: SyntheticJob, fac
         assert of_slower[one.cause].cost_ms == pytest.approx(factor * one.cost_ms, rel=1e-3, abs=1e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.permutations(range(4)),
     st.sampled_from(
@@ -295,7 +296,7 @@ def test_who_cannot_be_planned_for_is_told_what_to_record() -> None:
 # Words and weight
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(any_traces())
 def test_there_is_one_bottleneck_at_most_and_what_does_not_stand_out_asks_for_nothing(trace: Trace) -> None:
     found = diagnose(trace)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnosis.truth import JOB, found_in, only_finding, planted_ms, standing
+from tests.exhaustive import examples
 from tests.synthetic import Connections, SyntheticJob, synthetic_trace, with_ranks
 
 from headway.diagnosis import diagnose
@@ -151,7 +152,7 @@ def test_rates_that_overflow_are_survived() -> None:
     assert named(trace) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     world_size=st.integers(2, 6),
     source=st.integers(0, 5),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnosis.truth import JOB, found_in, only_finding, planted_ms, standing
+from tests.exhaustive import examples
 from tests.synthetic import Extra, SyntheticJob
 
 from headway.diagnosis.stragglers import CAUSES
@@ -159,7 +160,7 @@ def test_stalls_of_all_ranks_explain_the_rest_and_the_input() -> None:
         assert standing(found_in(stalled(*extras))) == ["stalls"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     rank=st.integers(0, 3),
     part=st.sampled_from(CAUSES),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.graph.event_loop import Workers, paired_first_come
 from tests.graph.pairing import PairedTraining, step_ends_ns
 
@@ -35,7 +36,7 @@ def drawn_workers(draw: st.DrawFn) -> Workers:
 
 @PLAYERS
 @pytest.mark.parametrize("ahead", [True, False], ids=["laid out before", "growing"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(workers=drawn_workers())
 def test_workers_that_pair_as_they_come_take_the_times_of_a_plain_event_loop(
     simulate: Callable[..., kernel.PlayState], ahead: bool, workers: Workers

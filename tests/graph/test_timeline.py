@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.synthetic import SyntheticJob, events_of, synthetic_trace, trace_of
 
 from headway.graph.recorded import timelines_of
@@ -25,7 +26,7 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(job=jobs)
 def test_computation_and_waits_add_up_to_the_step(job: SyntheticJob) -> None:
     trace = synthetic_trace(job)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
@@ -33,7 +34,7 @@ def best_of_each(found: SearchResult) -> dict[str, str]:
     return {name: found.best(name).name for name in {each.strategy.name for each in found.candidates}}
 
 
-@settings(MANY, max_examples=12)
+@settings(MANY, max_examples=examples(12))
 @given(
     st.integers(2, 4), st.sampled_from([0.2, 0.5, 1.0, 3.0, 10.0]), st.sampled_from([5, 20, 60]),
     st.sampled_from([0.0, 0.02, 1.0]),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.models import layered_model
 
 from headway.collectives.algorithms import FOR_HALVES
@@ -42,7 +43,7 @@ strategies = st.one_of(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(strategy=strategies, world_size=st.integers(1, 1000), step_ms=st.floats(0, 1e6))
 def test_a_plan_written_and_read_is_the_same(
     tmp_path: Path, strategy: Strategy | None, world_size: int, step_ms: float

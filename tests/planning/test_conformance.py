@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import AlgorithmCost
@@ -53,7 +54,7 @@ def cases(draw: st.DrawFn, *, any_order: bool = True) -> Case:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(case=cases())
 def test_the_same_is_launched_in_the_same_order_on_the_same_channels(case: Case) -> None:
     job, schedule = case
@@ -83,7 +84,7 @@ def launched_by_reactions(case: Case) -> list[tuple[str, int]]:
     return [(each.name, each.bucket) for _, each in own]
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 @given(case=cases(any_order=False))
 def test_it_takes_about_as_long_as_a_replay(case: Case) -> None:
     """Gathers in forward's order, as planned: within 5 %; nearly all are within 0.2 % (see the surrogate)."""
@@ -92,7 +93,7 @@ def test_it_takes_about_as_long_as_a_replay(case: Case) -> None:
     assert predicted == pytest.approx(replayed_ns(job, schedule), rel=0.05)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 @given(case=cases())
 def test_the_critical_path_is_what_a_step_waits_for(case: Case) -> None:
     """On one channel, without updates: any bucket of it made smaller makes the step shorter, no other one does."""

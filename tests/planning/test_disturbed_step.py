@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.planning.jobs import MS, PlannedJob, layered_job, replayed, replayed_ns
 from tests.planning.test_conformance import Case, cases
 
@@ -51,7 +52,7 @@ def test_what_is_slowed_down_is_undone(lengths: list[float], slowdown: float, co
     assert slow.computed_ns(taken_ns) == pytest.approx(computed_ns, abs=1e-9)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(case=cases(any_order=False), slowdown=st.floats(0.05, 0.8))
 def test_a_disturbed_step_is_predicted_about_as_well_as_one_that_is_not(case: Case, slowdown: float) -> None:
     job, schedule = slowed(case.job, slowdown), case.schedule

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.planning.jobs import PlannedJob, layered_job, replayed_ns
 
 from headway.cluster import Cluster, Host, SlowPath
@@ -52,7 +53,7 @@ def test_ranks_of_a_host_stay_together() -> None:
 
 
 @pytest.mark.parametrize("most_tried", [0, 8])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(hosts=st.integers(4, 7), seed=st.data())
 def test_one_way_can_always_be_avoided(most_tried: int, hosts: int, seed: st.DataObject) -> None:
     one = seed.draw(st.integers(0, hosts - 1))

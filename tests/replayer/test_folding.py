@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.replayer.test_replayer import as_bucketed, cluster_of, job
 from tests.synthetic import synthetic_trace
 
@@ -76,7 +77,7 @@ def test_programs_that_repeat_can_be_folded(algorithm: str, kind: str) -> None:
         assert not program.rotation
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     workers=st.sampled_from([2, 4, 6, 8, 12, 16]),
     a_host=st.sampled_from([1, 2]),

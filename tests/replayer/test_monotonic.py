@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.planning.bound.drawn import drawn
 from tests.replayer.test_replayer import as_bucketed, cluster_of
 from tests.replayer.test_replayer import job as recorded
@@ -88,13 +89,13 @@ def check_drawn(data: st.DataObject, **differ: bool) -> None:
     check(job, strategy, data.draw(twos()))
 
 
-@settings(MANY, max_examples=15)
+@settings(MANY, max_examples=examples(15))
 @given(st.data())
 def test_better_is_never_slower(data: st.DataObject) -> None:
     check_drawn(data)
 
 
-@settings(MANY, max_examples=6)
+@settings(MANY, max_examples=examples(6))
 @given(st.data())
 def test_better_is_never_slower_where_ranks_differ(data: st.DataObject) -> None:
     check_drawn(data, ranks_differ=True)
@@ -108,7 +109,7 @@ def test_better_is_never_slower_of_thousands(differ: str, data: st.DataObject) -
     check_drawn(data, **({differ: True} if differ else {}))
 
 
-@settings(MANY, max_examples=10)
+@settings(MANY, max_examples=examples(10))
 @given(
     st.sampled_from(["1f1b", "gpipe", "eager-1f1b", "zero-bubble"]),
     st.sampled_from([2, 4]), st.sampled_from([0, 10_000, 1_000_000]), CORES, twos(),
@@ -120,7 +121,7 @@ def test_better_is_never_slower_in_pipelines(
     check(on_busy_cores(job, slowdown), PipelineStrategy(micro_batches=4, order=order), two)  # type: ignore[arg-type]
 
 
-@settings(MANY, max_examples=6)
+@settings(MANY, max_examples=examples(6))
 @given(st.sampled_from(MESHES), st.sampled_from([0.001, 1.0]), CORES, twos())
 def test_better_is_never_slower_in_pipelines_side_by_side(
     mesh: dict[str, int], gbps: float, slowdown: float, two: Two

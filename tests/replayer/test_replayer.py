@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.synthetic import SyntheticJob, synthetic_trace
 
 from headway.cluster import AlgorithmCost, Cluster, Host
@@ -64,7 +65,7 @@ def test_the_recorded_step_is_reproduced(world_size: int, gbps: float) -> None:
     assert replayer.replay().step_ms == pytest.approx(replayer.recorded_step_ms, rel=0.02)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     forward_ms=st.floats(1, 30), backward_ms=st.floats(1, 60), gbps=st.floats(0.2, 20), jitter=st.floats(0, 0.1),
     slow_ms=st.floats(0, 20),

@@ -7,11 +7,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 
 from headway.scheduling.groups import hosts_in_turn
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=40), group_size=st.integers(2, 8))
 def test_any_workers_on_any_hosts_mix_within_two_repetitions(sizes: list[int], group_size: int) -> None:
     if sum(sizes) < 2:

@@ -11,7 +11,6 @@ from tests.behaviour.decoupled.job import CASES, DDP, GRADIENTS, HANDED_OVER, PA
 
 MODES = (DDP, GRADIENTS, PARAMETERS, HANDED_OVER, TURNS)
 WORLD_SIZES = (2, 3)
-TURNS_BY_DEFAULT = 4
 MODULES = tuple(
     f"tests.behaviour.decoupled.{subject}_cases"
     for subject in (
@@ -29,27 +28,23 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(harness.ALL_LIMIT_S + 2
 def of_size(mode: str, size: int, *, exhaustive: bool) -> tuple[str, ...]:
     """The cases of ``mode`` that are run on ``size`` ranks by default, or only where everything is.
 
-    Those that can be run on two ranks and on three are by default run on two in one decoupled mode, and on three in the
-    other one. Under stock DDP they only prove the cases themselves. Where it does all steps they prove less than where
-    it does every other one, and that needs two ranks; of those one of ``TURNS_BY_DEFAULT`` is run by default.
+    Those that can be run on two ranks and on three are by default run on two in one decoupled mode, and half of them on
+    three in the other mode. Under stock DDP they only prove the cases themselves. Where it does all steps they prove
+    less than where it does every other one, and that needs two ranks; a quarter of those is run by default.
     """
-    is_exhaustive = mode in (DDP, HANDED_OVER) or (mode == TURNS and size != WORLD_SIZES[0])
-    some = TURNS_BY_DEFAULT if mode == TURNS else 1
-    if is_exhaustive and not exhaustive:
-        return ()
+    if mode in (DDP, HANDED_OVER) or (mode == TURNS and size != WORLD_SIZES[0]):
+        return tuple(harness.names_of(mode, size)) if exhaustive else ()
     elsewhere = {case for other in WORLD_SIZES if other != size for case in harness.names_of(mode, other)}
-
-    def chosen(number: int) -> int:
-        return WORLD_SIZES[(number + MODES.index(mode)) % len(WORLD_SIZES)]
-
     number_of = {name: number for number, name in enumerate(CASES)}
-    return tuple(
-        name
-        for name in harness.names_of(mode, size)
-        if is_exhaustive
-        or exhaustive
-        == ((name in elsewhere and chosen(number_of[name]) != size) or number_of[name] % some > 0)
-    )
+
+    def repeats(name: str) -> bool:
+        number = number_of[name]
+        turn, pair = (number + MODES.index(mode)) % len(WORLD_SIZES), number // len(WORLD_SIZES)
+        if mode == TURNS:
+            return number % 4 > 0
+        return name in elsewhere and (WORLD_SIZES[turn] != size or (size == WORLD_SIZES[1] and pair % 2 == 1))
+
+    return tuple(name for name in harness.names_of(mode, size) if repeats(name) == exhaustive)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.coordination.generators.watched import HOSTS, Watched, restored, watched
+from tests.exhaustive import examples
 
 from headway.coordination.generator import Grant
 from headway.coordination.generators import factory
@@ -39,7 +40,7 @@ EACH = pytest.mark.parametrize(("name", "options"), CASES)
 
 
 @EACH
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(data=st.data())
 def test_any_events_of_many_workers(name: str, options: Mapping[str, Any], data: st.DataObject) -> None:
     """And one that is restored from its state after every event answers as one that never was."""
@@ -111,7 +112,7 @@ def mixes(granted: list[Grant], workers: int) -> bool:
 
 
 @EACH
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(
     workers=st.integers(2, 9),
     seed=st.integers(0, 1000),

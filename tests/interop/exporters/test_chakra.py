@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.chakra_files import put_together, taken_apart
 from tests.synthetic import MS, SyntheticJob, synthetic_trace, trace_of
 
@@ -67,7 +68,9 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(jobs)
 def test_what_was_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, job: SyntheticJob) -> None:
     trace = synthetic_trace(job)
@@ -99,7 +102,9 @@ def test_what_was_written_is_read_back(tmp_path_factory: pytest.TempPathFactory,
         assert abs(waited[0] - waited[1]) <= 2 * US * (len(ours.of_kind(Kind.WAIT)) + 1)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(jobs)
 def test_dependencies_alone_give_the_recorded_time_where_nobody_came_late(
     tmp_path_factory: pytest.TempPathFactory, job: SyntheticJob

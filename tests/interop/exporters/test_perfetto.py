@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.exporters.perfetto_checks import check, collective, trace_of, written
 from tests.synthetic import SyntheticJob, synthetic_trace
 
@@ -32,7 +33,9 @@ JOBS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(job=JOBS)
 def test_a_job_is_in_the_file_as_it_is_in_the_trace(job: SyntheticJob, tmp_path: Path) -> None:
     trace = synthetic_trace(job)
@@ -103,7 +106,9 @@ MESSAGES = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(rows=st.dictionaries(st.integers(0, 3), st.lists(EVENTS | MESSAGES, max_size=25), max_size=3))
 def test_any_events_are_in_the_file(rows: dict[int, list[Event]], tmp_path: Path) -> None:
     trace = trace_of(rows)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.damaging import damaged_bytes, refused
 from tests.interop.readers.storing import found_in, refusal, special, tar_of, zip_of
 
@@ -217,7 +218,7 @@ def everything(path: Path, lenient: bool) -> None:
             read_document(one, lenient=lenient)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_damaged_archives_are_refused_and_nothing_else_escapes(
     tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.chakra_files import (
     FIXTURES,
     fixture,
@@ -250,7 +251,7 @@ def test_names_tell_the_part_of_a_step(name: str, kind: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_nothing_starts_before_what_it_needs_and_queues_serve_one_at_a_time(draw: st.DataObject) -> None:
     count = draw.draw(st.integers(1, 25))
     needs = [
@@ -338,7 +339,7 @@ CALLS = [one for one in SMALL[1][40:] if one.name.startswith(("c10d", "gloo"))]
 SMALL_GLOO = put_together(SMALL[0], [*SMALL[1][:40], *CALLS[:6]])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_damage_is_reported_and_nothing_else_escapes(draw: st.DataObject) -> None:
     data = draw.draw(st.sampled_from([TEXT, SMALL_GLOO, fixture("metadata.0.et")]))
@@ -372,7 +373,7 @@ def odd_nodes(draw: st.DrawFn) -> Any:
     return one
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(odd_nodes(), min_size=1, max_size=7), st.lists(WHOLE, max_size=6), ABOUT)
 def test_odd_nodes_are_reported_and_nothing_else_escapes(
     nodes: list[Any], windows: list[int], about: dict[str, Any]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.fuzzing import cases
 from tests.interop.readers.fuzzing.cases import (
     CRASHED,
@@ -35,7 +36,7 @@ def test_every_format_is_among_the_cases() -> None:
     assert {one.name for one in FORMATS} <= {job.split()[0].rstrip(",") for job in JOBS}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(list(JOBS)), st.integers(0, 2**32))
 def test_harm_is_reported_and_nothing_else_escapes(job: str, seed: int) -> None:
     outcome = run_case(make_case(random.Random(seed), job))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.changed_events import changed_events
 from tests.interop.readers.damaging import damaged_bytes, refused
 
@@ -358,7 +359,7 @@ def test_names_from_outside_stay_what_they_are() -> None:
     }
 
 
-ANY = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ANY = settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SMALL = small()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.changed_events import changed_events
 from tests.interop.readers.damaging import ODD_VALUES, damaged_bytes, damaged_json, refused
 from tests.interop.readers.profiles import FIXTURES, ranks_of, recorded, steps_of, unpacked
@@ -147,14 +148,14 @@ def test_events_that_cannot_be_are_refused_or_left_out(field: str, value: Any) -
     assert ranks_of(data, name, lenient=True)[0].dropped_events == 1
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(draw=st.data(), name=st.sampled_from(NAMES), lenient=st.booleans())
 def test_damaged_bytes_raise_trace_errors_only(draw: st.DataObject, name: str, lenient: bool) -> None:
     data = damaged_bytes(draw, unpacked(name))
     refused(lambda: ranks_of(data, name, lenient=lenient))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(draw=st.data(), name=st.sampled_from(["jax/pair0.trace.json.gz", "tensorflow/loop0.trace.json.gz"]))
 def test_damaged_json_raises_trace_errors_only(draw: st.DataObject, name: str) -> None:
     document = json.loads(unpacked(name))
@@ -162,7 +163,7 @@ def test_damaged_json_raises_trace_errors_only(draw: st.DataObject, name: str) -
     refused(lambda: ranks_of(data, name, lenient=draw.draw(st.booleans())))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(draw=st.data(), name=st.sampled_from(["jax/pair0.trace.json.gz", "tensorflow/loop0.trace.json.gz"]))
 def test_changed_events_and_arguments_raise_trace_errors_only(draw: st.DataObject, name: str) -> None:
     document = json.loads(unpacked(name))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.damaging import damaged_bytes, damaged_json, refused
 from tests.interop.readers.kineto_documents import (
     BASE_NS,
@@ -181,7 +182,7 @@ SMALL = json.loads(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_damage_is_reported_and_nothing_else_escapes(draw: st.DataObject) -> None:
     if draw.draw(st.booleans()):

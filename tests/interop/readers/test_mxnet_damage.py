@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.changed_events import changed_events
 from tests.interop.readers.damaging import ODD_VALUES, damaged_bytes, refused
 from tests.interop.readers.mxnet_files import FORWARD, PUSH, fixture, profile, rank_of, spans
@@ -67,7 +68,7 @@ def test_names_from_outside_stay_what_they_are() -> None:
     assert events.of_kind(Kind.FORWARD).name.tolist() == [name]
 
 
-ANY = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ANY = settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 SMALL = small()

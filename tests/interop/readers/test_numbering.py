@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.job_views import Job, precision_and_recall, views
 
 from headway.interop.readers.numbering import number_collectives
@@ -59,7 +60,7 @@ def test_views_of_one_collective_are_told_by_their_ends(job: Job) -> None:
     assert recall >= 0.99
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.builds(
         Job, ranks=st.integers(2, 5), steps=st.integers(10, 30), a_step=st.integers(3, 12), loss=st.floats(0, 0.1),
@@ -214,7 +215,7 @@ def test_collectives_like_the_ticks_of_a_clock() -> None:
     assert events[0].sequence.tolist() == events[1].sequence.tolist()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_anything_gets_numbers(draw: st.DataObject) -> None:
     times = st.integers(-(2**61), 2**61) | st.integers(0, 50).map(lambda ms: ms * MS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.interop.readers.damaging import damaged_bytes, refused
 from tests.interop.readers.profiles import (
     FIXTURES,
@@ -109,7 +110,7 @@ def test_deep_nesting_and_many_steps_take_no_long() -> None:
     assert len(steps_of(rank.events)) == 20_000
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(draw=st.data(), name=st.sampled_from([*TENSORFLOW, *JAX]), lenient=st.booleans())
 def test_damaged_bytes_raise_trace_errors_only(draw: st.DataObject, name: str, lenient: bool) -> None:
     folder = "tensorflow" if name in TENSORFLOW else "jax"
@@ -158,7 +159,7 @@ def harmed(draw: st.DataObject, message: Any) -> None:
             return
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(draw=st.data(), name=st.sampled_from(["loop1", "pair0", "single"]), lenient=st.booleans())
 def test_messages_with_odd_values_raise_trace_errors_only(
     draw: st.DataObject, name: str, lenient: bool
@@ -170,7 +171,7 @@ def test_messages_with_odd_values_raise_trace_errors_only(
     refused(lambda: ranks_of(space.SerializeToString(), lenient=lenient))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(draw=st.data(), lenient=st.booleans())
 def test_damaged_programs_cost_no_more_than_what_they_tell(draw: st.DataObject, lenient: bool) -> None:
     space = space_class("Space").FromString(unpacked("jax/single.xplane.pb"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from tests.exhaustive import examples
 from tests.planning.bound.drawn import MS, Drawn, drawn
 from tests.planning.jobs import PlannedJob, layered_job
 
@@ -55,19 +56,19 @@ def _uneven_ns(job: Job, strategy: Strategy) -> float:
     return len(schedule.buckets) * 4 * cluster.world_size * 8 / slowest_gbps
 
 
-@settings(MANY, max_examples=60)
+@settings(MANY, max_examples=examples(60))
 @given(drawn())
 def test_nothing_is_replayed_in_less(case: Drawn) -> None:
     check(case)
 
 
-@settings(MANY, max_examples=30)
+@settings(MANY, max_examples=examples(30))
 @given(drawn(ranks_differ=True))
 def test_nothing_is_replayed_in_less_on_ranks_that_differ(case: Drawn) -> None:
     check(case)
 
 
-@settings(MANY, max_examples=30)
+@settings(MANY, max_examples=examples(30))
 @given(drawn(steps_differ=True))
 def test_nothing_is_replayed_in_less_where_steps_differ(case: Drawn) -> None:
     check(case)

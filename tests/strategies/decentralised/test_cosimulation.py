@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.exhaustive import examples
 from tests.graph.event_loop import Workers
 from tests.strategies.decentralised import plain_loop
 
@@ -108,7 +109,7 @@ def drawn_iterations(draw: st.DrawFn) -> Iterations:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(("name", "options"), GENERATORS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(iterations=drawn_iterations())
 def test_a_plain_event_loop_takes_the_same_times(
     name: str, options: dict[str, Any], staleness: int, iterations: Iterations
@@ -207,7 +208,7 @@ def test_scenarios_that_cannot_be() -> None:
             Scenario(**wrong)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(data=st.data())
 def test_spread_is_that_of_sampled_updates(data: st.DataObject) -> None:
     """Its covariance against sampled noise that is averaged as models are, and the product against matrices."""
