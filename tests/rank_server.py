@@ -206,7 +206,10 @@ def serve(path: str, *, bare: bool) -> str | None:
                 for pid in [pid for pid, (asker, _) in ranks.items() if asker is connection]:
                     os.kill(pid, signal.SIGKILL)
                 if not unread:
-                    os.unlink(path)
+                    Path(path).unlink(missing_ok=True)
+                    Path(path).with_suffix(".lock").unlink(missing_ok=True)
+                    with suppress(OSError):  # where others still serve
+                        Path(path).parent.rmdir()
                     return None
 
 
