@@ -86,6 +86,15 @@ def test_a_plan_that_the_script_cannot_run_is_never_chosen(
     assert {"baseline_ms", "predicted_ms", "measured_ms", "speedup", "plan", "report"} <= set(document)
 
 
+def test_a_machine_that_has_changed_since_the_recording_is_told(
+    demo: Callable[[Measure], DemoResult], found: SearchResult
+) -> None:
+    assert found.recorded is not None
+    recorded_ms = found.recorded.predicted_ms
+    assert demo(lambda _: 0.85 * recorded_ms).has_machine_changed
+    assert not demo(lambda _: 0.95 * recorded_ms).has_machine_changed
+
+
 def test_stock_ddp_is_kept_unless_a_plan_is_faster_in_every_round(
     demo: Callable[[Measure], DemoResult], found: SearchResult, tmp_path: Path
 ) -> None:

@@ -152,7 +152,7 @@ def _show(result: DemoResult) -> None:
             f"{run.median_ms:.1f}",
             f"{run.measured.spread_ms:.1f}",
             f"{run.error:+.1%}",
-            f"{result.stock.median_ms / run.median_ms:.2f}",
+            f"{result.speedup_of(run):.2f}",
             " ".join(f"{value:.1f}" for value in run.measured.runs_ms),
         )
     console.print(table)
@@ -168,6 +168,12 @@ def _show(result: DemoResult) -> None:
     if not result.found.can_rank:
         console.print(
             "The machine was busy while recording: predictions are unreliable, measurements decide."
+        )
+    elif result.has_machine_changed:
+        console.print(
+            "The machine changed after the recording: stock DDP was predicted at "
+            f"{result.stock.candidate.predicted_ms:.1f} ms a step and measured at {result.stock.median_ms:.1f}. So "
+            "predictions are unreliable, measurements decide."
         )
     console.print("Computation is real, with one thread a worker; only the links are emulated, by the lab.")
     console.print(f"Report: {result.report}")

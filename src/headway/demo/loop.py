@@ -27,6 +27,7 @@ from headway.optimization.plan_writing import plan_of
 from headway.optimization.result import SearchResult
 from headway.optimization.search import search
 from headway.recording.finish import finish_recording
+from headway.replayer.fidelity import is_reproduced
 from headway.replayer.replayer import Replayer
 from headway.report.page import write_html
 from headway.trace.folder import load_trace
@@ -155,7 +156,16 @@ class DemoResult:
     def speedup(self) -> float:
         """How many times as fast as stock DDP the chosen plan was, in the same rounds."""
         assert self.chosen is not None
-        return 1 / self._beside_stock(self.chosen)
+        return self.speedup_of(self.chosen)
+
+    def speedup_of(self, run: PlanRuns) -> float:
+        """How many times as fast as stock DDP a plan was, in the same rounds."""
+        return 1 / self._beside_stock(run)
+
+    @property
+    def has_machine_changed(self) -> bool:
+        """Whether stock DDP was measured at another speed than was recorded: predictions are of the recording."""
+        return not is_reproduced(self.stock.error)
 
     @property
     def predicted_speedup(self) -> float:
