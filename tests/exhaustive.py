@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def examples(number: int) -> int:
     return number if os.environ.get(ALL) == "all" else min(number, max(10, number // 4))
 
 
+@cache
 def left_out() -> dict[str, dict[str, str]]:
     """By file, below ``tests``: what is left out, and what covers it."""
     return yaml.safe_load(FILE.read_text()) or {}

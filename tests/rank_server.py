@@ -188,7 +188,7 @@ def serve(path: str, *, bare: bool) -> str | None:
             connection = listener.accept()[0]
             unread[connection], numbers[connection] = b"", 0
         for connection in [each for each in ready if each in unread]:
-            read = connection.recv(65536)
+            read = _read(connection)
             *requests, unread[connection] = (unread[connection] + read).split(b"\n")
             for request in requests:
                 argument, output = json.loads(request)
@@ -211,6 +211,14 @@ def serve(path: str, *, bare: bool) -> str | None:
                     with suppress(OSError):  # where others still serve
                         Path(path).parent.rmdir()
                     return None
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What has come; nothing where the other side has ended, in whatever way."""
+    try:
+        return connection.recv(65536)
+    except ConnectionError:
+        return b""
 
 
 def _tell(connection: socket.socket, **message: int) -> None:

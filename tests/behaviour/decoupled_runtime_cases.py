@@ -128,6 +128,7 @@ def drift_under_stock_ddp(rank: int, world_size: int) -> list[str]:
     """The warnings of a script whose ranks would drift apart under stock DDP, in two ways, each of them twice."""
     inner = model()
     inner[0].requires_grad_(False)
+    inner[1].requires_grad_(False)
     wrapped = DecoupledDataParallel(inner, bucket_cap_mb=0.0004)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     with warnings.catch_warnings(record=True) as caught:
@@ -138,7 +139,9 @@ def drift_under_stock_ddp(rank: int, world_size: int) -> list[str]:
         inner[3].requires_grad_(True)  # in stock DDP's buckets all the time
         step(wrapped, optimizer, rank, 2)
         assert not caught
-        inner[0].requires_grad_(True)
+        for index in (1, 0):
+            inner[index].requires_grad_(True)
+            step(wrapped, optimizer, rank, 3)
         for _ in range(2):
             losses = [wrapped(torch.ones(2, 6, dtype=torch.float64)).sum() for _ in range(2)]
             for loss in losses:

@@ -50,7 +50,7 @@ def test_a_reader_on_one_rank_needs_nothing_of_the_others() -> None:
 def test_what_drifts_apart_under_stock_ddp_is_said_once() -> None:
     for unfrozen, second in workers.run(2, f"{CASES}:drift_under_stock_ddp"):
         assert unfrozen.startswith(
-            "0.weight was unfrozen or added after the model was wrapped: this plan averages"
+            "1.weight was unfrozen or added after the model was wrapped: this plan averages"
         )
         assert second.startswith("a second backward follows several forwards: this plan averages")
 

@@ -154,10 +154,10 @@ class Condition:
             "inside step() and gains nothing. Keep a copy (clone), or delete it before step().",
         )
 
-    def warn_of_drift(self, what: str) -> None:
-        """Warn once that ranks would drift apart here under stock DDP, so that numbers differ from its numbers."""
+    def warn_of_drift(self, kind: str, what: str) -> None:
+        """Warn once of each ``kind`` that ranks would drift apart here under stock DDP, so that numbers differ."""
         self._warn_once(
-            what,
+            kind,
             f"{what}: this plan averages these gradients over all ranks. Stock DDP does not, and its ranks drift "
             "apart without a message. Losses will therefore differ from those under stock DDP.",
         )

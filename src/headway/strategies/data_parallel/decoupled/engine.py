@@ -128,7 +128,9 @@ class Engine:
     def warn_of_drift(self, unfrozen: Sequence[str]) -> None:
         """Warn once where parameters are trained that were not when the model was wrapped."""
         if unfrozen:
-            self._condition.warn_of_drift(f"{unfrozen[0]} was unfrozen or added after the model was wrapped")
+            self._condition.warn_of_drift(
+                "unfrozen", f"{unfrozen[0]} was unfrozen or added after the model was wrapped"
+            )
 
     @property
     def schedule(self) -> BucketSchedule:

@@ -141,14 +141,14 @@ class GradientReducer:
 
     def _second_backward_begins(self) -> None:
         """A backward begins whose forward came before another backward."""
-        self._condition.warn_of_drift("a second backward follows several forwards")
+        self._condition.warn_of_drift("second backward", "a second backward follows several forwards")
 
     def _begin(self) -> None:
         condition = self._condition
         with LOCK:
             condition.check_usable(inside_backward=True)
             end = condition.end
-            if end is None or end() is None:
+            if end is None or end() is None:  # looked at here, as a call costs time
                 condition.call_at_end(self._backward_ended)
             if not condition.filling:
                 self._local = False
