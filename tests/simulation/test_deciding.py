@@ -160,10 +160,10 @@ def test_many_operations_and_queues_are_added_while_others_share_a_link() -> Non
     added: list[int] = []
 
     def many() -> None:
-        added.extend(builder.operation(1 + number % 7, sender=0, queue=number) for number in range(1, 500))
-        added.extend(builder.operation(9) for _ in range(500))
+        added.extend(builder.operation(1 + number % 7, sender=0, queue=number) for number in range(1, 3000))
+        added.extend(builder.operation(9) for _ in range(3000))
 
     _, played = play_deciding(builder, AtTimes(many))
     assert (played.start_ns[added] == 5).all()
-    assert played.end_ns[0] == 10**6 + sum(1 + number % 7 for number in range(1, 500))
-    assert WHOLE > 500
+    assert played.end_ns[0] == 10**6 + sum(1 + number % 7 for number in range(1, 3000))
+    assert WHOLE > 3000
