@@ -32,8 +32,8 @@ def apart_us(rows: Rows, values: Floats) -> Floats:
 
 def spreads_us(rows: Rows, values: Floats) -> Floats:
     """For each row by how much the ends of meetings that took about as long are usually apart, as a deviation."""
-    kind = np.log2(rows.took_us + FINEST_US).astype(np.intp) + 64 * rows.form
-    off_us = medians(np.abs(off_by_us(rows, values)), kind, np.ones(len(rows)), 192)
+    kind = np.log2(rows.took_us + FINEST_US).astype(np.intp) + 64 * rows.form.astype(np.intp)
+    off_us = medians(np.abs(off_by_us(rows, values)), kind, np.ones(len(rows)), 256)
     # Twice, for two clocks' sake, of which each is off by half of what they are apart.
     spread: Floats = 2 * 1.4826 * off_us[kind] + FINEST_US
     return spread

@@ -16,8 +16,10 @@ from headway.trace.events import Events, Kind
 Keys = npt.NDArray[np.uint64]
 Forms = npt.NDArray[np.int8]
 
-TOGETHER, LOOSE, MESSAGE = 0, 1, 2
-"""Forms: all members end together and after all have come; members end when they like; a send and its receive."""
+TOGETHER, LOOSE, MESSAGE, ON_DEVICES = 0, 1, 2, 3
+"""Forms: all members end together and after all have come; members end when they like; a send and its receive; kernels,
+of which all members end together but for what a link's latency takes.
+"""
 
 MAX_OF_A_KIND = 10_000  # of one rank: of more, a part is looked at
 
@@ -74,8 +76,10 @@ class Codes:
         return found
 
 
-def parts_of(events: Events, rank: int, codes: Codes) -> Parts:
-    """The parts of ``rank``. Collectives are known by group, name and sequence, messages by group, both ends and order.
+def parts_of(events: Events, rank: int, codes: Codes, *, on_device: bool = False) -> Parts:
+    """The parts of ``rank``, whose collectives are kernels where they are ``on_device``.
+
+    Collectives are known by group, name and sequence, messages by group, both ends and order.
 
     Where a sequence is missing or stands twice, the order within its step counts, provided that all took as many parts
     in that step: otherwise it is not known whose is whose. A root is known where ``peer`` names it. Numbered pushes to
@@ -102,7 +106,9 @@ def parts_of(events: Events, rank: int, codes: Codes) -> Parts:
     root = peer == rank
     parts = Parts(
         key=_numbered(mixed(kind, sequence), sequence, events.step[picked], issued_ns),
-        form=np.where(collective, np.where(together, TOGETHER, LOOSE), MESSAGE).astype(np.int8),
+        form=np.where(
+            collective, np.where(together, ON_DEVICES if on_device else TOGETHER, LOOSE), MESSAGE
+        ).astype(np.int8),
         arrival_ns=start_ns,
         end_ns=start_ns + np.maximum(events.duration_ns[picked], 0),
         holds=together | (from_root & root) | (to_root & ~root) | sent,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,14 +33,18 @@ class Meetings:
     end_ns: Ints  # when the first of its members that wait for others was through
     holds: Flags  # whether others wait for it
     waits: Flags  # whether it waits for others
-    form: Forms  # of the meeting: TOGETHER, LOOSE or MESSAGE
+    form: Forms  # of the meeting: TOGETHER, LOOSE, MESSAGE or ON_DEVICES
 
     def __len__(self) -> int:
         return len(self.meeting)
 
 
-def meetings_of(events: Mapping[int, Events], clock_of_rank: Mapping[int, str]) -> Meetings:
+def meetings_of(
+    events: Mapping[int, Events], clock_of_rank: Mapping[int, str], on_devices: Collection[int] = ()
+) -> Meetings:
     """The meetings of clocks in the recordings of all ranks, each on its own clock.
+
+    The collectives of the ranks ``on_devices`` are kernels, whose ends say more of clocks than those of calls.
 
     Of a long recording it takes some hundreds, spread over time and over those who met. No time of one clock is ever
     compared with one of another: what belongs together is known by name, number and order alone.
@@ -51,7 +55,7 @@ def meetings_of(events: Mapping[int, Events], clock_of_rank: Mapping[int, str]) 
     codes = Codes()
     parts, clock = [Parts.none()], [np.zeros(0, dtype=np.intp)]
     for rank in sorted(events, key=lambda rank: (number[rank], rank)):
-        parts.append(parts_of(events[rank], rank, codes))
+        parts.append(parts_of(events[rank], rank, codes, on_device=rank in on_devices))
         clock.append(np.full(len(parts[-1].key), number[rank], dtype=np.intp))
     first_ns, last_ns = _recorded(events, number, len(names))
     return subsample(_met(Parts.concatenated(parts), np.concatenate(clock), names, first_ns, last_ns))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from headway.arrays import Flags, Floats, Indices
 from headway.clocks.components import ClockComponent
-from headway.clocks.matching import TOGETHER
+from headway.clocks.matching import ON_DEVICES, TOGETHER
 from headway.clocks.meetings import Meetings
 
 STRETCHES = 8  # of the time, each with bounds of its own, between which drifts show
@@ -82,7 +82,8 @@ class Rows:
         own_us = np.maximum(self.end_us - self.arrival_us, 0.0)
         first = self.first
         least_us, most_us = np.minimum.reduceat(own_us, first), np.maximum.reduceat(own_us, first)
-        took: Floats = np.where(self.form[first] == TOGETHER, least_us, most_us)[self.meeting]
+        together = np.isin(self.form[first], (TOGETHER, ON_DEVICES))
+        took: Floats = np.where(together, least_us, most_us)[self.meeting]
         return took
 
 

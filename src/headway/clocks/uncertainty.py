@@ -16,12 +16,15 @@ from headway.clocks.causality import tightest, waited
 from headway.clocks.end_spread import off_by_us, trusted_us
 from headway.clocks.estimate import Estimate
 from headway.clocks.limits import Limits, errors_us
-from headway.clocks.matching import TOGETHER
+from headway.clocks.matching import ON_DEVICES, TOGETHER
 from headway.clocks.quantiles import medians
 from headway.clocks.rows import STRETCHES, Rows
 from headway.clocks.terms import Prior
 
 LATENCY_US = 200.0  # what waking up may take after a message has come
+DEVICE_LATENCY_US = (
+    20.0  # by how much a kernel may see the end later than another, which polls for it as well
+)
 SPREADS = 2.0  # how many times their spread ends may be off all alike, which nothing would show
 FEW = 5  # ends or bounds that contradict nothing yet
 MUCH = 0.25  # the share of bounds that are not broken by chance
@@ -107,14 +110,17 @@ class _Agreed:
 
     @classmethod
     def of(cls, estimate: Estimate) -> _Agreed:
-        together = estimate.rows.form == TOGETHER
+        together = np.isin(estimate.rows.form, (TOGETHER, ON_DEVICES))
         rows, spread_us = estimate.rows.where(together), estimate.spread_us[together]
         cell = rows.company * rows.clocks * STRETCHES + rows.cell
         cells, cell, count = np.unique(cell, return_inverse=True, return_counts=True)
         weight = 1 / trusted_us(rows, spread_us)
         members = np.bincount(rows.meeting)[rows.meeting]
         # In a ring the last message reaches members one after another; none can have waited longer than it all took.
-        apart_us = np.minimum(rows.took_us, LATENCY_US + rows.took_us / np.maximum(members - 1, 1))
+        slowest_us = np.where(
+            rows.form == ON_DEVICES, DEVICE_LATENCY_US, LATENCY_US + rows.took_us / np.maximum(members - 1, 1)
+        )
+        apart_us = np.minimum(rows.took_us, slowest_us)
         each_us = SPREADS * medians(spread_us, cell, weight, len(cells))
         each_us += medians(apart_us, cell, weight, len(cells)) / 2
         off_us = medians(off_by_us(rows, estimate.values), cell, weight, len(cells))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -19,7 +20,8 @@ class Communications:
     Rows of one ``instance`` are the members' views of one collective (or of one message). ``arrival_ns`` is when
     its last member asked for it, at most this row's end; ``last_rank`` is that member. A rank that did
     not record the collective cannot be waited for. A send never waits for its receiver. ``inner`` marks the messages
-    that a recorded collective of their rank consists of.
+    that a recorded collective of their rank consists of. ``members`` counts the ranks that take part, recorded or not;
+    ``next_rank`` is the one after this row's rank among them, to which a ring sends, or -1 where it is not known.
     """
 
     rank: Ints
@@ -38,6 +40,8 @@ class Communications:
     arrival_ns: Ints
     last_rank: Ints
     inner: Flags
+    members: Ints
+    next_rank: Ints
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -81,6 +85,9 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
     order = np.lexsort((enqueue, instance))  # the last row of each instance is its last arriver
     last = order[np.flatnonzero(np.diff(instance[order], append=-1) != 0)] if rows else order
     sends = kind == Kind.SEND
+    members, next_rank = _rings(
+        trace, rank, [event.group for _, event in rows], instance, kind == Kind.COLLECTIVE
+    )
     return Communications(
         rank=rank,
         kind=kind,
@@ -98,7 +105,37 @@ def match(trace: Trace, *, messages: bool = False) -> Communications:
         arrival_ns=np.where(sends, enqueue, np.minimum(enqueue[last][instance], end)),
         last_rank=np.where(sends, rank, rank[last][instance]),
         inner=np.array(parts, dtype=bool),
+        members=members,
+        next_rank=next_rank,
     )
+
+
+def _rings(
+    trace: Trace, rank: Ints, group: Sequence[str], instance: Ints, collective: Flags
+) -> tuple[Ints, Ints]:
+    """For each row how many ranks take part, and which comes after its own: by the group, or by who recorded it."""
+    stated = {name: tuple(trace.manifest.groups.get(name, ())) for name in dict.fromkeys(group)}
+    after = {
+        (name, one): following
+        for name, ranks in stated.items()
+        for one, following in zip(ranks, (*ranks[1:], *ranks[:1]), strict=True)
+    }
+    recorded: Ints = np.bincount(instance)[instance] if len(instance) else instance
+    order = np.lexsort((rank, instance))
+    first = np.searchsorted(instance[order], instance[order], side="left")
+    following = np.arange(1, len(order) + 1)
+    follows = np.append(np.diff(instance[order]) == 0, False) if len(order) else np.zeros(0, dtype=bool)
+    beside = np.empty_like(rank)
+    beside[order] = rank[order][np.where(follows, following, first)]
+    keys = list(zip(group, rank.tolist(), strict=True))
+    known = np.array([key in after for key in keys], dtype=bool)
+    members = np.array([len(stated[name]) for name in group], dtype=np.int64)
+    named = np.array([after.get(key, -1) for key in keys], dtype=np.int64)
+    # A collective of no known group is one of all ranks; of the missing ones nobody knows where they stand in it.
+    alone = len(trace.events) < trace.world_size
+    members = np.where(known, members, trace.world_size if alone else recorded)
+    next_rank = np.where(known, named, -1 if alone else beside)
+    return np.where(collective, members, recorded), np.where(collective, next_rank, -1)
 
 
 def _instances(rows: list[tuple[int, Event]], parts: list[bool]) -> Ints:

@@ -57,7 +57,8 @@ def why_exposed(mean: Breakdown, shape: CommunicationShape) -> str:
             f"{shape.blocking_count:.3g} of them a step; remove them, call them less often, or start them "
             "asynchronously"
         )
-    return _latency(shape) or _link(shape, mean.exposed_communication) or _buckets(shape)
+    exposed_ms = mean.exposed_communication
+    return _latency(shape) or _link(shape, exposed_ms) or _buckets(shape, exposed_ms)
 
 
 def _latency(shape: CommunicationShape) -> str:
@@ -86,33 +87,39 @@ def _link(shape: CommunicationShape, exposed_ms: float) -> str:
     )
 
 
-def _buckets(shape: CommunicationShape) -> str:
+def _buckets(shape: CommunicationShape, exposed_ms: float) -> str:
     """Gradients that could be hidden, but start too late or in too many pieces."""
     if shape.collectives >= MANY and shape.mean_bytes < SMALL_BYTES:
         return _many(shape)
     share = shape.largest_bytes / shape.gradient_bytes if shape.gradient_bytes else 0.0
     late = 0.5 if share >= 0.9 else 0.8
-    if share >= 0.5 and shape.largest_ready >= late:
+    if shape.largest_ready is not None and share >= 0.5 and shape.largest_ready >= late:
         of_them = "all" if shape.buckets == 1 else f"{percent(share)} of them"
         one = f"one {format_bytes(shape.largest_bytes)} bucket carries {of_them}"
-        when = (
-            "starts only when backward ends"
-            if shape.largest_ready >= 0.95
-            else f"starts only when {percent(shape.largest_ready)} of backward is done"
-        )
-        return f"gradients, because {one} and {when}; try smaller buckets (headway optimize)"
-    if shape.buckets and shape.first_ready >= 0.6:
-        return (
-            f"gradients, because the first bucket starts only when {percent(shape.first_ready)} of backward is done; "
-            "try smaller buckets (headway optimize)"
-        )
+        return f"gradients, because {one} and {_starts(shape.largest_ready)}; try smaller buckets (headway optimize)"
+    if shape.first_ready is not None and shape.first_ready >= 0.6:
+        starts = _starts(shape.first_ready)
+        return f"gradients, because the first bucket {starts}; try smaller buckets (headway optimize)"
     if shape.backward_ms and shape.busy_ms > shape.backward_ms:
         return (
             f"gradients, because the links are busy for {milliseconds(shape.busy_ms)} of it and backward, which could "
             f"hide that, takes only {milliseconds(shape.backward_ms)}; send less (larger batches, accumulation, lower "
             "precision) or hide it under forward as well (headway optimize)"
         )
-    return "gradients, which start too late to hide under backward; try other buckets (headway optimize)"
+    if shape.last_ready is not None and shape.last_ready >= 0.8:
+        last = shape.last_bytes / shape.gradient_bytes
+        if last * shape.busy_ms >= MOST * exposed_ms:
+            return (
+                f"gradients, because the last of {shape.buckets} buckets ({format_bytes(shape.last_bytes)}, "
+                f"{percent(last)} of them) {_starts(shape.last_ready)}; try a smaller last bucket (headway optimize)"
+            )
+    return "gradients that backward does not hide; try other buckets (headway optimize)"
+
+
+def _starts(ready: float) -> str:
+    if ready >= 0.95:
+        return "starts only when backward ends"
+    return f"starts only when {percent(ready)} of backward is done"
 
 
 def _many(shape: CommunicationShape) -> str:

@@ -23,8 +23,11 @@ class CommunicationShape:
     buckets: int
     gradient_bytes: int  # the sum of the buckets' sizes
     largest_bytes: int
-    largest_ready: float  # how much of backward was computed when the largest bucket started, from 0 to 1
-    first_ready: float  # the same for the first bucket
+    # How much of backward was computed when a bucket was ready to start, from 0 to 1; None where that is unknown:
+    largest_ready: float | None
+    first_ready: float | None
+    last_ready: float | None
+    last_bytes: int  # of the bucket that was ready last
     busy_ms: float  # communication with all members there, a step
     volume_ms: float  # what the gradients' bytes alone take of it, at the best rate that large buckets reach
     backward_ms: float
@@ -47,13 +50,19 @@ def communication_shape(
         own = np.flatnonzero(rows.rank == rank)
         windows = intervals.union(time.step_start_ns, time.step_end_ns)
         within[own] = intervals.inside(windows, rows.end_ns[own] - 1)
-        ready[own] = _computed_share(time, events[rank], rows.enqueue_ns[own])
+        ready[own] = _computed_share(time, events[rank], _ready_ns(events[rank], rows.where(own)))
     counted = within & (rows.kind == Kind.COLLECTIVE) & (rows.size_bytes > 0)
     carrying = counted & (rows.bucket >= 0)
     sizes: dict[int, int] = {}
     for bucket, size in zip(rows.bucket[carrying].tolist(), rows.size_bytes[carrying].tolist(), strict=True):
         sizes[bucket] = max(sizes.get(bucket, 0), size)
     largest = max(sizes, key=lambda bucket: sizes[bucket], default=-1)
+    shares = {
+        bucket: share
+        for bucket in sizes
+        if (share := _mean(ready[carrying & (rows.bucket == bucket)])) is not None
+    }
+    last = max(shares, key=lambda bucket: (shares[bucket], bucket), default=-1)
     blocking_ms, of_name, blocking_count = _blocking(times, rows, steps)
     return CommunicationShape(
         collectives=float(counted.sum()) / steps,
@@ -61,8 +70,10 @@ def communication_shape(
         buckets=len(sizes),
         gradient_bytes=sum(sizes.values()),
         largest_bytes=sizes.get(largest, 0),
-        largest_ready=_mean(ready[carrying & (rows.bucket == largest)]),
-        first_ready=min((_mean(ready[carrying & (rows.bucket == bucket)]) for bucket in sizes), default=0.0),
+        largest_ready=shares.get(largest),
+        first_ready=min(shares.values(), default=None),
+        last_ready=shares.get(last),
+        last_bytes=sizes.get(last, 0),
         busy_ms=sum(int(time.per_step(time.communicating).sum()) for time in times.values()) / steps / 1e6,
         volume_ms=_volume_ns(times, rows, carrying) / steps / 1e6,
         backward_ms=_computed_ns(times, "backward") / steps / 1e6,
@@ -99,19 +110,53 @@ def _volume_ns(times: dict[int, RankTime], rows: Communications, carrying: np.nd
     return min(float(busy_ns), float(sent[carrying].sum()) / bytes_a_ns)
 
 
+def _ready_ns(events: Events, own: Communications) -> Ints:
+    """When each of a rank's rows could start: when its gradients were computed where that is told, else as asked for.
+
+    A device's kernel begins later than its bucket is ready where it queues behind another.
+    """
+    told = events.of_kind(Kind.GRADIENT_READY)
+    told = told.where(told.bucket >= 0)
+    keys = zip(told.step.tolist(), told.bucket.tolist(), told.start_ns.tolist(), strict=True)
+    ready_ns = {(step, bucket): moment for step, bucket, moment in keys}
+    asked = zip(own.step.tolist(), own.bucket.tolist(), own.enqueue_ns.tolist(), strict=True)
+    return np.array(
+        [ready_ns.get((step, bucket), asked_ns) for step, bucket, asked_ns in asked], dtype=np.int64
+    )
+
+
 def _computed_share(time: RankTime, events: Events, moments: Ints) -> np.ndarray:
     """How much of its backward pass this rank had computed at each moment; NaN outside of every pass."""
-    passes = events.of_kind(Kind.BACKWARD_PASS)
     shares = np.full(len(moments), np.nan)
-    if not len(passes):
+    start_ns, end_ns = _passes(time, events)
+    if not len(start_ns):
         return shares
-    index = np.searchsorted(passes.start_ns, moments, side="right") - 1
-    inside = (index >= 0) & (moments <= passes.end_ns[np.maximum(index, 0)])
+    index = np.searchsorted(start_ns, moments, side="right") - 1
+    inside = (index >= 0) & (moments <= end_ns[np.maximum(index, 0)])
     chosen = index[inside]
-    done = intervals.length_within(time.backward, passes.start_ns[chosen], moments[inside])
-    whole = intervals.length_within(time.backward, passes.start_ns[chosen], passes.end_ns[chosen])
-    shares[inside] = done / np.maximum(whole, 1)
+    done = intervals.length_within(time.backward, start_ns[chosen], moments[inside])
+    whole = intervals.length_within(time.backward, start_ns[chosen], end_ns[chosen])
+    shares[inside] = np.where(whole > 0, done / np.maximum(whole, 1), np.nan)
     return shares
+
+
+def _passes(time: RankTime, events: Events) -> tuple[Ints, Ints]:
+    """When each backward pass began and ended.
+
+    Other tools record computation only. A pass then is the backward computation between two stretches of forward, or
+    two steps, and lasts until the next of these begins.
+    """
+    passes = events.of_kind(Kind.BACKWARD_PASS)
+    if len(passes):
+        return passes.start_ns, passes.end_ns
+    begins = time.backward[:, 0]
+    if not len(begins):
+        return begins, begins
+    bounds = np.sort(np.concatenate([time.forward[:, 0], time.step_start_ns, time.step_end_ns]))
+    stretch = np.searchsorted(bounds, begins, side="right")
+    first = np.flatnonzero(np.diff(stretch, prepend=-1))
+    until = np.append(bounds, time.backward[-1:, 1])[stretch[first]]
+    return begins[first], np.maximum(until, time.backward[np.append(first[1:], len(begins)) - 1, 1])
 
 
 def _blocking(
@@ -135,6 +180,6 @@ def _blocking(
     return total_ns / steps / 1e6, of_name, count / steps
 
 
-def _mean(values: np.ndarray) -> float:
+def _mean(values: np.ndarray) -> float | None:
     known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else 1.0
+    return float(known.mean()) if len(known) else None

@@ -211,11 +211,10 @@ def _capacities(cluster: Cluster | None) -> dict[tuple[str, str], float]:
 def sent_volumes(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The bytes that each row's rank sends: of a collective, to its ring neighbour; of a message, to its peer.
 
-    A ring over P ranks sends 2(P-1)/P of an all-reduced tensor over each of its edges, and (P-1)/P of one that is
-    reduce-scattered, gathered or broadcast.
+    A ring over the P ranks of a group, recorded or not, sends 2(P-1)/P of an all-reduced tensor over each of its edges,
+    and (P-1)/P of one that is reduce-scattered, gathered or broadcast.
     """
-    members = np.bincount(rows.instance, minlength=1)[rows.instance] if len(rows) else np.zeros(0)
-    factors = np.where(rows.name == "all_reduce", 2.0, 1.0) * (members - 1) / np.maximum(members, 1)
+    factors = np.where(rows.name == "all_reduce", 2.0, 1.0) * (rows.members - 1) / np.maximum(rows.members, 1)
     factors = np.where(rows.kind == Kind.SEND, 1.0, factors)
     factors = np.where(rows.kind == Kind.RECEIVE, 0.0, factors)
     volumes: np.ndarray[tuple[int], np.dtype[np.float64]] = rows.size_bytes * factors
@@ -223,14 +222,5 @@ def sent_volumes(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def ring_targets(rows: Communications) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The rank to which each row's rank sends: the next member of the instance, or the peer."""
-    targets = np.where(rows.kind == Kind.SEND, rows.peer, -1)
-    order = np.lexsort((rows.rank, rows.instance))
-    instance, rank = rows.instance[order], rows.rank[order]
-    first = np.searchsorted(instance, instance, side="left")
-    following = np.arange(1, len(order) + 1)
-    follows = np.append(instance[1:] == instance[:-1], False) if len(order) else np.zeros(0, dtype=bool)
-    following = np.where(follows, following, first)
-    collective = rows.kind[order] == Kind.COLLECTIVE
-    targets[order[collective]] = rank[following[collective]]
-    return targets
+    """The rank to which each row's rank sends: the next member of its group, or the peer; -1 where it is not known."""
+    return np.where(rows.kind == Kind.SEND, rows.peer, rows.next_rank)

@@ -202,11 +202,12 @@ def test_gradients_are_numbered_as_buckets() -> None:
     def reduced(at: int, number: int, **more: Any) -> list[Entry]:
         return launched(SUM, at, at + 1, 3, number, **{**OWN, "Seq": number, **more})
 
+    small = {"In msg nelems": 1, "Out msg nelems": 1}
     events = [
-        step(5, 0, 100), step(6, 100, 100), *reduced(5, 1), span("cpu_op", BACKWARD, 10, 50), *reduced(20, 2),
+        step(5, 0, 100), step(6, 100, 100), *reduced(5, 1, **small), span("cpu_op", BACKWARD, 10, 50), *reduced(20, 2),
         *reduced(25, 3, **{"Collective name": "broadcast"}),
         *reduced(30, 4, **{"Collective name": "_reduce_scatter_base"}),
-        *reduced(70, 5), span("cpu_op", BACKWARD, 110, 50), *reduced(120, 6),
+        *reduced(70, 5, **small), span("cpu_op", BACKWARD, 110, 50), *reduced(120, 6),
     ]  # fmt: skip
     found = rows(events, Kind.COLLECTIVE)
     assert [(one.sequence, one.step, one.bucket) for one in found] == [

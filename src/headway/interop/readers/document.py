@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import struct
 import tarfile
@@ -128,7 +129,7 @@ def head_of(found: Found) -> bytes:
         except _BROKEN:
             if not head:
                 raise
-    return bytes(head[:SNIFFED_BYTES])
+    return _utf8(bytes(head[:SNIFFED_BYTES]))
 
 
 def read_document(found: Found, *, lenient: bool = False) -> Document:
@@ -154,7 +155,16 @@ def read_document(found: Found, *, lenient: bool = False) -> Document:
             ending = "the file is truncated"
         except _BROKEN as failure:
             ending = f"the file is damaged ({failure})"
-    return Document(found.name, data.getvalue(), ending, lenient)
+    return Document(found.name, _utf8(data.getvalue()), ending, lenient)
+
+
+def _utf8(data: bytes) -> bytes:
+    """Text with a byte order mark, as Windows writes it, in UTF-8 without one; everything else as it is."""
+    if data.startswith(codecs.BOM_UTF8):
+        return data[len(codecs.BOM_UTF8) :]
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16", errors="replace").encode()
+    return data
 
 
 @contextmanager

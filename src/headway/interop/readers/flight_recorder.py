@@ -42,6 +42,7 @@ LACKS = (
 _OWN_KEYS = (b'"pg_status"', b'"nccl_comm_state"', b'"comm_lib_version"', b'"nccl_version"')
 _PICKLED_KEYS = (b"pg_config", b"pg_status", b"nccl_comm_state", b"collective_seq_id", b"profiling_name")
 _PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,6})(?:\.json)?(?:\.gz)?$")
 _ITEM = re.compile(r'\{\s*"(?:collective_seq_id|record_id|frames|pg_id|duration_ms)"\s*:')
 _OPERATION = re.compile(r"^(?:[\w.]+:)?(\w+)(?:\s+(\d{1,7})\s*(?:->|<-)\s*(\d{1,7}))?$")
 
@@ -139,13 +140,10 @@ def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     notes += [f"{document.name}: {document.ending}"] if document.ending else []
     content = _columns(rows, groups, dropped, tuple(notes))
     rank = rank_in_name(document.name)
-    return Reading(
-        companions=[
-            Companion(
-                document.name, "flight_recorder", _own_rank(rows, groups) if rank is None else rank, content
-            )
-        ]
-    )
+    rank = _own_rank(rows, groups) if rank is None else rank
+    if rank is None and (last := _LAST_NUMBER.search(document.name)):
+        rank = int(last[1])
+    return Reading(companions=[Companion(document.name, "flight_recorder", rank, content)])
 
 
 def _entries(document: Document) -> tuple[list[_Entry], dict[str, tuple[int, ...]], int]:

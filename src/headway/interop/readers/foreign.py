@@ -41,6 +41,7 @@ class ForeignRank:
     version: str = ""  # the framework's
     clock: str = ""
     absolute: bool = False  # whether times are wall-clock time, which hosts keep more or less alike
+    on_device: bool = False  # whether its collectives are kernels on a device
     groups: dict[str, tuple[int, ...]] = field(
         default_factory=dict
     )  # process groups' ranks, where they are told

@@ -55,6 +55,7 @@ def import_trace(
         notes = [*sources.left_out, *read.refused]
     if not read.ranks:
         raise _nothing_timed(read.companions, read.refused)
+    notes += _unused(read.companions, read.ranks)
     job = settle(read.ranks, lenient=lenient)
     notes += number_collectives({rank: one.events for rank, one in sorted(job.workers.items())})
     clocks, clock_notes = _align(job)
@@ -126,6 +127,21 @@ def _nothing_timed(companions: Sequence[Companion], refused: Sequence[str]) -> T
     return TraceError(f"nothing here has times. {lacks}", got=companions[0].source)
 
 
+def _unused(companions: Sequence[Companion], ranks: Sequence[ForeignRank]) -> list[str]:
+    """What to say of documents that tell of communication, but of no rank whose times are here."""
+    timed = {one.rank for one in ranks}
+    return [
+        f"{one.source} was not used: "
+        + (
+            "it does not say which rank it is of; put that into its name, as in rank3.json."
+            if one.rank is None
+            else f"it is of rank {one.rank}, of which nothing here has times."
+        )
+        for one in companions
+        if one.rank not in timed
+    ]
+
+
 def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
     """Bring everybody's events onto the first worker's clock."""
     clock_of = {rank: _clock(one, f"rank {rank}") for rank, one in sorted(job.workers.items())}
@@ -133,7 +149,8 @@ def _align(job: Job) -> tuple[dict[str, dict[int, ClockFit]], list[str]]:
     fits = {names[0]: ClockFit()}
     notes = []
     if len(names) > 1:
-        meetings = meetings_of({rank: one.events for rank, one in job.workers.items()}, clock_of)
+        on_devices = frozenset(rank for rank, one in job.workers.items() if one.on_device)
+        meetings = meetings_of({rank: one.events for rank, one in job.workers.items()}, clock_of, on_devices)
         fits = fit_clocks(meetings, names)
         notes.append(f"{len(names)} clocks were aligned by what ranks did together.")
     for rank, one in job.workers.items():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from headway.errors import TraceError
 from headway.interop.readers.foreign import ForeignRank
-from headway.trace.events import Events, Kind
+from headway.trace.events import Events, Kind, texts
 from headway.trace.format import MAX_WORLD_SIZE
 
 SAME_OPERATIONS = 0.5  # of the names in the smaller part: a job repeats itself
@@ -56,7 +56,49 @@ def settle(found: Sequence[ForeignRank], *, lenient: bool = False) -> Job:
         raise TraceError(
             "a rank is out of range", got=job.world_size - 1, expected=f"less than {MAX_WORLD_SIZE}"
         )
+    name_groups_by_members(job.workers)
     return job
+
+
+def name_groups_by_members(workers: Mapping[int, ForeignRank]) -> None:
+    """Give each process group one name on all of its ranks, and no two groups the same, in place.
+
+    A group is its members. Some releases call several groups alike, and others give one group another name on each
+    rank. Several groups of the same members are told apart by their order.
+    """
+    names: dict[tuple[int, ...], list[str]] = {}
+    renamed: dict[int, dict[str, tuple[tuple[int, ...], int]]] = {}
+    for rank, one in sorted(workers.items()):
+        counted: Counter[tuple[int, ...]] = Counter()
+        for name, members in one.groups.items():
+            place = counted[members]
+            counted[members] += 1
+            own = names.setdefault(members, [])
+            if place == len(own):
+                own.append(name)
+            renamed.setdefault(rank, {})[name] = members, place
+    users = Counter(name for own in names.values() for name in set(own))
+    final: dict[tuple[tuple[int, ...], int], str] = {}
+    taken: set[str] = set()
+    for members, own in names.items():
+        for place, name in enumerate(own):
+            told = name if users[name] == 1 and own.count(name) == 1 else f"{name} ({_in_words(members)})"
+            while told in taken:
+                told += "'"
+            taken.add(told)
+            final[members, place] = told
+    for rank, one in workers.items():
+        of_name = {name: final[group] for name, group in renamed.get(rank, {}).items()}
+        if any(name != told for name, told in of_name.items()):
+            one.events = replace(
+                one.events, group=texts([of_name.get(name, name) for name in one.events.group.tolist()])
+            )
+        one.groups = {told: one.groups[name] for name, told in of_name.items()}
+
+
+def _in_words(members: Sequence[int]) -> str:
+    shown = ", ".join(map(str, members[:4]))
+    return f"ranks {shown}" + (f" and {len(members) - 4} more" if len(members) > 4 else "")
 
 
 def rank_in_name(name: str) -> int | None:

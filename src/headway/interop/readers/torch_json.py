@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -72,8 +73,13 @@ def ints(values: Sequence[int]) -> Ints:
 
 
 def ranks_of(stated: object, size: object = None) -> tuple[int, ...]:
-    """A group's ranks, from a list or its text; an empty one stands for all ``size`` ranks. None where unreadable."""
+    """A group's ranks, from a list or its text; an empty one stands for all ``size`` ranks. None where unreadable.
+
+    The profiler leaves out the middle of a long list: "[0, 8, ..., 248]". It is filled in where ranks are evenly apart.
+    """
     if isinstance(stated, str):
+        if ", ...," in stated:
+            return _without_gap(stated, whole(size, MAX_WORLD_SIZE))
         try:
             stated = msgspec.json.decode(stated)
         except UNREADABLE:
@@ -84,6 +90,16 @@ def ranks_of(stated: object, size: object = None) -> tuple[int, ...]:
         return tuple(range(max(whole(size, MAX_WORLD_SIZE), 0)))
     ranks = tuple(whole(rank, MAX_WORLD_SIZE - 1) for rank in stated)
     return () if -1 in ranks else ranks
+
+
+def _without_gap(stated: str, size: int) -> tuple[int, ...]:
+    numbers = [int(number) for number in re.findall(r"\d{1,9}", stated)]
+    *first, last = numbers or [0]
+    stride = first[1] - first[0] if len(first) > 1 else 0
+    if stride <= 0 or any(after - before != stride for before, after in itertools.pairwise(first)):
+        return ()
+    ranks = range(first[0], last + 1, stride)
+    return tuple(ranks) if len(ranks) == size and ranks[-1] == last else ()
 
 
 def member(ranks: Sequence[int], index: int) -> int:

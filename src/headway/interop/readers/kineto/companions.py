@@ -11,6 +11,7 @@ from headway.arrays import Ints
 from headway.interop.readers.executed import ExecutedCommunication
 from headway.interop.readers.flight_recorder import Recorded
 from headway.interop.readers.foreign import Companion
+from headway.interop.readers.torch_json import ranks_of
 
 SLACK_NS = 200_000  # the flight recorder's moment may lie this far outside of the call as the profiler saw it
 
@@ -44,6 +45,7 @@ class Known:
     def __init__(self, executed: Sequence[ExecutedCommunication], recorded: Sequence[Recorded]) -> None:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.notes: list[str] = []
+        self._looked_up: set[str] = set()
         self._by_call: dict[int, Row] = {}
         for one in executed:
             self.groups |= one.groups
@@ -62,6 +64,14 @@ class Known:
         order = np.argsort(moments, kind="stable")
         self._created_ns: Ints = moments[order]
         self._recorded = [self._recorded[position] for position in order.tolist()]
+
+    def take_group(self, name: str, ranks: object, size: object) -> None:
+        """Keep what a collective's own arguments say of its group, unless that is known."""
+        if not name or name in self._looked_up:
+            return
+        self._looked_up.add(name)
+        if name not in self.groups and ranks is not None and (members := ranks_of(ranks, size)):
+            self.groups[name] = members
 
     @classmethod
     def of_rank(cls, rank: int | None, companions: Sequence[Companion]) -> Known:

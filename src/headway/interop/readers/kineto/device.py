@@ -12,6 +12,8 @@ from headway import intervals
 from headway.arrays import Flags, Indices, Ints, Texts
 from headway.interop.readers.kineto import phases
 from headway.interop.readers.kineto.collectives import (
+    Asked,
+    Backward,
     Collectives,
     bucket_numbers,
     collective_events,
@@ -34,7 +36,8 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
     launches = _launches(document, kernels)
     step = _steps(document, kernels, launches, steps)
     inside = step >= 0  # what was launched before the first step belongs to none
-    communicating = is_communication(document, kernels)
+    asked = Asked(document)
+    communicating = is_communication(document, kernels, launches, asked)
     phase = phases.of_moments(document, launches)
     stretch_of, start_ns, end_ns = _stretches(document, kernels, step, inside, communicating)
     computing = inside & ~communicating
@@ -47,13 +50,17 @@ def device_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple
         ),
     ]  # fmt: skip
     communicating &= inside
-    found = device_collectives(document, kernels[communicating], launches[communicating], known)
-    bucket = bucket_numbers(found, step[communicating], phase[communicating])
-    parts.append(collective_events(document, found, steps, step[communicating], bucket))
-    parts.append(
-        _gradients_ready(document, found, own, launches[computing], bucket, steps.number[step[communicating]])
+    found, begins = device_collectives(
+        document, kernels[communicating], launches[communicating], known, asked
     )
+    in_step, in_phase = step[communicating][begins], phase[communicating][begins]
     busy = intervals.union(document.start_ns[own], document.end_ns[own])
+    last_ns = np.full(len(steps.number), -1, dtype=np.int64)
+    backward = phase[computing] == Kind.BACKWARD
+    np.maximum.at(last_ns, step[computing][backward], document.start_ns[own[backward]])
+    bucket = bucket_numbers(document, found, in_step, in_phase, Backward(busy, last_ns[in_step]))
+    parts.append(collective_events(document, found, steps, in_step, bucket))
+    parts.append(_gradients_ready(document, found, own, launches[computing], bucket, steps.number[in_step]))
     exposed = _exposed(document, kernels[communicating], busy)
     parts.append(_spans(Kind.WAIT, exposed, steps.number[stretch_of], start_ns, end_ns))
     reading = intervals.subtract(phases.input_spans(document), intervals.join(busy, exposed))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -29,9 +30,16 @@ from headway.interop.readers.kineto.entries import (
 from headway.trace.events import texts
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime", "privateuse1_driver")
+LAUNCHES = (
+    "cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "xpu_driver", "mtia_runtime", "privateuse1_runtime",
+    "privateuse1_driver",
+)  # fmt: skip
 OPERATIONS = ("cpu_op", "user_annotation", "Operator", "operator")
 _CODES = {category: code for code, category in enumerate((*DEVICE, *LAUNCHES, *OPERATIONS))}
+_CODES |= {  # as Kineto called them in 2021
+    "Kernel": _CODES["kernel"], "Memcpy": _CODES["gpu_memcpy"], "Memset": _CODES["gpu_memset"],
+    "Runtime": _CODES["cuda_runtime"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +87,29 @@ class KinetoDocument:
                 numbers.setdefault(place, len(numbers))
         return np.fromiter(map(numbers.__getitem__, places), np.int64, len(places))
 
+    def processes(self) -> dict[str, npt.NDArray[np.intp]]:
+        """The events of each process that took part in a merged document, by its label.
+
+        Tools that merge ranks put a label before the process: "[TP00-DP00] 1". Where there is none all are of one.
+        """
+        labels: dict[str, list[int]] = {}
+        for index, entry in enumerate(self.entries.tolist()):
+            found = _LABEL.match(entry.pid) if isinstance(entry.pid, str) else None
+            labels.setdefault(found[1] if found else "", []).append(index)
+        return {label: np.array(rows, dtype=np.intp) for label, rows in sorted(labels.items())}
+
+    def where(self, indices: npt.NDArray[np.intp]) -> KinetoDocument:
+        """The events at ``indices``, in their order."""
+        return replace(
+            self,
+            category=self.category[indices],
+            name_number=self.name_number[indices],
+            start_ns=self.start_ns[indices],
+            duration_ns=self.duration_ns[indices],
+            entries=self.entries[indices],
+            _numbers={},
+        )
+
     def of_category(self, *categories: str) -> npt.NDArray[np.intp]:
         """The indices of the events of these categories, in order of their start."""
         found = np.zeros(len(self), dtype=bool)
@@ -114,6 +145,7 @@ class KinetoDocument:
             return [_one_decoded(kind, entry.args) for entry in entries]
 
 
+_LABEL = re.compile(r"^\[([^\[\]]{1,100})\]\s*\d+$")
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _PLACE, _ARGS = attrgetter("pid", "tid"), attrgetter("args")
 

@@ -27,6 +27,7 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     dtype: Any = None
     group: Any = msgspec.field(name="Process Group Name", default=None)
     ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
+    group_size: Any = msgspec.field(name="Group size", default=None)
     sequence: Any = msgspec.field(name="Seq", default=None)
     source: Any = msgspec.field(name="Src Rank", default=None)
     target: Any = msgspec.field(name="Dst Rank", default=None)

@@ -48,7 +48,7 @@ def host_events(document: KinetoDocument, steps: Steps, known: Known) -> tuple[E
         )
     ]
     found_inside, step = found.where(inside), step[inside]
-    bucket = bucket_numbers(found_inside, step, phase[inside])
+    bucket = bucket_numbers(document, found_inside, step, phase[inside])
     parts.append(collective_events(document, found_inside, steps, step, bucket))
     busy = intervals.join(held, intervals.union(document.start_ns[computing], document.end_ns[computing]))
     parts.append(_waits(document, found.index, busy, steps))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
+from headway.arrays import Indices
 from headway.errors import TraceError
 from headway.interop.readers.foreign import Companion, Document, ForeignRank, Reading
+from headway.interop.readers.kineto import phases
 from headway.interop.readers.kineto.companions import Known
 from headway.interop.readers.kineto.device import device_events
 from headway.interop.readers.kineto.document import DEVICE, KinetoDocument, no_collections, parse
@@ -42,20 +45,63 @@ def read(document: Document, companions: Sequence[Companion] = ()) -> Reading:
     Raises TraceError where it is damaged, or holds nothing that takes time.
     """
     with no_collections():
-        return Reading(ranks=[_rank(document, companions)])
+        found = parse(document)
+        if not len(found):
+            raise TraceError(
+                f"{document.name} holds no operators and no kernels",
+                expected="a recording of torch.profiler",
+                fix="Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
+            )
+        processes = found.processes() if len(_pids(found)) > 1 else {}
+        if len(processes) > 1:
+            return Reading(ranks=_split(document, found, processes, companions))
+        if len(pids := _pids(found)) > 1:
+            raise TraceError(
+                f"{document.name} holds the operators of several processes, which cannot be told apart",
+                got=f"processes {', '.join(sorted(pids)[:4])}",
+                expected="one document a rank",
+                fix="Import the documents that it was merged from.",
+            )
+        return Reading(ranks=[_rank(document, found, companions)])
 
 
-def _rank(document: Document, companions: Sequence[Companion]) -> ForeignRank:
-    found = parse(document)
-    if not len(found):
-        raise TraceError(
-            f"{document.name} holds no operators and no kernels",
-            expected="a recording of torch.profiler",
-            fix="Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
-        )
+def _pids(found: KinetoDocument) -> set[str]:
+    """The processes whose steps are marked, or whose operators are there."""
+    marks = phases.named(found, "ProfilerStep")
+    marks = marks if len(marks) else found.of_category("cpu_op", "Operator")
+    pids = (entry.pid for entry in found.entries[marks].tolist())
+    return {str(pid)[:100] for pid in {pid if isinstance(pid, (str, int)) else str(pid) for pid in pids}}
+
+
+def _split(
+    document: Document,
+    found: KinetoDocument,
+    processes: Mapping[str, Indices],
+    companions: Sequence[Companion],
+) -> list[ForeignRank]:
+    """The ranks of a merged document, numbered as their labels say, or else in the order of the labels."""
+    ranks = []
+    stated = [rank_in_name(label) for label in processes]
+    numbered = len(set(stated)) == len(stated) and None not in stated
+    for place, (label, rows) in enumerate(processes.items()):
+        rank = stated[place] if numbered else place
+        own = _rank(replace(document, name=f"{document.name} [{label}]"), found.where(rows), companions, rank)
+        if not numbered:
+            own.notes.append(
+                "The document holds several ranks, which are numbered in the order of their labels."
+            )
+        ranks.append(own)
+    return ranks
+
+
+def _rank(
+    document: Document, found: KinetoDocument, companions: Sequence[Companion], merged_as: int | None = None
+) -> ForeignRank:
     steps = steps_of(found)
     info = found.head.distributed
-    rank = info.rank if isinstance(info.rank, int) else rank_in_name(document.name)
+    rank = merged_as
+    if rank is None:
+        rank = info.rank if isinstance(info.rank, int) else rank_in_name(document.name)
     known = Known.of_rank(rank, companions)
     make = device_events if len(found.of_category(*DEVICE)) else host_events
     events, notes = make(found, steps, known)
@@ -72,6 +118,7 @@ def _rank(document: Document, companions: Sequence[Companion]) -> ForeignRank:
         host=str(found.head.host)[:200] or _host(document.name),
         backend=str(info.backend or "")[:40],
         absolute=True,
+        on_device=make is device_events,
         groups={**_groups(found.head), **known.groups},
         dropped_events=found.dropped,
         notes=[*_whole(found), *found.notes, *notes],
